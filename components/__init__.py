@@ -1,0 +1,1 @@
+"""Reusable steps. Nothing here imports another step; graphs join them."""

@@ -1,0 +1,1 @@
+"""The declared graph: payloads, wires, checks and the executor. Never imports `components`."""

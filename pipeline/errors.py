@@ -1,0 +1,51 @@
+"""Errors a user can act on: place, what was found, what was wanted, the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CreditgraphError(ValueError):
+    """A user's mistake, told in a sentence. The command line prints it without a traceback."""
+
+
+class ConfigError(CreditgraphError):
+    """A wrong setting, override, recipe or graph file."""
+
+
+class GraphError(CreditgraphError):
+    """One or more wiring problems; `problems` holds each as its own sentence."""
+
+    def __init__(self, problems: list[str], place: str = "graph") -> None:
+        self.problems = problems
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__(f"{place}: {count}\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1)))
+
+
+class AlignmentError(CreditgraphError):
+    """Two batches that must describe the same rows do not."""
+
+
+class DataError(CreditgraphError):
+    """A data file, dataset or model folder that cannot be used."""
+
+
+class RunError(CreditgraphError):
+    """A run directory that cannot be written, read or resumed."""
+
+
+def did_you_mean(found: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'x'?" for the nearest known name, or a list of the known ones.
+
+    >>> did_you_mean("lernr", ["learner", "engine"])
+    " Did you mean 'learner'?"
+    """
+    names = sorted(known)
+    close = get_close_matches(found, names, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    if not names:
+        return ""
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f" Known: {shown}."
