@@ -1,0 +1,34 @@
+"""Fixtures shared by all tests: the device under test and the slow reference versions."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device for component tests")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    name = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.exit("--device cuda: torch sees no CUDA device; run on a GPU machine or drop the option", returncode=2)
+    return name
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModuleType:
+    """tests/reference.py: slow, obvious versions of the formulas."""
+    path = Path(__file__).parent / "reference.py"
+    spec = importlib.util.spec_from_file_location("creditgraph_test_reference", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""Slow, obvious versions of the formulas, for comparison with the fast ones."""
