@@ -39,7 +39,7 @@ Placement = Literal["replica", "collective"]
 
 
 @dataclass(frozen=True)
-class same_rows:  # noqa: N801  (reads as a word inside Annotated)
+class same_rows:
     """Annotation: this batch has exactly the rows, in order, of the named input."""
 
     input: str
