@@ -1,0 +1,130 @@
+"""The `creditgraph` command. Subcommands import what they need when they run, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from pipeline.errors import CreditgraphError, did_you_mean
+
+OVERRIDES_HELP = """\
+Overrides are key=value:
+  recipe=toy_srpo                 a file of configs/recipe (creditgraph graph --list shows all)
+  engine=local  model=tiny        another choice of a config group
+  learner.optimizer.lr=1e-4       a setting of a node (creditgraph components NAME lists them)
+  sampler.use=sampler.chains      another component for a node
+  run.seed=1  run.iterations=20   run settings: name dir seed iterations device threads overlap checkpoint_every
+A folder ./configs (or --config-dir) adds your own graph/, recipe/, model/, data/ files."""
+
+EPILOG = """\
+first steps:
+  creditgraph train recipe=toy_srpo             train the embedded model on the embedded task
+  creditgraph graph recipe=toy_srpo             see what that is
+  creditgraph components                        the reusable steps
+  creditgraph COMMAND --help                    all options of a command"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    parser = argparse.ArgumentParser(
+        prog="creditgraph",
+        description="Credit assignment for RL with verifiable rewards, as a declared graph of reusable steps.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def command(name: str, help_text: str, epilog: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=help_text, description=help_text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    train = command("train", "Train, or continue the run of that name.", OVERRIDES_HELP)
+    _overrides(train)
+    train.add_argument("-m", "--multirun", action="store_true", help="sweep: every combination of comma-separated values, one run each")
+    train.add_argument("--check", action="store_true", help="compose and check only; train nothing")
+
+    graph = command("graph", "Draw a graph, or check every shipped graph and recipe.", OVERRIDES_HELP)
+    _overrides(graph)
+    graph.add_argument("--format", choices=["mermaid", "svg", "html"], help="default: by the ending of -o, else mermaid")
+    graph.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd, .svg or .html)")
+    graph.add_argument("--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine")
+    graph.add_argument("--list", action="store_true", help="list recipes and graphs")
+
+    components = command("components", "List components: what each takes and makes, and its paper.")
+    components.add_argument("names", nargs="*", metavar="NAME", help="show one component with its settings, or all of a kind (sampler)")
+    components.add_argument("--json", action="store_true", help="machine-readable")
+
+    check = command("check", "Check a component of yours against the contract.", "example:\n  creditgraph check my_package.ideas:MyAdvantage")
+    check.add_argument("target", metavar="module:Class", help="or a registered name")
+
+    run_node = command(
+        "run-node",
+        "Run one component on data of your own (Parquet files).",
+        "example:\n  creditgraph run-node advantage.group trajectories=t.parquet rewards=r.parquet -o normalize=mean --output out/",
+    )
+    run_node.add_argument("use", metavar="COMPONENT", help="registered name or module:Class")
+    run_node.add_argument("inputs", nargs="*", metavar="socket=FILE", help="recorded Parquet per input; a socket may be given several times")
+    run_node.add_argument("-o", "--set", action="append", default=[], metavar="setting=value", help="a setting of the component")
+    run_node.add_argument("--model", default="tiny", help="model folder for a policy input (default: the embedded one)")
+    run_node.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    run_node.add_argument("--seed", type=int, default=0)
+    run_node.add_argument("--iteration", type=int, default=0, help="part of the key of random streams")
+    run_node.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
+
+    replay = command(
+        "replay",
+        "Run one node of a finished run again, on its recorded inputs, and show what changed.",
+        "example:\n  creditgraph replay runs/toy_srpo-s0 --iteration 12 --node advantage -o normalize=mean",
+    )
+    replay.add_argument("run", metavar="RUN", help="run directory")
+    replay.add_argument("--iteration", type=int, required=True)
+    replay.add_argument("--node", required=True)
+    replay.add_argument("-o", "--set", action="append", default=[], metavar="setting=value", help="a changed setting of the node")
+    replay.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
+
+    evaluate = command("eval", "Evaluate the newest checkpoint of a run on its held-out split.", OVERRIDES_HELP)
+    evaluate.add_argument("run", metavar="RUN", help="run directory")
+    _overrides(evaluate)
+    return parser
+
+
+def _overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="see below")
+    parser.add_argument("-c", "--config-dir", action="append", default=[], metavar="DIR", help="a folder with graph/, recipe/ … files")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit code. User mistakes print a sentence and give 2, an interrupt 130."""
+    parser = build_parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    known = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        print(f"creditgraph: unknown command '{arguments[0]}'.{did_you_mean(arguments[0], known)}", file=sys.stderr)
+        return 2
+    options = parser.parse_args(arguments)
+    if not options.command:
+        parser.print_help()
+        return 0
+    try:
+        module = importlib.import_module(f"pipeline.commands.{options.command.replace('-', '_')}")
+        return int(module.main(options) or 0)
+    except CreditgraphError as error:
+        if os.environ.get("CREDITGRAPH_TRACEBACK"):
+            raise
+        print(f"creditgraph {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("creditgraph: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (for example `| head`); nothing is left to say.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The subcommands of `creditgraph`, one per file, imported only when called."""
