@@ -1,0 +1,126 @@
+"""Finding and loading tokenizers and models, with errors a user can act on. transformers is imported when something is loaded."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.component import ModelSpec
+from pipeline.errors import DataError
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+
+
+def resolve_model_path(path: str) -> str:
+    """The embedded model's folder for "tiny", an existing folder as it is, anything else unchanged as a hub name."""
+    folder = EMBEDDED[path] if path in EMBEDDED else Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.exists():
+        raise DataError(f"model.path '{path}': a file; wanted a folder in Hugging Face layout (config.json, tokenizer, safetensors).")
+    if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
+        raise DataError(f"model.path '{path}': no folder {folder}; wanted an existing folder, a hub name 'owner/name', or 'tiny'.")
+    return path
+
+
+def load_config(spec: ModelSpec) -> Any:
+    """The model's transformers configuration."""
+    from transformers import AutoConfig
+
+    path = resolve_model_path(spec.path)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise DataError(f"model folder {path}: no config.json; wanted a folder written by save_pretrained. Correct model.path.")
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise _failure("configuration", spec.path, error) from error
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """The model's fast tokenizer."""
+    from transformers import AutoTokenizer
+
+    path = resolve_model_path(spec.path)
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(
+            f"model folder {path}: no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, …); wanted the tokenizer that the model "
+            "was trained with. Copy its files into the folder or run tokenizer.save_pretrained on it."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code, use_fast=True)
+    except Exception as error:  # the hub client, tokenizers and transformers each raise their own types
+        raise _failure("tokenizer", spec.path, error) from error
+    if not tokenizer.is_fast:
+        raise DataError(f"model '{spec.path}': only a slow tokenizer; wanted a fast one (tokenizer.json). Convert it with transformers.")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"model '{spec.path}': its tokenizer names no end-of-text token; set eos_token in tokenizer_config.json.")
+    return tokenizer
+
+
+def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
+    """The model in evaluation mode, parameters in `spec.dtype`, on `device`."""
+    from transformers import AutoModelForCausalLM
+
+    path = resolve_model_path(spec.path)
+    config = load_config(spec)
+    if Path(path).is_dir() and not any(True for pattern in _WEIGHT_PATTERNS for _ in Path(path).glob(pattern)):
+        raise DataError(f"model folder {path}: no weights (*.safetensors); wanted a complete model. Copy them there or correct model.path.")
+    if type(config) not in _causal_configs():
+        kind = getattr(config, "model_type", "unknown")
+        raise DataError(
+            f"model '{spec.path}': type '{kind}' is not a causal language model; wanted one that transformers loads as causal LM."
+        )
+    check_context(spec, config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+        )
+    except Exception as error:  # safetensors, the hub client and remote code each raise their own types
+        raise _failure("weights", spec.path, error) from error
+    return model.to(device).eval()
+
+
+def context_length(spec: ModelSpec) -> int:
+    """Most tokens in prompt plus response: `spec.max_context`, or the model's own limit when that is 0."""
+    return check_context(spec, load_config(spec))
+
+
+def check_context(spec: ModelSpec, config: Any, needed: int = 1) -> int:
+    """Returns the context length; raises DataError when the model cannot hold `spec.max_context` or `needed` tokens."""
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or spec.max_context or 1 << 30
+    if spec.max_context > own:
+        raise DataError(
+            f"model '{spec.path}': model.max_context is {spec.max_context}, but the model holds {own} tokens. "
+            f"Lower model.max_context to at most {own} or take a model with a longer context."
+        )
+    length = spec.max_context or own
+    if length < needed:
+        raise DataError(
+            f"model '{spec.path}': context of {length} tokens; wanted at least {needed} for prompt and response. "
+            "Lower the response budget, filter long prompts, or take a model with a longer context."
+        )
+    return int(length)
+
+
+@cache
+def _causal_configs() -> set[type]:
+    from transformers import AutoModelForCausalLM
+
+    return set(AutoModelForCausalLM._model_mapping.keys())
+
+
+def _failure(what: str, path: str, error: Exception) -> DataError:
+    folder = Path(resolve_model_path(path))
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if folder.is_dir():
+        return DataError(f"model folder {folder}: its {what} cannot be loaded ({first}). Wanted a folder in Hugging Face layout.")
+    return DataError(
+        f"model '{path}': its {what} cannot be had from the Hugging Face hub ({first}). Check the name, the network and access rights. "
+        f"{LOCAL_ALTERNATIVE}"
+    )

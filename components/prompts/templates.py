@@ -1,0 +1,148 @@
+"""How a problem becomes model input, by the template named in a prompt's metadata.
+
+| template | for | solving |
+|---|---|---|
+| chains | the embedded task and its model | mode words of its vocabulary |
+| thought | instruction-tuned or base models, thought by thought | raw text with instructions (arXiv 2605.25507, appendix; own words) |
+| plain | models that continue a text | the question and nothing else |
+| chat | chat models | one user turn through the tokenizer's chat template |
+
+Localising and revising ask the same policy. For "thought", "plain" and "chat" they are one chat turn where the tokenizer has a chat
+template, and the same words as raw text where it has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.errors import DataError, did_you_mean
+
+TEMPLATES = ("chains", "thought", "plain", "chat")
+
+THOUGHT_INSTRUCTIONS = """\
+Solve the problem below one reasoning step at a time.
+
+Each step must
+- be the single next step, complete in itself and understandable without what comes later;
+- follow from the problem and the steps before it, and bring the solution forward;
+- contain no filler, no repetition and no announcement of what you will do;
+- end with </thought>.
+
+In the last step, put the final answer in \\boxed{} before you close the step with </thought>.
+"""
+
+CHAT_INSTRUCTIONS = "Reason step by step and put the final answer in \\boxed{}."
+
+LOCALIZE_INSTRUCTIONS = """\
+Below are a problem and a solution attempt cut into numbered steps. The final answer of this attempt is wrong.
+
+Find the step where it goes wrong for the first time: the earliest step that cannot be justified by the problem statement and the steps
+before it. A later step that only carries that mistake along is not the one. Check the steps in order and say briefly what each rests on.
+Do not solve the problem again and do not write a corrected solution.
+
+End with the number of that step as \\boxed{N}.
+"""
+
+REVISE_INSTRUCTIONS = """\
+Below are a problem, a solution attempt whose final answer is wrong, and another attempt for reference, which may be incomplete.
+
+Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to change, close each
+step with </thought>, and put the final answer in \\boxed{}.
+"""
+
+
+def check_template(template: str) -> str:
+    """Returns the name; raises DataError for one that does not exist."""
+    if template not in TEMPLATES:
+        raise DataError(f"template '{template}' does not exist; wanted one of {', '.join(TEMPLATES)}.{did_you_mean(template, TEMPLATES)}")
+    return template
+
+
+def solve_prompt(template: str, question: str, tokenizer: Any) -> str:
+    """The text a policy continues to solve the problem; the same for training and evaluation."""
+    check_template(template)
+    if template == "chains":
+        return f"<solve> {question} </problem>"
+    if template == "thought":
+        return f"{THOUGHT_INSTRUCTIONS}\nProblem: {question}\n\nSolution:\n"
+    if template == "chat":
+        return _chat(f"{question}\n\n{CHAT_INSTRUCTIONS}", tokenizer, required=True)
+    return question
+
+
+def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
+    """Asks for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
+    if check_template(metadata.get("template", "plain")) == "chains":
+        return f"<localize> {question} </problem> {_chain_lines(steps)} </steps>"
+    return _chat(f"{LOCALIZE_INSTRUCTIONS}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
+
+
+def revise_prompt(
+    metadata: dict[str, Any], question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str], tokenizer: Any
+) -> str:
+    """Asks for a repaired version of a failed attempt, given a reference attempt.
+
+    For "chains" only the values of every second reference step are shown, so that revising means repairing and not copying.
+    """
+    if check_template(metadata.get("template", "plain")) == "chains":
+        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, _shown_values(question, reference_steps))} </steps>"
+    text = (
+        f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
+        f"Reference attempt:\n{_numbered(reference_steps)}\n"
+    )
+    return _chat(text, tokenizer)
+
+
+def extract_answer(template: str, text: str) -> str | None:
+    """What stands in the last \\boxed{…} with balanced braces, stripped; None when there is none."""
+    check_template(template)
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for i in range(begin, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[begin:i].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": content}]
+        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    if required:
+        raise DataError(
+            "template 'chat': the tokenizer has no chat template; wanted an instruction-tuned model. Set template to 'thought' or 'plain'."
+        )
+    return f"{content}\n"
+
+
+def _numbered(steps: Sequence[str]) -> str:
+    return "\n".join(f"Step {i}: {_bare(step)}" for i, step in enumerate(steps, 1))
+
+
+def _bare(step: str) -> str:
+    return " ".join(step.replace("</thought>", " ").split()) if "\n" not in step.strip() else step.replace("</thought>", "").strip()
+
+
+# The embedded model's wording of "Step i: …" is one label word, c1 … c12, so that a step costs five tokens.
+def _chain_lines(steps: Sequence[str], shown: dict[int, str] | None = None) -> str:
+    lines = []
+    for i, step in enumerate(steps, 1):
+        body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", _bare(step)).strip())
+        reference = f" ref {shown[i]}" if shown and i in shown else ""
+        lines.append(f"c{i} {' '.join(body.split())}{reference}")
+    return " ".join(lines)
+
+
+def _shown_values(question: str, reference_steps: Sequence[str]) -> dict[int, str]:
+    first = 1 + int(question.split()[0]) % 2
+    values = {}
+    for i, step in enumerate(reference_steps, 1):
+        match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
+        if match and (i - first) % 2 == 0:
+            values[i] = match.group(1)
+    return values
