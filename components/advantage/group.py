@@ -1,0 +1,139 @@
+"""Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.component import Component, same_rows
+from pipeline.jagged import Jagged
+from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+
+Normalize = Literal["std", "mean", "std_exact"]
+EXACT_ZERO = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The same advantage on every token of a trajectory."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of values [N] per group, float64 [G], and int64 [N] the group place of each row. `group` holds any ids [N]."""
+    ids, place = torch.unique(group, return_inverse=True)
+    return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
+
+
+def group_moments(reward: Tensor, group: Tensor, valid: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation and number of the valid rewards of each row's group, each [N] (float64, float64, int64).
+
+    A group without a valid reward has mean 0; a group of one has standard deviation 0, also the unbiased one.
+    """
+    # NaN · 0 is NaN, so invalid rewards are blanked, not weighted.
+    reward = torch.where(valid, reward.double(), 0.0)
+    counts, place = group_sum(valid, group)
+    mean = (group_sum(reward, group)[0] / counts.clamp(min=1))[place]
+    squares = group_sum(torch.where(valid, reward - mean, 0.0) ** 2, group)[0]
+    std = (squares / (counts - 1 if unbiased else counts).clamp(min=1)).sqrt()[place]
+    return mean, std, counts[place].long()
+
+
+def group_advantage(
+    reward: Tensor, group: Tensor, valid: Tensor, *, normalize: Normalize = "std", unbiased: bool = False, eps: float = 1e-6
+) -> Tensor:
+    """Advantage of each trajectory against its group, float32 [N].
+
+    std: (r − mean) / (std + eps) [2402.03300]; mean: r − mean [2503.20783]; std_exact: (r − mean) / std with population std and no
+    eps, 0 where std < 1e-8 [2605.25507]. Invalid rewards [N bool] get 0 and are left out of mean and std. A group with one valid
+    reward gets 0 in every form. The order of rows has no influence.
+
+    Args:
+        reward: float [N].
+        group: int64 [N], rows with equal ids are compared.
+        valid: bool [N].
+        normalize: the form.
+        unbiased: divides by n − 1 in `std` (ignored by the others).
+        eps: added to the standard deviation in `std`.
+    """
+    if not reward.shape == group.shape == valid.shape:
+        raise ValueError(f"group_advantage: shapes {tuple(reward.shape)}, {tuple(group.shape)}, {tuple(valid.shape)}; wanted [N] for all.")
+    mean, std, _ = group_moments(reward, group, valid, unbiased=unbiased and normalize == "std")
+    centred = torch.where(valid, reward.double() - mean, 0.0)
+    if normalize == "std":
+        centred = centred / (std + eps)
+    elif normalize == "std_exact":
+        centred = torch.where(std < EXACT_ZERO, 0.0, centred / std.clamp(min=EXACT_ZERO))
+    return centred.float()
+
+
+def zero_groups(advantage: Tensor, group: Tensor) -> Tensor:
+    """bool [N]: True for rows whose whole group has advantage 0."""
+    nonzero, place = group_sum(advantage != 0, group)
+    return (nonzero == 0)[place]
+
+
+def training_mask(response_tokens: Jagged, inherited: Tensor, mask_prefix: bool = True) -> Jagged:
+    """Jagged bool over response tokens: False on the first `inherited` [N] tokens when `mask_prefix`."""
+    if not mask_prefix:
+        return response_tokens.with_values(torch.ones_like(response_tokens.values, dtype=torch.bool))
+    return response_tokens.with_values(response_tokens.positions >= inherited[response_tokens.row_ids])
+
+
+class GroupAdvantage(Component):
+    """A_i = the outcome reward normalised within its group, the same on every trained token.
+
+    An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero gives no
+    gradient but counts in the loss denominator, unless `drop_zero_groups`.
+    """
+
+    paper = "2402.03300"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Normalisation and masks."""
+
+        normalize: Normalize = "std"
+        """std: (r − mean)/(std + eps), GRPO; mean: r − mean, Dr.GRPO; std_exact: population std without eps, SRPO"""
+        unbiased: bool = False
+        """n − 1 instead of n in the variance of `std`"""
+        eps: float = 1e-6
+        """added to the standard deviation in `std`"""
+        mask_prefix: bool = True
+        """leaves inherited prefix tokens out of the loss; false trains on them too"""
+        drop_zero_groups: bool = False
+        """takes groups without signal out of the loss denominator"""
+
+    config: Config
+
+    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        """Spreads each trajectory's advantage over its tokens."""
+        check_aligned(trajectories, rewards)
+        settings, group = self.config, trajectories.group
+        advantage = group_advantage(
+            rewards.value, group, rewards.valid, normalize=settings.normalize, unbiased=settings.unbiased, eps=settings.eps
+        )
+        silent = zero_groups(advantage, group)
+        mask = training_mask(trajectories.response_tokens, trajectories.inherited, settings.mask_prefix)
+        if settings.drop_zero_groups:
+            mask = mask.with_values(mask.values & ~silent[mask.row_ids])
+        self.context.log(**group_metrics(rewards, group, silent))
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=trajectories.response_tokens.spread(advantage), mask=mask))
+
+
+def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:
+    """Number of groups, share of groups without signal, mean standard deviation of the reward within a group."""
+    ids, place = torch.unique(group, return_inverse=True)
+    if not len(ids):
+        return {"groups": 0.0, "zero_variance_share": 0.0, "reward_std": 0.0}
+    first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
+    _, std, _ = group_moments(rewards.value, group, rewards.valid)
+    return {
+        "groups": float(len(ids)),
+        "zero_variance_share": float(silent[first].double().mean()),
+        "reward_std": float(std[first].mean()),
+    }

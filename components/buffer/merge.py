@@ -1,0 +1,32 @@
+"""Joins trajectories from several nodes into the population that is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.component import Component
+from pipeline.errors import AlignmentError
+from pipeline.payloads import Trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """All rows."""
+
+    trajectories: Trajectories
+
+
+class Merge(Component):
+    """Rows of all wires, in the order of the wires; a part without rows adds nothing."""
+
+    def run(self, *, trajectories: list[Trajectories]) -> Outputs:
+        """Stacks the parts; raises AlignmentError when a trajectory arrives on two wires."""
+        merged = Trajectories.concat(trajectories)
+        if len(merged.uid.unique()) != len(merged):
+            origins = ", ".join(part.origin or f"part {i}" for i, part in enumerate(trajectories))
+            raise AlignmentError(
+                f"node '{self.context.node}': {len(merged) - len(merged.uid.unique())} trajectories arrive more than once from {origins}; "
+                "wanted each trajectory on one wire only. Remove the wire that repeats them."
+            )
+        self.context.log(trajectories=len(merged), groups=len(merged.group.unique()))
+        return Outputs(trajectories=merged)

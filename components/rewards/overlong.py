@@ -1,0 +1,59 @@
+"""Soft punishment of overlong responses (DAPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from torch import Tensor
+
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Rewards, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The rewards with the punishment added."""
+
+    rewards: Annotated[Rewards, same_rows("trajectories")]
+
+
+def overlong_punishment(length: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Soft overlong punishment, float32 [N] in [−1, 0], of response lengths [N] in tokens.
+
+    0 up to max_length − buffer; ((max_length − buffer) − length) / buffer up to max_length; −1 beyond.
+    With buffer 0 it is the hard form: −1 beyond max_length, else 0. Source: 2503.14476, equation 13.
+    """
+    if buffer == 0:
+        return -(length > max_length).float()
+    return ((max_length - buffer - length).float() / buffer).clamp(-1.0, 0.0)
+
+
+class Overlong(Component):
+    """r_i + soft overlong punishment of |y_i|; `correct` is left as it is, and so are invalid rewards."""
+
+    paper = "2503.14476"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Lengths in response tokens."""
+
+        max_length: int = 20480
+        """tokens; a longer response gets the full −1. Set it to the sampler's `max_tokens`"""
+        buffer: int = 4096
+        """tokens before `max_length` over which the punishment grows from 0 to −1"""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.buffer <= self.max_length:
+                raise ValueError(f"buffer is {self.buffer}; wanted 0 to max_length ({self.max_length}) tokens.")
+
+    config: Config
+
+    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        """Adds the punishment to each valid reward."""
+        check_aligned(trajectories, rewards)
+        added = overlong_punishment(trajectories.response_tokens.lengths, self.config.max_length, self.config.buffer)
+        added = added.masked_fill(~rewards.valid, 0.0)
+        count = max(len(rewards), 1)
+        self.context.log(punished_share=float((added < 0).sum()) / count, punishment=float(added.sum()) / count)
+        return Outputs(rewards=rewards.replace(value=rewards.value + added))
