@@ -105,7 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         print(f"creditgraph: unknown command '{arguments[0]}'.{did_you_mean(arguments[0], known)}", file=sys.stderr)
         return 2
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse stops collecting overrides at the first option; those after it belong to the same list.
+    late = [a for a in rest if "=" in a and not a.startswith("-")]
+    if rest != late or (rest and not hasattr(options, "overrides")):
+        known[options.command].error(f"unrecognized arguments: {' '.join(a for a in rest if a not in late) or ' '.join(rest)}")
+    if late:
+        options.overrides += late
     if not options.command:
         parser.print_help()
         return 0
