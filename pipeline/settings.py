@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Mapping
@@ -194,22 +195,28 @@ def describe_settings(config_class: type) -> list[Setting]:
 
 
 def settings_in(node: ast.ClassDef) -> list[Setting]:
-    """The settings of a dataclass in parsed source; nothing is imported."""
+    """The settings of a dataclass in parsed source; nothing is imported.
+
+    A field without a string after it takes its line from the "Attributes:" part of the class docstring.
+    """
     found = []
+    lines = re.findall(r"^ {4,}([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE)
+    listed = {name.strip(): text for names, text in lines for name in names.split(",")}
     for place, item in enumerate(node.body):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
         if "ClassVar" in ast.unparse(item.annotation):
             continue
         after = node.body[place + 1] if place + 1 < len(node.body) else None
-        doc = ""
+        doc = listed.get(item.target.id, "")
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
             doc = inspect.cleandoc(after.value.value)
-        found.append(Setting(item.target.id, _annotation_text(item.annotation), _default_text(item.value), doc))
+        found.append(Setting(item.target.id, annotation_text(item.annotation), _default_text(item.value), doc))
     return found
 
 
-def _annotation_text(annotation: ast.expr) -> str:
+def annotation_text(annotation: ast.expr) -> str:
+    """An annotation as written, with the choices of a Literal spelt out."""
     text = annotation.value if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str) else ast.unparse(annotation)
     if text.startswith("Literal[") and text.endswith("]") and " | " not in text:
         return " | ".join(part.strip() for part in text[len("Literal[") : -1].split(","))
