@@ -1,0 +1,1 @@
+"""Learners: one choice per file, over the shared objective functions."""

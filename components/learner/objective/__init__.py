@@ -1,0 +1,108 @@
+"""Objectives: pure functions from per-token log-probs and credit to per-token loss terms, shared by every learner.
+
+A learner calls, once per rollout batch and once per optimiser step:
+
+    inputs = prepare(inputs, objective, all_sum)               # batch-wide columns; may change the mask; no gradient
+    denominators = all_sum(counts(inputs.mask, objective))      # of the rows of one optimiser step, all replicas
+    for rows in micro_batches:                                  # whole trajectories
+        part = inputs.select(rows).replace(logprobs=…, entropies=…)
+        terms = loss_terms(part, objective)
+        aggregate(terms.loss, part.mask, objective, denominators).backward()
+
+A new objective is one file with `terms` (and `prepare` when it needs statistics of the whole batch) and one line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from components.learner.objective import reinforce, token
+from components.learner.objective.aggregate import aggregate, counts, weights
+from components.learner.objective.base import MAX_LOG_RATIO, AllSum, Inputs, Meters, Terms
+from components.learner.objective.config import KL, Objective
+from components.learner.objective.kl import kl_estimate
+
+__all__ = [
+    "KINDS",
+    "KL",
+    "AllSum",
+    "Inputs",
+    "Kind",
+    "Meters",
+    "Objective",
+    "Terms",
+    "aggregate",
+    "counts",
+    "loss_terms",
+    "prepare",
+    "weights",
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An objective: its per-token terms, and optionally what it needs to know about the whole batch first.
+
+    Attributes:
+        terms: (inputs of some whole trajectories, settings) → per-token loss.
+        prepare: (inputs of the whole local batch with logprobs = old_logprobs, settings, sum over replicas) → inputs with further
+            `columns`, or with another mask. Runs without gradient before any optimiser step.
+    """
+
+    terms: Callable[[Inputs, Objective], Terms]
+    prepare: Callable[[Inputs, Objective, AllSum], Inputs] | None = None
+
+
+KINDS: dict[str, Kind] = {
+    "reinforce": Kind(reinforce.terms),
+    "token": Kind(token.terms),
+}
+
+
+def kind_of(name: str) -> Kind:
+    """The objective of a registered name or "package.module:NAME"."""
+    if name in KINDS:
+        return KINDS[name]
+    module, attribute = name.split(":")
+    found = getattr(importlib.import_module(module), attribute)
+    if not isinstance(found, Kind):
+        raise ValueError(f"objective '{name}' is {type(found).__name__}; wanted a components.learner.objective.Kind.")
+    return found
+
+
+def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
+    """Batch-wide columns of the objective, see `Kind.prepare`."""
+    kind = kind_of(objective.kind)
+    if kind.prepare is None:
+        return inputs
+    with torch.no_grad():
+        return kind.prepare(inputs, objective, all_sum)
+
+
+def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
+    """Per-token loss with every optional term: importance weight, KL penalty, entropy bonus."""
+    made = kind_of(objective.kind).terms(inputs, objective)
+    loss, meters, mask = made.loss.values, made.meters, inputs.mask.values
+    if objective.importance_cap:
+        mismatch = (inputs.old_logprobs.values - inputs.engine_logprobs.values).clamp(max=MAX_LOG_RATIO)
+        weight = mismatch.exp().clamp(max=objective.importance_cap)
+        meters.mean("importance_weight", weight, mask)
+        meters.mean("importance_capped", (mismatch.exp() > objective.importance_cap).float(), mask)
+        loss = loss * weight
+    if objective.kl.coefficient:
+        if inputs.reference_logprobs is None:
+            raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
+        penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, objective.kl.estimator)
+        meters.mean("kl_reference", penalty, mask)
+        loss = loss + objective.kl.coefficient * penalty
+    if inputs.entropies is not None:
+        meters.mean("entropy", inputs.entropies.values, mask)
+        if objective.entropy_bonus:
+            loss = loss - objective.entropy_bonus * inputs.entropies.values
+    # k3 of KL(π_old ‖ π_θ) with samples of π_old: e^l − 1 − l.
+    meters.mean("approx_kl", kl_estimate(inputs.old_logprobs.values, inputs.logprobs.values.detach(), "k3"), mask)
+    return Terms(loss=made.loss.with_values(loss), meters=meters)

@@ -1,0 +1,40 @@
+"""Pieces that all ratio objectives share: a safe exponential, the clipped surrogate, and its metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from components.learner.objective.base import MAX_LOG_RATIO, Meters
+from components.learner.objective.config import Objective
+
+
+def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
+    """exp with |log ratio| clamped to 20; the share of clamped trained tokens is metric "ratio_overflow"."""
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    meters.mean("ratio_overflow", (log_ratio.detach().abs() > MAX_LOG_RATIO).float(), mask)
+    return clamped.exp()
+
+
+def clipped_loss(ratio: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
+    """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise."""
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    if objective.dual_clip:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -objective.dual_clip * advantage), loss)
+    return loss
+
+
+def ratio_meters(meters: Meters, ratio: Tensor, advantage: Tensor, mask: Tensor, objective: Objective) -> None:
+    """Clip fractions (tokens that lost their gradient), mean and maximum of the ratio, over trained tokens."""
+    ratio = ratio.detach()
+    low = (advantage < 0) & (ratio < 1 - objective.clip_low)
+    high = (advantage > 0) & (ratio > 1 + objective.clip_high)
+    dual = (advantage < 0) & (ratio > objective.dual_clip) if objective.dual_clip else torch.zeros_like(low)
+    meters.mean("clip_fraction", (low | high | dual).float(), mask)
+    meters.mean("clip_fraction_low", low.float(), mask)
+    meters.mean("clip_fraction_high", high.float(), mask)
+    if objective.dual_clip:
+        meters.mean("clip_fraction_dual", dual.float(), mask)
+    meters.mean("ratio_mean", ratio, mask)
+    meters.top("ratio_max", ratio, mask)

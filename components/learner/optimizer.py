@@ -1,0 +1,169 @@
+"""AdamW with float32 master weights, gradient clipping, a learning-rate schedule, and a plain state dict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW and its schedule."""
+
+    lr: float = 1e-6
+    """peak learning rate"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """decay of the first and second moment"""
+    eps: float = 1e-8
+    """added to the root of the second moment"""
+    weight_decay: float = 0.0
+    """decoupled decay per step, as a multiple of the learning rate"""
+    decay_all: bool = False
+    """also decay norms, biases and embeddings; by default only weight matrices decay"""
+    grad_clip: float = 1.0
+    """largest global gradient norm; 0 does not clip"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """course of the learning rate after warm-up; linear and cosine end at 0 with the last planned iteration"""
+    warmup: int = 0
+    """optimiser steps of linear warm-up"""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.grad_clip < 0 or self.weight_decay < 0 or self.warmup < 0:
+            raise ValueError(
+                f"lr {self.lr}, weight_decay {self.weight_decay}, grad_clip {self.grad_clip}, warmup {self.warmup}: none may be negative."
+            )
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas {self.betas}; wanted two numbers in [0, 1).")
+
+
+def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
+    """Learning rate of optimiser step `step` (from 0) of `total` planned ones; 0 beyond the end of a falling schedule.
+
+    >>> s = OptimizerSettings(lr=1.0, schedule="linear", warmup=2)
+    >>> [learning_rate(s, i, 6) for i in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    if settings.schedule == "constant":
+        return settings.lr
+    share = min(1.0, (step - settings.warmup) / max(1, total - settings.warmup))
+    falling = 1.0 - share if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return settings.lr * falling
+
+
+class Optimizer:
+    """AdamW over named parameters.
+
+    Parameters below float32 get a float32 master copy: gradients of micro-batches are summed there, the update happens there, and
+    the parameter receives the rounded result.
+
+    Args:
+        parameters: name → parameter to train.
+        settings: of AdamW and the schedule.
+        total_steps: planned optimiser steps, for the schedule.
+        no_decay: names that do not decay besides those of fewer than two dimensions.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], settings: OptimizerSettings, total_steps: int, no_decay: set[str]) -> None:
+        self.settings, self.total_steps, self.step_count = settings, total_steps, 0
+        self._parameters = parameters
+        self._masters: dict[str, Tensor] = {
+            n: p if p.dtype == torch.float32 else p.detach().float().clone().requires_grad_() for n, p in parameters.items()
+        }
+        self._narrow = [n for n, p in parameters.items() if self._masters[n] is not p]
+        decay = [m for n, m in self._masters.items() if settings.decay_all or (m.dim() > 1 and n not in no_decay)]
+        rest = [m for n, m in self._masters.items() if not (settings.decay_all or (m.dim() > 1 and n not in no_decay))]
+        groups = [{"params": p, "weight_decay": w} for p, w in ((decay, settings.weight_decay), (rest, 0.0)) if p]
+        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+    def collect(self) -> None:
+        """Moves gradients of narrow parameters to their masters; call after each micro-batch's backward pass."""
+        for name in self._narrow:
+            parameter, master = self._parameters[name], self._masters[name]
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> tuple[float, float, bool]:
+        """Clips, updates and forgets the gradients; a non-finite gradient changes nothing but the schedule.
+
+        Args:
+            reduce: sums a tensor over replicas; None for one replica.
+
+        Returns:
+            the gradient norm before clipping, the learning rate, and whether the update was made.
+        """
+        masters = list(self._masters.values())
+        if reduce is not None:
+            for master in masters:
+                master.grad = reduce(torch.zeros_like(master) if master.grad is None else master.grad)
+        grads = [m.grad for m in masters if m.grad is not None]
+        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        size, rate = float(norm), self.next_rate()
+        self.step_count += 1
+        made = math.isfinite(size)
+        if made:
+            if self.settings.grad_clip:
+                nn.utils.clip_grads_with_norm_(masters, self.settings.grad_clip, norm)
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+            with torch.no_grad():
+                for name in self._narrow:
+                    self._parameters[name].copy_(self._masters[name])
+        self.forget()
+        return size, rate, made
+
+    def forget(self) -> None:
+        """Drops all gradients."""
+        self._adam.zero_grad(set_to_none=True)
+        for name in self._narrow:
+            self._parameters[name].grad = None
+
+    def next_rate(self) -> float:
+        """Learning rate of the coming step."""
+        return learning_rate(self.settings, self.step_count, self.total_steps)
+
+    def skip(self) -> float:
+        """Counts a step without an update, so that the schedule keeps to the plan; returns its learning rate."""
+        rate = self.next_rate()
+        self.step_count += 1
+        self.forget()
+        return rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Master weights and moments by parameter name, and the step count; all copies."""
+        moments = {
+            n: {k: v.detach().clone() for k, v in self._adam.state[m].items()} for n, m in self._masters.items() if self._adam.state.get(m)
+        }
+        return {"masters": {n: m.detach().clone() for n, m in self._masters.items()}, "moments": moments, "step_count": self.step_count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back `state_dict`, parameters included."""
+        missing = sorted(set(self._masters) ^ set(state["masters"]))
+        if missing:
+            raise ValueError(
+                f"learner: the checkpoint and the model differ in {len(missing)} trained parameters, first '{missing[0]}'; wanted the "
+                "model and LoRA settings that wrote the checkpoint. Resume with the same configuration or start a new run."
+            )
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state["masters"][name])
+                if name in self._narrow:
+                    self._parameters[name].copy_(master)
+        self._adam.state.clear()
+        for name, moments in state["moments"].items():
+            master = self._masters[name]
+            # The step counter stays on the CPU unless the fused kernel wants it beside the parameter.
+            self._adam.state[master] = {k: v.detach().clone().to(master.device) for k, v in moments.items()}
+        self.step_count = int(state["step_count"])
