@@ -71,7 +71,7 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     config = load_config(spec)
     if Path(path).is_dir() and not any(True for pattern in _WEIGHT_PATTERNS for _ in Path(path).glob(pattern)):
         raise DataError(f"model folder {path}: no weights (*.safetensors); wanted a complete model. Copy them there or correct model.path.")
-    if type(config) not in _causal_configs():
+    if not spec.trust_remote_code and type(config) not in _causal_configs():
         kind = getattr(config, "model_type", "unknown")
         raise DataError(
             f"model '{spec.path}': type '{kind}' is not a causal language model; wanted one that transformers loads as causal LM."

@@ -96,8 +96,8 @@ def revise_prompt(
 
 
 def extract_answer(template: str, text: str) -> str | None:
-    """What stands in the last \\boxed{…} with balanced braces, stripped; None when there is none."""
-    check_template(template)
+    """What stands in the last \\boxed{…} with balanced braces, stripped; None when there is none. The same for every template."""
+    del template
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth, begin = 1, start + len("\\boxed{")
