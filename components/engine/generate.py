@@ -1,0 +1,255 @@
+"""The generation loop: waves of rows, one token per row and step, rows leave when they end.
+
+All rows of a wave have sampled the same number of tokens, so the step is also the counter of every row's random stream. A row's
+tokens depend on its own prompt, seed and limits only, never on the rows beside it or on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from components.engine.decoder import Decoder
+from components.engine.sampling import draw
+from components.engine.stops import TokenText
+from pipeline.jagged import Jagged
+from pipeline.payloads import Requests, Sampling
+from pipeline.streams import counter_uniform
+
+RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH = range(6)
+REASONS = ("", "eos", "stop", "final", "thoughts", "length")
+# Rows leave the batch once this share of it has ended.
+LEAVE_SHARE = 0.04
+_UNIFORM_BLOCK = 32
+
+
+@dataclass
+class Generated:
+    """Rows in the order of the requests. `reason` indexes REASONS; `ends` marks tokens that end a thought."""
+
+    tokens: Jagged
+    logprobs: Jagged
+    entropies: Jagged
+    thought_ends: Jagged
+    reason: Tensor
+    prefill_tokens: int
+
+
+@dataclass
+class Limits:
+    """What ends rows: tokens each may get, int64 [N]; thoughts each may get, int64 [N]; end-of-text ids."""
+
+    tokens: Tensor
+    thoughts: Tensor
+    eos: Tensor
+
+
+@dataclass
+class _Wave:
+    rows: Tensor  # int64 [R], rows of the request
+    prompts: Jagged
+    group: Tensor  # int64 [R], prompt of each row
+
+
+def waves(tokens: Jagged, budgets: Tensor, max_rows: int, max_tokens: int) -> Iterator[_Wave]:
+    """Cuts rows with a budget into waves of at most `max_rows` rows and (unless it is one row) `max_tokens` cache tokens.
+
+    Rows are ordered by length, equal rows together; a prompt occurs once per wave.
+    """
+    lists = tokens.values.cpu().numpy()
+    bounds = tokens.offsets.tolist()
+    keys = [lists[a:b].tobytes() for a, b in zip(bounds, bounds[1:], strict=False)]
+    wanted = [i for i, budget in enumerate(budgets.tolist()) if budget > 0]
+    first: dict[bytes, int] = {}
+    for i in wanted:
+        first.setdefault(keys[i], i)
+    wanted.sort(key=lambda i: (bounds[i + 1] - bounds[i], first[keys[i]], i))
+    budget_list, start = budgets.tolist(), 0
+    while start < len(wanted):
+        end, longest, budget = start, 0, 0
+        while end < len(wanted) and end - start < max_rows:
+            row = wanted[end]
+            longest, budget = max(longest, len(keys[row]) // lists.itemsize), max(budget, budget_list[row])
+            if end > start and (end + 1 - start) * (longest + budget) > max_tokens:
+                break
+            end += 1
+        rows = wanted[start:end]
+        distinct = {key: n for n, key in enumerate(dict.fromkeys(keys[i] for i in rows))}
+        picked = {distinct[keys[i]]: i for i in reversed(rows)}
+        prompts = tokens.select(torch.tensor([picked[n] for n in range(len(distinct))]))
+        yield _Wave(torch.tensor(rows), prompts, torch.tensor([distinct[keys[i]] for i in rows]))
+        start = end
+
+
+class _Ends:
+    """Decides for each row of a wave whether its token ended a thought or the response."""
+
+    def __init__(self, sampling: Sampling, limits: Limits, rows: Tensor, text: TokenText, device: str) -> None:
+        count, self._sampling = len(rows), sampling
+        self._budget = limits.tokens[rows].to(device)
+        self._eos = limits.eos.to(device)
+        thoughts = sampling.thoughts
+        stops = sampling.stop if thoughts is None else (thoughts.stop,)
+        self._stop = text.matcher(stops, count, device) if stops else None
+        self._final = text.matcher((thoughts.final,), count, device) if thoughts is not None and thoughts.final else None
+        self._start = torch.zeros(count, dtype=torch.int64, device=device)
+        self._left = limits.thoughts[rows].to(device)
+        self._early = self._budget.new_zeros(count, dtype=torch.bool)
+
+    def step(self, taken: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """After the `taken`-th token of each row: reason int64 [B] (0 goes on), and whether a thought ended there, bool [B]."""
+        hit = self._early if self._stop is None else self._stop.advance(tokens)
+        thoughts = self._sampling.thoughts
+        reason = (self._budget <= taken) * LENGTH
+        if thoughts is None:
+            reason = reason.masked_fill(hit, STOP)
+            closed = self._early
+        else:
+            closed = hit | (self._start + thoughts.max_tokens <= taken)
+            self._left = self._left - closed.to(torch.int64)
+            reason = reason.masked_fill(closed & (self._left <= 0), THOUGHTS)
+            if self._final is not None:
+                final = self._final.advance(tokens)
+                reason = reason.masked_fill(closed & final, FINAL)
+                self._final.reset(closed)
+            if self._stop is not None:
+                self._stop.reset(closed)
+            self._start = self._start.masked_fill(closed, taken)
+        return reason.masked_fill(self._eos[tokens], EOS), closed
+
+    def keep(self, index: Tensor) -> None:
+        self._budget, self._start, self._left, self._early = (
+            x[index] for x in (self._budget, self._start, self._left, self._early)
+        )
+        for matcher in (self._stop, self._final):
+            if matcher is not None:
+                matcher.keep(index)
+
+
+@dataclass
+class _Record:
+    """Per-step results of a wave, put into [rows, steps] tables whenever the rows of the batch change."""
+
+    rows: int
+    steps: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    parts: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+
+    def flush(self, place: Tensor) -> None:
+        """Ends a stretch of steps whose batch rows are rows `place` of the wave."""
+        self.parts.append((place, [torch.stack(column, 1).cpu() for column in zip(*self.steps, strict=True)]))
+        self.steps = []
+
+    def table(self, column: int) -> Tensor:
+        width = sum(columns[0].shape[1] for _, columns in self.parts)
+        out = torch.zeros(self.rows, width, dtype=self.parts[0][1][column].dtype)
+        start = 0
+        for place, columns in self.parts:
+            block = columns[column]
+            out[place, start : start + block.shape[1]] = block
+            start += block.shape[1]
+        return out
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder, requests: Requests, limits: Limits, text: TokenText, forbidden: Tensor | None, device: str, max_rows: int, max_tokens: int
+) -> Generated:
+    """Samples every row of the requests; rows whose token limit is 0 come back empty with reason "length"."""
+    empty = torch.zeros(0)
+    order, parts, prefilled = [], [], 0
+    for wave in waves(requests.tokens, limits.tokens, max_rows, max_tokens):
+        try:
+            parts.append(_run_wave(decoder, wave, requests, limits, text, forbidden, device))
+        finally:
+            decoder.release()
+        order.append(wave.rows)
+        prefilled += len(wave.prompts.values)
+    idle = (limits.tokens <= 0).nonzero()[:, 0]
+    order.append(idle)
+    nothing = torch.zeros(len(idle), dtype=torch.int64)
+    dtypes = (torch.int32, torch.float32, torch.float32, torch.int32)
+    parts.append(([Jagged.from_lengths(empty.to(d), nothing) for d in dtypes], nothing + LENGTH))
+    back = torch.argsort(torch.cat(order))
+    columns = [Jagged.concat([p[0][n] for p in parts]).select(back) for n in range(4)]
+    return Generated(*columns, reason=torch.cat([p[1] for p in parts])[back], prefill_tokens=prefilled)
+
+
+def _run_wave(
+    decoder: Decoder, wave: _Wave, requests: Requests, limits: Limits, text: TokenText, forbidden: Tensor | None, device: str
+) -> tuple[list[Jagged], Tensor]:
+    sampling = requests.sampling
+    seeds = requests.seed[wave.rows].numpy().astype(np.uint64)
+    ends = _Ends(sampling, limits, wave.rows, text, device)
+    place = torch.arange(len(wave.rows))
+    record = _Record(len(wave.rows))
+    finished = torch.zeros(len(wave.rows), dtype=torch.bool, device=device)
+    uniforms = torch.zeros(0)
+    room = int(limits.tokens[wave.rows].max())
+    logits = decoder.prefill(wave.prompts.to(device), wave.group.to(device), room)
+    # On an accelerator each look at `finished` waits for the device, so it is taken every few steps.
+    look_every = 1 if device == "cpu" else 8
+    for taken in range(1, room + 1):
+        offset = (taken - 1) % _UNIFORM_BLOCK
+        if offset == 0:
+            counters = np.arange(taken - 1, taken - 1 + _UNIFORM_BLOCK, dtype=np.uint64)
+            uniforms = torch.from_numpy(counter_uniform(seeds[place.numpy(), None], counters[None])).to(device)
+        tokens, logprobs, entropies = draw(
+            logits, uniforms[:, offset], sampling.temperature, sampling.top_p, sampling.top_k, forbidden
+        )
+        reason, closed = ends.step(taken, tokens)
+        record.steps.append((tokens, logprobs, entropies, closed, reason))
+        finished = finished | (reason > 0)
+        if taken % look_every and taken < room:
+            logits = decoder.step(tokens)
+            continue
+        count = int(finished.sum())
+        if count == len(finished):
+            break
+        if count and count >= LEAVE_SHARE * len(finished):
+            record.flush(place)
+            index = _compacted(finished.cpu().numpy())
+            place = place[index]
+            index = index.to(device)
+            tokens, uniforms, finished = tokens[index], uniforms[index], finished[index]
+            ends.keep(index)
+            decoder.keep(index)
+        logits = decoder.step(tokens)
+    if record.steps:
+        record.flush(place)
+    return _collect(record)
+
+
+def _compacted(finished: np.ndarray) -> Tensor:
+    """Index of the rows to keep: those below the new size stay, holes are filled from the end."""
+    alive = np.flatnonzero(~finished)
+    index = np.arange(len(alive))
+    index[finished[: len(alive)]] = alive[alive >= len(alive)]
+    return torch.from_numpy(index)
+
+
+def _collect(record: _Record) -> tuple[list[Jagged], Tensor]:
+    reasons = record.table(4)
+    ended = reasons > 0
+    last = ended.to(torch.int8).argmax(1)
+    rows = torch.arange(len(last))
+    reason, lengths = reasons[rows, last], last + 1
+    inside = torch.arange(reasons.shape[1]) < lengths[:, None]
+    columns = [
+        Jagged.from_lengths(record.table(n)[inside].to(dtype), lengths)
+        for n, dtype in ((0, torch.int32), (1, torch.float32), (2, torch.float32))
+    ]
+    return [*columns, _thought_ends(record.table(3) & inside, last, reason)], reason
+
+
+def _thought_ends(closed: Tensor, last: Tensor, reason: Tensor) -> Jagged:
+    """Exclusive thought ends. The response's end closes the last thought; an end-of-text token alone belongs to the thought before."""
+    rows = torch.arange(len(closed))
+    closed[rows, last] = True
+    alone = (reason == EOS) & (last > 0) & closed[rows, (last - 1).clamp(min=0)]
+    closed[rows[alone], last[alone] - 1] = False
+    place = torch.arange(1, closed.shape[1] + 1, dtype=torch.int32).expand_as(closed)
+    return Jagged.from_lengths(place[closed], closed.sum(1))

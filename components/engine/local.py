@@ -1,0 +1,257 @@
+"""`engine.local`: sampling and scoring in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from components.engine.decoder import Decoder, TransformersDecoder
+from components.engine.generate import REASONS, Limits, generate
+from components.engine.lean import LeanDecoder, unsupported
+from components.engine.score import score
+from components.engine.stops import TokenText, decode_rows
+from components.engine.weights import WeightNames
+from pipeline.component import Component, Context
+from pipeline.errors import ConfigError, CreditgraphError, DataError
+from pipeline.jagged import Jagged
+from pipeline.payloads import Completions, Policy, Requests, Scores, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The policy that samples with the given weights."""
+
+    policy: Policy
+
+
+class LocalEngine(Component):
+    """Samples and scores with any transformers causal language model, in this process, on CPU or GPU.
+
+    Equal prompts are prefilled once, rows that end leave the batch, big batches are cut into waves. Qwen2, Qwen3, Llama and Mistral
+    run on a lean decoder that is compared with transformers' forward at set-up; every other model runs through that forward.
+    A policy handle is valid until the engine loads the next weights.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Settings."""
+
+        max_rows: int = 512
+        """rows decoded at once; more rows go in waves (same results)"""
+        max_batch_tokens: int = 524288
+        """tokens (prompt plus response budget) whose cache is held at once; lower it when memory runs out"""
+        score_tokens: int = 16384
+        """padded tokens per forward pass of `score`"""
+        decoder: Literal["auto", "lean", "transformers"] = "auto"
+        """lean: own forward of supported models; transformers: the model's own forward; auto: lean where it gives the same logits"""
+
+        def __post_init__(self) -> None:
+            for name in ("max_rows", "max_batch_tokens", "score_tokens"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name}: {getattr(self, name)}; wanted at least 1.")
+
+    config: Config
+
+    def setup(self, context: Context) -> None:
+        """Loads tokenizer and model."""
+        super().setup(context)
+        from components.models.load import check_context, load_causal_lm, load_tokenizer
+
+        self.tokenizer = load_tokenizer(context.model)
+        model = load_causal_lm(context.model, context.device)
+        model.requires_grad_(False)
+        self.context_length = check_context(context.model, model.config)
+        self.names = WeightNames(model)
+        self.decoder = choose_decoder(model, self.config.decoder, self.context_length)
+        self.text = TokenText(self.tokenizer, self.decoder.vocab_size)
+        self.eos = eos_mask(model, self.tokenizer, self.decoder.vocab_size)
+        self.forbidden = padding_columns(self.tokenizer, self.decoder.vocab_size, context.device)
+        self.version = -1
+        self._counters: dict[str, float] = {}
+        self._counted = -1
+
+    def run(self, *, weights: Weights) -> Outputs:
+        """Loads `weights` and returns a policy with their version."""
+        start = time.perf_counter()
+        self.decoder.load(self.names.resolve(weights))
+        self.version = weights.version
+        self.count(seconds_load=time.perf_counter() - start)
+        return Outputs(policy=LocalPolicy(self, weights.version))
+
+    def count(self, **amounts: float) -> None:
+        """Adds to this iteration's counters and logs the sums."""
+        if self._counted != self.context.iteration:
+            self._counters, self._counted = {}, self.context.iteration
+        for name, amount in amounts.items():
+            self._counters[name] = self._counters.get(name, 0.0) + amount
+        self.context.log(**self._counters)
+
+    def close(self) -> None:
+        """Drops the model."""
+        self.__dict__.pop("decoder", None)
+
+
+class LocalPolicy(Policy):
+    """Handle on a `LocalEngine` holding the weights of one version."""
+
+    def __init__(self, engine: LocalEngine, version: int) -> None:
+        self.engine = engine
+        self.version = version
+        self.tokenizer = engine.tokenizer
+
+    def generate(self, requests: Requests) -> Completions:
+        """Samples one completion per row."""
+        engine = self.engine
+        self._check_current()
+        self._check_tokens(requests.tokens, "request")
+        limits = self._limits(requests)
+        with self._timed("seconds_generate"):
+            done = generate(
+                engine.decoder, requests, limits, engine.text, engine.forbidden, engine.context.device,
+                engine.config.max_rows, engine.config.max_batch_tokens,
+            )  # fmt: skip
+            text = decode_rows(self.tokenizer, done.tokens.to_lists())
+        self._check_finite(done.logprobs)
+        engine.count(sampled_tokens=len(done.tokens.values), prefill_tokens=done.prefill_tokens)
+        return Completions(
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            entropies=done.entropies,
+            thought_ends=done.thought_ends if requests.sampling.thoughts else Jagged.from_rows([[]] * len(done.tokens), torch.int32),
+            finish_reason=[REASONS[r] for r in done.reason.tolist()],
+            text=text,
+        )
+
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
+        engine = self.engine
+        self._check_current()
+        if len(context) != len(tokens):
+            raise CreditgraphError(f"score: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row.")
+        self._check_tokens(context, "score context", used=tokens.lengths > 0)
+        self._check_tokens(tokens, "score row", used=torch.zeros(len(tokens), dtype=torch.bool))
+        longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
+        if longest > engine.context_length:
+            raise CreditgraphError(
+                f"score: a row of {longest} tokens; wanted at most {engine.context_length} (context of model '{engine.context.model.path}'). "
+                "Shorten prompt plus response or raise model.max_context."
+            )
+        with self._timed("seconds_score"):
+            scores = score(engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens)
+        self._check_finite(scores.logprobs)
+        engine.count(scored_tokens=len(tokens.values))
+        return scores
+
+    def _limits(self, requests: Requests) -> Limits:
+        engine, sampling, rows = self.engine, requests.sampling, len(requests.tokens)
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise CreditgraphError(
+                f"sampling: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; "
+                "wanted temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0."
+            )
+        if any(not s for s in sampling.stop) or (sampling.thoughts is not None and not sampling.thoughts.stop):
+            raise CreditgraphError("sampling: an empty stop string; wanted at least one character, or no stop string at all.")
+        budget = torch.full((rows,), sampling.max_tokens) if requests.max_tokens is None else requests.max_tokens
+        room = engine.context_length - requests.tokens.lengths
+        full = ((room <= 0) & (budget > 0)).nonzero()[:, 0].tolist()
+        for row in full:
+            length = int(requests.tokens.lengths[row])
+            reason = f"prompt of {length} tokens leaves no room in a context of {engine.context_length}; its completion is empty"
+            engine.context.reject({"request": row, "prompt_tokens": length}, reason)
+        if full:
+            engine.count(rows_without_room=len(full))
+        most = sampling.thoughts.max_thoughts if sampling.thoughts is not None else 0
+        thoughts = torch.full((rows,), most) if requests.max_thoughts is None else requests.max_thoughts
+        budget = torch.minimum(budget, room).clamp(min=0)
+        return Limits(tokens=budget, thoughts=thoughts.to(torch.int64), eos=engine.eos)
+
+    def _check_current(self) -> None:
+        if self.version != self.engine.version:
+            raise CreditgraphError(
+                f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after version "
+                f"{self.engine.version} was loaded; wanted the handle of the current iteration. Wire consumers to engine.policy without '@'."
+            )
+
+    def _check_tokens(self, rows: Jagged, what: str, used: Tensor | None = None) -> None:
+        empty = (rows.lengths == 0) if used is None else (rows.lengths == 0) & used
+        if bool(empty.any()):
+            raise CreditgraphError(f"{what} {int(empty.nonzero()[0])}: no tokens; wanted at least one to condition on (a BOS or a prompt).")
+        vocab = self.engine.decoder.vocab_size
+        if len(rows.values) and not 0 <= int(rows.values.min()) <= int(rows.values.max()) < vocab:
+            raise CreditgraphError(
+                f"{what}: token ids from {int(rows.values.min())} to {int(rows.values.max())}; wanted 0 to {vocab - 1}. "
+                "Prompts must come from the tokenizer of model.path."
+            )
+
+    def _check_finite(self, logprobs: Jagged) -> None:
+        bad = ~torch.isfinite(logprobs.values)
+        if bool(bad.any()):
+            row = int(logprobs.row_ids[bad.nonzero()[0, 0]])
+            raise CreditgraphError(
+                f"engine '{self.engine.context.node}': weights version {self.version} give a log-prob that is not finite (row {row}); "
+                "wanted finite logits. The weights have likely diverged: lower the learning rate or go back to an earlier checkpoint."
+            )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.engine.count(**{name: time.perf_counter() - start})
+
+
+def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
+    """The lean decoder where it is wanted, possible and gives the model's own logits; otherwise the one through transformers."""
+    if choice == "transformers":
+        return TransformersDecoder(model)
+    reason = unsupported(model)
+    if not reason:
+        lean = LeanDecoder(model, context)
+        difference = largest_difference(lean, model)
+        # bfloat16 keeps 8 bits, so rounding in another order shows at about 1 % of the largest logit.
+        tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
+        if difference <= tolerance:
+            return lean
+        reason = f"its logits differ from transformers' by {difference:.2g} (relative to the largest)"
+    if choice == "lean":
+        raise ConfigError(f"engine.local: decoder 'lean' cannot run this model: {reason}. Use decoder: auto.")
+    return TransformersDecoder(model)
+
+
+@torch.inference_mode()
+def largest_difference(lean: LeanDecoder, model: Any) -> float:
+    """Largest logit difference between the lean decoder (prefill, then one step) and the model's forward, over the largest logit."""
+    device = model.device
+    length = 12
+    tokens = (torch.arange(2 * length, device=device).view(2, -1) * 7919 + 13) % lean.vocab_size
+    wanted = model(input_ids=tokens, use_cache=False).logits[:, -2:].float()
+    prompts = Jagged.from_rows([tokens[0, :-1].cpu(), tokens[1, :-1].cpu()]).to(device)
+    got = [lean.prefill(prompts, torch.arange(2, device=device), 1), lean.step(tokens[:, -1])]
+    lean.release()
+    difference = (torch.stack(got, 1).float() - wanted).abs().max() / wanted.abs().max()
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")
+
+
+def eos_mask(model: Any, tokenizer: Any, vocab_size: int) -> Tensor:
+    """Bool [V]: ids that end a response: the generation configuration's, and the tokenizer's."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[[i for i in ids if 0 <= i < vocab_size]] = True
+    return mask
+
+
+def padding_columns(tokenizer: Any, vocab_size: int, device: str) -> Tensor | None:
+    """Bool [V]: logit columns that are no token of the tokenizer, or None when there are none."""
+    known = [i for i in tokenizer.get_vocab().values() if i < vocab_size]
+    if not known:
+        raise DataError("engine.local: tokenizer and model share no token id; wanted the tokenizer the model was trained with.")
+    mask = torch.ones(vocab_size, dtype=torch.bool)
+    mask[known] = False
+    return mask.to(device) if bool(mask.any()) else None
