@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.component import Component
 from pipeline.errors import AlignmentError
 from pipeline.payloads import Trajectories
@@ -22,11 +24,12 @@ class Merge(Component):
     def run(self, *, trajectories: list[Trajectories]) -> Outputs:
         """Stacks the parts; raises AlignmentError when a trajectory arrives on two wires."""
         merged = Trajectories.concat(trajectories)
-        if len(merged.uid.unique()) != len(merged):
+        repeated = len(merged) - len(torch.unique(merged.uid))
+        if repeated:
             origins = ", ".join(part.origin or f"part {i}" for i, part in enumerate(trajectories))
             raise AlignmentError(
-                f"node '{self.context.node}': {len(merged) - len(merged.uid.unique())} trajectories arrive more than once from {origins}; "
+                f"node '{self.context.node}': {repeated} trajectories arrive more than once from {origins}; "
                 "wanted each trajectory on one wire only. Remove the wire that repeats them."
             )
-        self.context.log(trajectories=len(merged), groups=len(merged.group.unique()))
+        self.context.log(trajectories=len(merged), groups=len(torch.unique(merged.group)))
         return Outputs(trajectories=merged)

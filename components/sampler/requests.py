@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from components.engine.stops import decode_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Completions, Policy, Prompts, Requests, Sampling, ThoughtLimits, Trajectories
 from pipeline.streams import Stream
@@ -144,7 +145,7 @@ def sample_from_prefix(
         policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,
         # Decoded as a whole: two decoded halves need not join to the decoding of their tokens.
-        text=[policy.tokenizer.decode(row, skip_special_tokens=False) for row in tokens.to_lists()],
+        text=decode_rows(policy.tokenizer, tokens.to_lists()),
     )
 
 

@@ -31,7 +31,7 @@ class Item:
 
     def extracted(self) -> str | None:
         """The answer the response gives, by the template named in the metadata; None when it gives none."""
-        return extract_answer(str(self.metadata.get("template", "")), self.text)
+        return extract_answer(str(self.metadata.get("template", "plain")), self.text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,9 @@ class CharTokenizer:
     def decode(self, ids, skip_special_tokens=False, **_):
         return "".join(chr(i) for i in ids)
 
+    def batch_decode(self, rows, **options):
+        return [self.decode(row) for row in rows]
+
     def __call__(self, text, **_):
         return {"input_ids": [ord(c) for c in text]}
 
@@ -48,7 +51,8 @@ class ScriptedPolicy(Policy):
         return Completions(
             tokens=Jagged.from_rows([[ord(c) for c in t] for t in texts], torch.int32),
             logprobs=Jagged.from_rows(
-                [[-0.01 * (s % 97) - 0.001 * i for i in range(len(t))] for t, s in zip(texts, requests.seed.tolist())], torch.float32
+                [[-0.01 * (s % 97) - 0.001 * i for i in range(len(t))] for t, s in zip(texts, requests.seed.tolist(), strict=True)],
+                torch.float32,
             ),
             entropies=Jagged.from_rows([[0.5 + 0.001 * i for i in range(len(t))] for t in texts], torch.float32),
             thought_ends=Jagged.from_rows([r[1] for r in rows], torch.int32),

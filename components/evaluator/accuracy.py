@@ -1,0 +1,127 @@
+"""Accuracy on held-out problems: greedy, pass@k and mean@n."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from components.models.load import load_tokenizer
+from components.prompts.dataset import load_rows, make_prompts
+from components.sampler.requests import SamplingSettings, keyed_seeds, sample_fresh
+from pipeline.component import Component, Context
+from pipeline.errors import ConfigError, did_you_mean
+from pipeline.payloads import Judge, Policy, Rewards, Sampling, TrainReport
+from pipeline.streams import Stream
+
+# The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training prompts.
+_HELD_OUT = (1 << 24) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Metrics of this evaluation; empty when this iteration does not evaluate."""
+
+    report: TrainReport
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples is right, from num_correct of num_samples right ones.
+
+    1 − C(n − c, k) / C(n, k), as the product 1 − Π_{i=n−c+1}^{n} (1 − k/i), which overflows for no n. Source: 2107.03374.
+
+    >>> round(pass_at_k(4, 1, 2), 6)
+    0.5
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass_at_k: n={num_samples}, c={num_correct}, k={k}; wanted 1 ≤ k ≤ n and 0 ≤ c ≤ n.")
+    if num_samples - num_correct < k:
+        return 1.0
+    missed = 1.0
+    for i in range(num_samples - num_correct + 1, num_samples + 1):
+        missed *= 1.0 - k / i
+    return 1.0 - missed
+
+
+def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str, float]:
+    """mean@n, and pass@k for k = 2, 4, 8 … up to n and for n itself, averaged over problems."""
+    count = max(len(correct_counts), 1)
+    ks = sorted({2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples} | ({num_samples} if num_samples > 1 else set()))
+    found = {f"pass_at_{k}": sum(pass_at_k(num_samples, c, k) for c in correct_counts) / count for k in ks}
+    return {f"mean_at_{num_samples}": sum(correct_counts) / (num_samples * count), **found}
+
+
+class Accuracy(Component):
+    """Judges the policy on fixed held-out problems before training, every `every` iterations, and after training.
+
+    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone.
+    """
+
+    paper = "2107.03374"
+    final_pass: ClassVar[bool] = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(SamplingSettings):
+        """When, on how many problems, and how samples for pass@k are drawn (the greedy pass uses temperature 0)."""
+
+        split: str = "eval"
+        """entry of the data section that holds the problems"""
+        every: int = 10
+        """iterations between evaluations; 0 evaluates only before and after training"""
+        num_problems: int = 200
+        """problems taken from the start of the held-out data; 0 takes all"""
+        samples: int = 0
+        """further samples per problem for pass@k and mean@n; 0 has greedy accuracy only"""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if min(self.every, self.num_problems, self.samples) < 0:
+                raise ValueError("every, num_problems and samples must be 0 or more.")
+            if self.samples and self.temperature == 0:
+                raise ValueError("samples at temperature 0 are all equal; set a temperature above 0 or samples to 0.")
+
+    config: Config
+
+    def setup(self, context: Context) -> None:
+        """Loads the held-out problems."""
+        super().setup(context)
+        split = self.config.split
+        if split not in context.data:
+            known = did_you_mean(split, context.data)
+            raise ConfigError(
+                f"node '{context.node}': the configuration has no data.{split}; wanted held-out problems.{known} Add the section or remove the node."
+            )
+        tokenizer = load_tokenizer(context.model)
+        rows = load_rows(context.data[split], context, tokenizer, place=f"data.{split}")
+        rows = rows[: self.config.num_problems] if self.config.num_problems else rows
+        first = (_HELD_OUT << 39) | (context.node_index << 32)
+        self._prompts = make_prompts(rows, tokenizer, torch.arange(first, first + len(rows)))
+
+    def due(self) -> bool:
+        """Whether this iteration evaluates."""
+        iteration, every = self.context.iteration, self.config.every
+        return iteration == 0 or iteration >= self.context.iterations or (every > 0 and iteration % every == 0)
+
+    def run(self, *, policy: Policy, judge: Judge) -> Outputs:
+        """Evaluates when due."""
+        if not self.due():
+            return Outputs(report=TrainReport(metrics={}, seconds={}))
+        started = time.perf_counter()
+        count, samples = len(self._prompts), self.config.samples
+        greedy = self._judged(policy, judge, Sampling(**{**vars(self.config.sampling()), "temperature": 0.0}), 1)
+        metrics = {"accuracy": float(greedy.correct.sum()) / max(count, 1), "problems": float(count)}
+        if samples:
+            drawn = self._judged(policy, judge, self.config.sampling(), samples)
+            metrics |= sample_metrics(drawn.correct.view(count, samples).sum(1).tolist(), samples)
+        self.context.log(**metrics)
+        return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - started}))
+
+    def _judged(self, policy: Policy, judge: Judge, sampling: Sampling, samples: int) -> Rewards:
+        rows = torch.arange(len(self._prompts)).repeat_interleave(samples)
+        stream = Stream(self.context.seed, self.context.node, "evaluation")
+        seed = keyed_seeds(stream, self._prompts.uid, 0, samples).reshape(-1)
+        responses = sample_fresh(policy, self._prompts, rows, seed, sampling, self.context.uids(len(rows)))
+        return judge.judge(self._prompts, responses)

@@ -1,0 +1,83 @@
+"""Resets: new chains from the thoughts before a failed chain's first error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_from_prefix
+from pipeline.component import Component, same_rows
+from pipeline.jagged import Jagged
+from pipeline.payloads import Policy, StepErrors, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """`suffixes` rows per seed; the group of each is its seed."""
+
+    trajectories: Trajectories
+
+
+def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
+    """int64 [N]: tokens in thoughts 1 … step − 1 of each row; `step` [N] is clamped to [1, number of thoughts].
+
+    Step 1 and rows without thoughts give 0: the reset state is then the prompt.
+    """
+    count = thought_ends.lengths
+    before = torch.minimum(step, count).clamp(min=1) - 1
+    length = torch.zeros_like(count)
+    cut = before > 0
+    length[cut] = thought_ends.values[thought_ends.offsets[:-1][cut] + before[cut] - 1].to(torch.int64)
+    return length
+
+
+class Reset(Component):
+    """Continues each seed `suffixes` times from the thoughts before its first error, h*.
+
+    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error; h* = 1 has an empty prefix: fresh rollouts
+    that still form their own group. Use the sampling settings of the sampler that made the seeds.
+    """
+
+    paper = "2605.25507"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(SamplingSettings):
+        """Sampling settings and the number of suffixes."""
+
+        mode: Literal["plain", "thought"] = "thought"
+        """thought by thought, as the seeds were made"""
+        temperature: float = 0.7
+        """of the draw; the sampler's"""
+        top_p: float = 0.95
+        """keeps the smallest set of tokens with this probability; the sampler's"""
+        suffixes: int = 4
+        """continuations per seed: B of the sampler's split AxB"""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.suffixes < 1:
+                raise ValueError(f"suffixes is {self.suffixes}; wanted at least 1.")
+
+    config: Config
+
+    def run(self, *, seeds: Trajectories, errors: Annotated[StepErrors, same_rows("seeds")], policy: Policy) -> Outputs:
+        """Samples all suffixes in one request batch; equal prefixes share their prefill."""
+        check_aligned(seeds, errors)
+        count = self.config.suffixes
+        rows = torch.arange(len(seeds)).repeat_interleave(count)
+        length = reset_length(seeds.thought_ends, errors.step)
+        request_seed = keyed_seeds(self.context.rng(), seeds.uid, 0, count).reshape(-1)
+        made = sample_from_prefix(
+            policy, seeds.select(rows), length[rows], request_seed, self.config.sampling(), self.context.uids(len(rows))
+        )
+        whole = seeds.response_tokens.lengths.clamp(min=1)
+        self.context.log(
+            **length_metrics(made),
+            inherited_tokens=float(made.inherited.sum()),
+            prefix_share=float((length / whole).sum()) / max(len(seeds), 1),
+            empty_prefix_share=float((length == 0).sum()) / max(len(seeds), 1),
+        )
+        return Outputs(trajectories=made)

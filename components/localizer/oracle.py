@@ -1,0 +1,39 @@
+"""True first errors, for tasks that know them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from components.localizer.thoughts import has_oracle, num_thoughts, true_first_errors
+from components.models.load import load_tokenizer
+from pipeline.component import Component, same_rows
+from pipeline.errors import DataError
+from pipeline.payloads import Policy, Prompts, StepErrors, Trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One step per seed."""
+
+    errors: Annotated[StepErrors, same_rows("seeds")]
+
+
+class OracleLocalizer(Component):
+    """h* = the first thought that is wrong. Only the embedded task "chains" can tell."""
+
+    _tokenizer: Any = None
+
+    def run(self, *, prompts: Prompts, seeds: Trajectories, policy: Policy | None = None) -> Outputs:
+        """Looks up every seed's first error; raises DataError for a task without an oracle."""
+        if not has_oracle(prompts):
+            tasks = sorted({str(row.get("task", "unnamed")) for row in prompts.metadata})
+            raise DataError(
+                f"node '{self.context.node}': localizer.oracle needs a task whose steps can be checked; found {', '.join(tasks)}, "
+                "wanted chains. Use localizer.self or localizer.uniform."
+            )
+        if self._tokenizer is None:
+            self._tokenizer = policy.tokenizer if policy is not None else load_tokenizer(self.context.model)
+        step = true_first_errors(prompts, seeds, self._tokenizer)
+        self.context.log(step_fraction=float(((step - 1) / num_thoughts(seeds)).sum()) / max(len(seeds), 1))
+        return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=["oracle"] * len(seeds)))

@@ -1,0 +1,30 @@
+"""Random resets: a uniformly drawn step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from components.localizer.thoughts import num_thoughts
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Policy, Prompts, StepErrors, Trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One step per seed."""
+
+    errors: Annotated[StepErrors, same_rows("seeds")]
+
+
+class UniformLocalizer(Component):
+    """h* ~ Uniform{1 … K}, K thoughts; no model call (RRPO). Takes the inputs of every localizer, so `use` alone changes it."""
+
+    paper = "2605.25507"
+
+    def run(self, *, seeds: Trajectories, prompts: Prompts | None = None, policy: Policy | None = None) -> Outputs:
+        """Draws one step per seed, keyed by its uid."""
+        count = num_thoughts(seeds)
+        step = 1 + self.context.rng().integers(seeds.uid, 0, count)
+        self.context.log(step_fraction=float(((step - 1) / count).sum()) / max(len(seeds), 1))
+        return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=["uniform"] * len(seeds)))

@@ -1,0 +1,143 @@
+"""Base groups and failed seeds: every split, every fallback."""
+
+import pytest
+import torch
+
+from components.sampler.seeded import Seeded, choose, parse_split
+from pipeline.payloads import Trajectories
+
+
+def _run(toolbox, outcomes: dict[str, str], **settings):
+    """`outcomes` per prompt: one letter per attempt, "+" right, "-" wrong, "?" cannot be judged; then right for ever."""
+
+    def script(context, n):
+        mark = outcomes[context][n] if n < len(outcomes[context]) else "+"
+        return f"{context}{n}{mark}</thought>"
+
+    def rule(text):
+        if "?" in text:
+            raise RuntimeError("no verdict")
+        return float("+" in text)
+
+    node = toolbox.start(Seeded, **settings)
+    policy, judge = toolbox.policy(script), toolbox.judge(rule)
+    out = node.run(prompts=toolbox.prompts(list(outcomes)), policy=policy, judge=judge)
+    short = lambda batch: [t.removesuffix("</thought>") for t in batch.text]  # noqa: E731
+    return short(out.trajectories), short(out.seeds), node.context.metrics, policy, out
+
+
+def test_1x4_seed_is_the_first_failure_and_the_others_fill_the_base(toolbox):
+    base, seeds, metrics, policy, out = _run(toolbox, {"a": "++-+-", "b": "-----"})
+    assert seeds == ["a2-", "b0-"]
+    assert base == ["a0+", "a1+", "a3+", "a4-", "b1-", "b2-", "b3-", "b4-"]
+    assert out.trajectories.group.tolist() == [100] * 4 + [101] * 4
+    assert metrics["attempts"] == 5
+    assert metrics["discarded"] == 0
+    assert metrics["fallback_share"] == 0
+    assert len(policy.calls) == 1
+
+
+def test_1x4_late_failure_samples_on_for_that_prompt_only(toolbox):
+    base, seeds, metrics, policy, _ = _run(toolbox, {"a": "+++++++-+++", "b": "-++++"})
+    assert seeds == ["a7-", "b0-"]
+    assert base == ["a0+", "a1+", "a2+", "a3+", "b1+", "b2+", "b3+", "b4+"]
+    assert [len(c.seed) for c in policy.calls] == [10, 5]
+    assert metrics["attempts"] == 7.5
+    assert metrics["discarded"] == 15 - 8 - 2
+
+
+def test_1x4_without_failure_in_twelve_falls_back_to_eight_fresh(toolbox):
+    base, seeds, metrics, policy, out = _run(toolbox, {"a": "+" * 12 + "-"})
+    assert seeds == []
+    assert base == [f"a{i}+" for i in range(8)]
+    assert out.trajectories.group.tolist() == [100] * 8
+    assert [len(c.seed) for c in policy.calls] == [5, 5, 2]
+    assert metrics["attempts"] == 12
+    assert metrics["fallback_share"] == 1
+    assert metrics["discarded"] == 4
+
+
+def test_1x4_failure_at_the_twelfth_attempt_still_counts(toolbox):
+    base, seeds, metrics, _, _ = _run(toolbox, {"a": "+" * 11 + "-"})
+    assert seeds == ["a11-"]
+    assert base == ["a0+", "a1+", "a2+", "a3+"]
+    assert metrics["fallback_share"] == 0
+
+
+def test_2x4_has_two_different_seeds_and_no_base(toolbox):
+    base, seeds, metrics, policy, _ = _run(toolbox, {"a": "--", "b": "+-++-"}, split="2x4")
+    assert base == []
+    assert seeds == ["a0-", "a1-", "b1-", "b4-"]
+    assert [len(c.seed) for c in policy.calls] == [4, 2, 4]
+    assert metrics["discarded"] == 10 - 4
+
+
+def test_2x4_with_one_failure_only_falls_back(toolbox):
+    base, seeds, metrics, _, _ = _run(toolbox, {"a": "++-"}, split="2x4")
+    assert seeds == []
+    assert base == ["a0+", "a1+", "a2-", "a3+", "a4+", "a5+", "a6+", "a7+"]
+    assert metrics["fallback_share"] == 1
+
+
+@pytest.mark.parametrize(("outcome", "seed"), [("-", ["a0-"]), ("+-", ["a1-"]), ("+" * 11 + "-", ["a11-"])])
+def test_1x8_has_one_seed_and_no_base(toolbox, outcome, seed):
+    base, seeds, _, _, _ = _run(toolbox, {"a": outcome}, split="1x8")
+    assert (base, seeds) == ([], seed)
+
+
+def test_1x8_falls_back(toolbox):
+    base, seeds, metrics, policy, _ = _run(toolbox, {"a": ""}, split="1x8")
+    assert (len(base), seeds, metrics["attempts"]) == (8, [], 12)
+    assert [len(c.seed) for c in policy.calls] == [1, 1, 2, 4, 4]
+
+
+def test_a_chain_without_verdict_is_no_seed(toolbox):
+    base, seeds, _, _, _ = _run(toolbox, {"a": "?+-++"})
+    assert seeds == ["a2-"]
+    assert base == ["a0?", "a1+", "a3+", "a4+"]
+
+
+def test_other_splits(toolbox):
+    base, seeds, _, _, _ = _run(toolbox, {"a": "+--+++"}, split="2x2", group_size=6, max_attempts=6)
+    assert (base, seeds) == (["a0+", "a3+"], ["a1-", "a2-"])
+
+
+def test_what_is_chosen_does_not_depend_on_the_waves(toolbox):
+    torch.manual_seed(0)
+    for name in ("1x4", "2x4", "1x8"):
+        split = parse_split(name, 8)
+        for _ in range(60):
+            failed = (torch.rand(12) < 0.15).tolist()
+            outcome = "".join("-" if f else "+" for f in failed)
+            base, seeds, _, _, _ = _run(toolbox, {"a": outcome}, split=name)
+            whole = choose(failed, split) or (list(range(8)), [])
+            assert base == [f"a{i}{outcome[i]}" for i in whole[0]]
+            assert seeds == [f"a{i}{outcome[i]}" for i in whole[1]]
+
+
+def test_seeds_of_a_prompt_do_not_depend_on_its_neighbours(toolbox):
+    *_, both, _ = _run(toolbox, {"a": "++++++-", "b": "++++++++-"})
+    *_, alone, _ = _run(toolbox, {"a": "++++++-"})
+    assert both.calls[0].seed[:5].tolist() == alone.calls[0].seed.tolist()
+    assert both.calls[1].seed[:5].tolist() == alone.calls[1].seed.tolist()
+
+
+def test_no_prompts(toolbox):
+    node = toolbox.start(Seeded)
+    out = node.run(prompts=toolbox.prompts([]), policy=toolbox.policy(lambda c, n: ""), judge=toolbox.judge(lambda t: 0.0))
+    assert len(out.trajectories) == len(out.seeds) == 0
+    assert isinstance(out.seeds, Trajectories)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"split": "1-4"}, "split is '1-4'; wanted 'AxB'"),
+        ({"split": "0x4"}, "split is '0x4'"),
+        ({"split": "3x4"}, "makes 12 suffixes, but group_size is 8"),
+        ({"max_attempts": 7}, "max_attempts is 7; wanted at least 8"),
+    ],
+)
+def test_impossible_settings_are_told(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Seeded.Config(**settings)

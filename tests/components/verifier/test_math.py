@@ -1,0 +1,137 @@
+"""math-verify behind a hard time limit: equalities, hangs, crashes."""
+
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from components.verifier.judging import Item
+from components.verifier.math import Math, MathJudge
+from components.verifier.workers import WorkerPool
+from pipeline.errors import RunError
+
+FAKE = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    answer = json.loads(line)["answer"]
+    if answer == "hang":
+        while True: pass
+    if answer == "die":
+        os._exit(7)
+    if answer == "raise":
+        reply = {"error": "ZeroDivisionError: division by zero"}
+    else:
+        reply = {"correct": answer.startswith("r"), "pid": os.getpid()}
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_pool(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(textwrap.dedent(FAKE))
+    pool = WorkerPool([sys.executable, "-S", str(path)], workers=2, seconds=0.5)
+    yield pool
+    pool.close()
+
+
+def _items(*answers, gold="1"):
+    return [Item(text=f"so \\boxed{{{a}}}", answer=gold, metadata={"template": "plain"}) for a in answers]
+
+
+def test_one_bad_item_leaves_the_others_alone(fake_pool):
+    judge = MathJudge(fake_pool)
+    started = time.monotonic()
+    verdicts = judge.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2"))
+    assert time.monotonic() - started < 10
+    assert [v.correct for v in verdicts] == [True, False, False, False, False, True, False, False]
+    assert [v.valid for v in verdicts] == [True, False, True, False, False, True, False, True]
+    assert verdicts[1].detail == verdicts[6].detail == "timed out after 0.5 s"
+    assert verdicts[3].detail == "the worker ended with exit code 7"
+    assert verdicts[4].detail == "ZeroDivisionError: division by zero"
+    assert fake_pool.restarts == 3
+    assert judge.verdicts(_items("r3"))[0].correct
+
+
+def test_workers_are_shared_out_and_closed(fake_pool):
+    replies = fake_pool.run([{"answer": "r"}] * 40)
+    assert len({r["pid"] for r in replies}) <= 2
+    fake_pool.close()
+    assert fake_pool.run([{"answer": "w"}])[0]["correct"] is False
+    assert fake_pool.run([]) == []
+
+
+def test_a_worker_that_ends_between_batches_costs_nothing(fake_pool):
+    fake_pool.run([{"answer": "r"}] * 4)
+    for worker in fake_pool._workers:
+        worker.process.kill()
+        worker.process.wait()
+    assert [r.get("correct", r) for r in fake_pool.run([{"answer": "r"}] * 4)] == [True] * 4
+
+
+def test_a_worker_that_cannot_start_is_told(tmp_path):
+    pool = WorkerPool([sys.executable, str(tmp_path / "missing.py")], workers=1, seconds=1)
+    with pytest.raises(RunError, match="a verification worker did not start \\(the worker ended with exit code 2\\)"):
+        pool.run([{"answer": "r"}])
+
+
+@pytest.fixture(scope="module")
+def node():
+    component = Math(Math.Config(workers=1, seconds=20))
+    yield component
+    component.close()
+
+
+def test_equal_values_in_other_notation(toolbox, node):
+    pairs = [
+        ("1/2", "0.5"),
+        ("\\frac{1}{2}", "1/2"),
+        ("2\\sqrt{3}", "\\sqrt{12}"),
+        ("x^2+1", "1+x^2"),
+        ("\\{1,2\\}", "\\{2,1\\}"),
+        ("1,234", "1234"),
+    ]
+    unequal = [("5", "6"), ("5", "\\frac{1}{"), ("5", "")]
+    prompts = toolbox.prompts(["p"] * 9, answers=[gold for gold, _ in pairs + unequal])
+    texts = [f"thus \\boxed{{{answer}}}" for _, answer in pairs + unequal]
+    trajectories = toolbox.trajectories(texts, prompt_uid=prompts.uid)
+    rewards = node.run().judge.judge(prompts, trajectories)
+    assert rewards.correct.tolist() == [True] * 6 + [False] * 3
+    assert rewards.valid.tolist() == [True] * 9
+    assert rewards.value.tolist() == [1.0] * 6 + [0.0] * 3
+
+
+def test_reference_missing_or_unreadable_and_answer_missing(toolbox, node):
+    prompts = toolbox.prompts(["p"] * 3, answers=["", " ", "3"])
+    trajectories = toolbox.trajectories(["\\boxed{1}", "\\boxed{1}", "I do not know"], prompt_uid=prompts.uid)
+    rewards = node.run().judge.judge(prompts, trajectories)
+    assert rewards.valid.tolist() == [False, False, True]
+    assert rewards.detail == ["the prompt has no reference answer"] * 2 + ["no answer in the response"]
+
+
+def test_threads_of_torch_do_not_disturb_the_workers(toolbox, node):
+    torch.set_num_threads(2)
+    try:
+        torch.randn(400, 400) @ torch.randn(400, 400)
+        prompts = toolbox.prompts(["p"], answers=["0.25"])
+        assert node.run().judge.judge(prompts, toolbox.trajectories(["\\boxed{1/4}"])).correct.tolist() == [True]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_same_row_is_judged_once(toolbox, fake_pool):
+    judge, prompts = MathJudge(fake_pool), toolbox.prompts(["p", "q"], answers=["1", "2"])
+    trajectories = toolbox.trajectories(["\\boxed{r}", "\\boxed{r}", "\\boxed{r}"], prompt_uid=torch.tensor([100, 101, 100]))
+    sent = []
+    original, fake_pool.run = fake_pool.run, lambda requests: (sent.extend(requests), original(requests))[1]
+    first, second = (judge.judge(prompts, trajectories) for _ in range(2))
+    assert len(sent) == 2
+    assert first.correct.tolist() == second.correct.tolist() == [True] * 3
+
+
+def test_impossible_limits_are_told():
+    with pytest.raises(ValueError, match="seconds and memory_gb must be above 0"):
+        Math.Config(seconds=0)
