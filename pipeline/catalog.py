@@ -70,7 +70,7 @@ def describe(target: str) -> Entry:
         doc=doc,
         takes=_inputs(run[1]) if run else {},
         makes=_outputs(run[0], run[1]) if run else {},
-        settings=list(_settings(config)) if config else [],
+        settings=list({s.name: s for s in _settings(config)}.values()) if config else [],
         paper=_constant(family, "paper", ""),
         placement=_constant(family, "placement", "replica"),
     )
