@@ -37,3 +37,114 @@ def pass_at_k(num_samples, num_correct, k):
 
     subsets = list(combinations([i < num_correct for i in range(num_samples)], k))
     return sum(any(s) for s in subsets) / len(subsets)
+
+
+# --- learner -----------------------------------------------------------------------------------------------------------
+
+
+def plain_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=0.0, scale=1.0):
+    """Log-probs and entropies of targets by one whole softmax."""
+    logits = hidden @ weight.T * scale if bias is None else (hidden @ weight.T + bias) * scale
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    table = (logits.float() / temperature).log_softmax(-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def separate_logprobs(model, prompts, responses, temperature=1.0):
+    """Log-probs and entropies of each response token, one sequence at a time; lists of tensors."""
+    import torch
+
+    logprobs, entropies = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0].float() / temperature
+        table = logits.log_softmax(-1)
+        places = range(len(prompt) - 1, len(prompt) + len(response) - 1)
+        logprobs.append(torch.stack([table[p, t] for p, t in zip(places, response, strict=True)]))
+        entropies.append(torch.stack([-(table[p].exp() * table[p]).sum() for p in places]))
+    return logprobs, entropies
+
+
+def aggregate_loss(rows, masks, how, constant_length=0, drop_empty=False):
+    """Loss over rows of per-token terms, by plain sums."""
+    trained = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(rows, masks, strict=True)]
+    count = sum(1 for row in trained if row or not drop_empty)
+    if how == "token_mean":
+        return sum(x for row in trained for x in row) / sum(len(row) for row in trained)
+    if how == "seq_mean_token_mean":
+        return sum(sum(row) / len(row) for row in trained if row) / count
+    if how == "seq_mean_token_sum":
+        return sum(x for row in trained for x in row) / count
+    return sum(x for row in trained for x in row) / (count * constant_length)
+
+
+def token_loss(logprobs, old, advantage, clip_low, clip_high, dual_clip=0.0):
+    """PPO's clipped token loss of one trajectory, token by token."""
+    out = []
+    for new, before, a in zip(logprobs, old, advantage, strict=True):
+        ratio = (new - before).exp()
+        objective = min(ratio * a, min(max(ratio, 1 - clip_low), 1 + clip_high) * a)
+        if dual_clip and a < 0:
+            objective = max(objective, dual_clip * a)
+        out.append(-objective)
+    return out
+
+
+def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9, forbidden=()):
+    """One request row: a whole forward per token, plain loops. Returns tokens, log-probs, entropies, thought ends, finish reason."""
+    import math
+
+    import numpy as np
+    import torch
+
+    from pipeline.streams import counter_uniform
+
+    tokens, logprobs, entropies, ends, begin = [], [], [], [], 0
+    limit = min(sampling.max_tokens, context - len(prompt))
+    thoughts = sampling.thoughts
+    for t in range(limit):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=model.device)).logits[0, -1].double().cpu()
+        temperature = sampling.temperature or 1.0
+        p = torch.softmax(logits / temperature, -1).tolist()
+        allowed = [i for i in range(len(p)) if i not in forbidden]
+        if sampling.temperature == 0:
+            token = max(allowed, key=lambda i: p[i])
+        else:
+            kept = sorted(allowed, key=lambda i: -p[i])
+            if sampling.top_k:
+                kept = kept[: sampling.top_k]
+            mass, total = 0.0, sum(p[i] for i in kept)
+            nucleus = []
+            for i in kept:
+                if mass >= sampling.top_p * total and nucleus:
+                    break
+                nucleus.append(i)
+                mass += p[i]
+            point = float(counter_uniform(np.array([seed], dtype=np.uint64), t)[0]) * mass
+            running = 0.0
+            for token in sorted(nucleus):
+                running += p[token]
+                if running > point:
+                    break
+        tokens.append(token)
+        logprobs.append(math.log(p[token]))
+        entropies.append(-sum(x * math.log(x) for x in p if x > 0))
+        text = tokenizer.decode(tokens[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if token in eos:
+            if ends and begin == t:
+                ends.pop()
+            return tokens, logprobs, entropies, [*ends, t + 1] if thoughts else [], "eos"
+        if thoughts is None:
+            if any(s in text for s in sampling.stop):
+                return tokens, logprobs, entropies, [], "stop"
+        elif thoughts.stop in text or t + 1 - begin >= thoughts.max_tokens:
+            ends.append(t + 1)
+            begin = t + 1
+            if thoughts.final in text:
+                return tokens, logprobs, entropies, ends, "final"
+            if len(ends) >= thoughts.max_thoughts:
+                return tokens, logprobs, entropies, ends, "thoughts"
+    if thoughts and tokens and begin < len(tokens):
+        ends.append(len(tokens))
+    return tokens, logprobs, entropies, ends, "length"
