@@ -92,7 +92,8 @@ class Accuracy(Component):
         if split not in context.data:
             known = did_you_mean(split, context.data)
             raise ConfigError(
-                f"node '{context.node}': the configuration has no data.{split}; wanted held-out problems.{known} Add the section or remove the node."
+                f"node '{context.node}': the configuration has no data.{split}; wanted held-out problems.{known} "
+                "Add the section or remove the node."
             )
         tokenizer = load_tokenizer(context.model)
         rows = load_rows(context.data[split], context, tokenizer, place=f"data.{split}")

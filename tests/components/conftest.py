@@ -1,5 +1,6 @@
 """Scripted stand-ins for a model, a tokenizer and a judge; one token is one character."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 
 from pipeline.component import Component, Context
 from pipeline.jagged import Jagged
-from pipeline.payloads import Completions, Judge, Policy, Prompts, Requests, Rewards, Scores, Trajectories
+from pipeline.payloads import Completions, Judge, Policy, Prompts, Requests, Rewards, Scores, Trajectories, Weights
 
 STOP = "</thought>"
 
@@ -47,12 +48,11 @@ class ScriptedPolicy(Policy):
     def generate(self, requests: Requests) -> Completions:
         self.calls.append(requests)
         rows = [self._complete(requests, i) for i in range(len(requests.seed))]
-        texts = [r[0] for r in rows]
+        texts, keys = [r[0] for r in rows], (requests.seed % 97).tolist()
         return Completions(
             tokens=Jagged.from_rows([[ord(c) for c in t] for t in texts], torch.int32),
             logprobs=Jagged.from_rows(
-                [[-0.01 * (s % 97) - 0.001 * i for i in range(len(t))] for t, s in zip(texts, requests.seed.tolist(), strict=True)],
-                torch.float32,
+                [[-0.01 * k - 0.001 * i for i in range(len(t))] for t, k in zip(texts, keys, strict=True)], torch.float32
             ),
             entropies=Jagged.from_rows([[0.5 + 0.001 * i for i in range(len(t))] for t in texts], torch.float32),
             thought_ends=Jagged.from_rows([r[1] for r in rows], torch.int32),
@@ -180,3 +180,36 @@ class Toolbox:
 @pytest.fixture(scope="session")
 def toolbox() -> type[Toolbox]:
     return Toolbox
+
+
+@dataclass
+class Tiny:
+    """The embedded model behind the local engine, with a batch of problems of the embedded task."""
+
+    prompts: Prompts
+    policy: Policy
+    context: Context
+    started: int = 1
+
+    def start(self, kind: type[Component], **settings) -> Component:
+        component = kind(kind.Config(**settings))
+        self.started += 1
+        node = {"node": kind.__name__.lower(), "node_index": self.started % 128}
+        component.setup(dataclasses.replace(self.context, **node, metrics={}, rejected=[]))
+        return component
+
+
+@pytest.fixture(scope="session")
+def tiny(device: str) -> Tiny:
+    from components.engine.local import LocalEngine
+    from components.models.load import resolve_model_path
+    from components.prompts.dataset import DatasetPrompts
+
+    entry = {"source": "chains", "size": 12, "difficulty": {"steps": [4, 5], "hard_facts": [1, 2]}}
+    context = Context(node="engine", seed=0, iterations=2, device=device, data={"train": entry, "eval": {**entry, "split": "eval"}})
+    engine = LocalEngine(LocalEngine.Config())
+    engine.setup(context)
+    dataset = DatasetPrompts(DatasetPrompts.Config(batch=6))
+    dataset.setup(dataclasses.replace(context, node="prompts", node_index=1))
+    policy = engine.run(weights=Weights(version=0, path=resolve_model_path("tiny"))).policy
+    return Tiny(prompts=dataset.run().batch, policy=policy, context=context)

@@ -1,0 +1,111 @@
+"""Held-out accuracy: pass@k by hand and by listing, when it evaluates, fixed problems and seeds."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
+from pipeline.component import Context
+from pipeline.errors import ConfigError
+
+DATA = {"eval": {"source": "chains", "size": 6, "seed": 3, "split": "eval", "difficulty": {"steps": [2, 3], "hard_facts": None}}}
+
+
+def test_pass_at_k_by_hand():
+    # 1 of 4 right, 2 drawn: of the 6 pairs 3 hold it. 2 of 5 right, 3 drawn: 1 − C(3,3)/C(5,3) = 1 − 1/10.
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)
+    assert pass_at_k(8, 0, 8) == 0
+    assert pass_at_k(8, 1, 8) == 1
+
+
+def test_pass_at_k_equals_listing_all_subsets(reference):
+    for n, c, k in product(range(1, 7), range(7), range(1, 7)):
+        if c <= n and k <= n:
+            assert pass_at_k(n, c, k) == pytest.approx(reference.pass_at_k(n, c, k), abs=1e-12)
+
+
+def test_pass_at_one_is_the_mean_and_big_numbers_do_not_overflow():
+    for c in (0, 1, 3, 999, 2000):
+        assert pass_at_k(2000, c, 1) == pytest.approx(c / 2000)
+    assert 0.99 < pass_at_k(100_000, 500, 1000) < 1
+    assert [pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32)] == sorted(pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32))
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (4, -1, 1)])
+def test_impossible_counts_are_told(n, c, k):
+    with pytest.raises(ValueError, match="wanted 1 ≤ k ≤ n and 0 ≤ c ≤ n"):
+        pass_at_k(n, c, k)
+
+
+def test_sample_metrics():
+    assert sample_metrics([1, 0], 4) == {"mean_at_4": 0.125, "pass_at_2": pytest.approx(0.25), "pass_at_4": 0.5}
+    assert sample_metrics([1, 0], 1) == {"mean_at_1": 0.5}
+    assert sample_metrics([3], 6).keys() == {"mean_at_6", "pass_at_2", "pass_at_4", "pass_at_6"}
+
+
+def _node(iteration=0, iterations=10, node_index=5, **settings):
+    node = Accuracy(Accuracy.Config(**settings))
+    node.setup(Context(node="evaluator", node_index=node_index, seed=1, iteration=iteration, iterations=iterations, data=DATA))
+    return node
+
+
+def _greedy_right(context, n):
+    return "right" if n == 0 else "wrong"
+
+
+def test_greedy_first_then_samples(toolbox):
+    node = _node(samples=2, num_problems=4)
+    policy = toolbox.policy(_greedy_right)
+    report = node.run(policy=policy, judge=toolbox.judge(lambda text: float(text == "right"))).report
+    assert report.metrics == {"accuracy": 1.0, "problems": 4, "mean_at_2": 0.0, "pass_at_2": 0.0}
+    assert node.context.metrics == {"rejected": 0, **report.metrics}
+    assert report.seconds["evaluation"] > 0
+    greedy, sampled = policy.calls
+    assert greedy.sampling.temperature == 0
+    assert sampled.sampling.temperature == 1
+    assert (len(greedy.seed), len(sampled.seed)) == (4, 8)
+
+
+def test_when_it_evaluates(toolbox):
+    assert [i for i in range(11) if _node(i, every=4).due()] == [0, 4, 8, 10]
+    assert [i for i in range(11) if _node(i, every=0).due()] == [0, 10]
+    policy = toolbox.policy(_greedy_right)
+    report = _node(3, every=4).run(policy=policy, judge=toolbox.judge(lambda text: 1.0)).report
+    assert (report.metrics, report.seconds, policy.calls) == ({}, {}, [])
+    assert Accuracy.final_pass
+
+
+def test_problems_and_seeds_are_the_same_at_every_evaluation(toolbox):
+    first, last = (toolbox.policy(_greedy_right) for _ in range(2))
+    for iteration, policy in ((0, first), (10, last)):
+        _node(iteration, samples=2).run(policy=policy, judge=toolbox.judge(lambda text: 1.0))
+    for a, b in zip(first.calls, last.calls, strict=True):
+        assert torch.equal(a.seed, b.seed)
+        assert a.tokens.equal(b.tokens)
+
+
+def test_ids_of_held_out_problems_never_meet_training_ids():
+    node = _node()
+    train = Context(node_index=127, iteration=(1 << 24) - 2).uids(1000)
+    assert int(node._prompts.uid.min()) > int(train.max())
+    assert int(node._prompts.uid.max()) < 2**63 - 1
+    assert len(node._prompts) == 6
+
+
+def test_a_missing_section_is_told():
+    node = Accuracy(Accuracy.Config(split="evl"))
+    with pytest.raises(
+        ConfigError, match=r"node 'evaluator': the configuration has no data\.evl; wanted held-out problems\. Did you mean 'eval'\?"
+    ):
+        node.setup(Context(node="evaluator", data=DATA))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"every": -1}, "must be 0 or more"), ({"samples": 4, "temperature": 0.0}, "samples at temperature 0 are all equal")],
+)
+def test_impossible_settings_are_told(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Accuracy.Config(**settings)

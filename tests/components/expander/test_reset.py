@@ -1,0 +1,76 @@
+"""Resets to the prefix before the first error."""
+
+import pytest
+import torch
+
+from components.expander.reset import Reset, reset_length
+from pipeline.errors import AlignmentError
+from pipeline.jagged import Jagged
+from pipeline.payloads import StepErrors, ThoughtLimits
+
+THREE = "a</thought>b</thought>c</thought>"
+
+
+def _errors(seeds, steps):
+    return StepErrors(uid=seeds.uid, step=torch.tensor(steps, dtype=torch.int64), source=["uniform"] * len(steps))
+
+
+def test_prefix_lengths():
+    ends = Jagged.from_rows([[3, 5, 9]] * 5 + [[], [4]], torch.int32)
+    # Step 1 → nothing; 2 → thought 1; 3 → thoughts 1 and 2; beyond the last → as for the last.
+    assert reset_length(ends, torch.tensor([1, 2, 3, 9, 0, 2, 2])).tolist() == [0, 3, 5, 5, 0, 0, 0]
+
+
+def test_suffixes_continue_the_exact_prefix(toolbox):
+    seeds = toolbox.trajectories([THREE, THREE])
+    policy = toolbox.policy(lambda context, n: f"new{n}</thought>\\boxed{{1}}</thought>")
+    node = toolbox.start(Reset, suffixes=2, thoughts=ThoughtLimits(max_thoughts=5), max_tokens=100)
+    out = node.run(seeds=seeds, errors=_errors(seeds, [3, 1]), policy=policy).trajectories
+    assert out.text[:2] == [f"a</thought>b</thought>new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
+    assert out.text[2:] == [f"new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
+    assert out.response_tokens.row(0)[:22].tolist() == seeds.response_tokens.row(0)[:22].tolist()
+    assert out.inherited.tolist() == [22, 22, 0, 0]
+    assert out.parent.tolist() == out.group.tolist() == [1000, 1000, 1001, 1001]
+    assert out.prompt_uid.tolist() == [100] * 4
+    assert out.thought_ends.row(0).tolist() == [11, 22, 36, 55]
+    assert out.finish_reason == ["final"] * 4
+    assert len(out.uid.unique()) == 4
+    request = policy.calls[0]
+    assert request.max_thoughts.tolist() == [3, 3, 5, 5]
+    assert request.max_tokens.tolist() == [78, 78, 100, 100]
+    assert len(request.seed.unique()) == 4
+    metrics = node.context.metrics
+    assert metrics["inherited_tokens"] == 44
+    assert metrics["prefix_share"] == pytest.approx(22 / 33 / 2)
+    assert metrics["empty_prefix_share"] == 0.5
+    assert metrics["sampled_tokens"] == 4 * 33
+
+
+def test_engine_numbers_of_the_prefix_are_the_parents(toolbox):
+    seeds = toolbox.trajectories(["xx", THREE])
+    policy = toolbox.policy(lambda context, n: "q")
+    out = toolbox.start(Reset, suffixes=1).run(seeds=seeds, errors=_errors(seeds, [1, 2]), policy=policy).trajectories
+    assert torch.equal(out.engine_logprobs.row(1)[:11], seeds.engine_logprobs.row(1)[:11])
+    assert torch.equal(out.entropies.row(1)[:11], seeds.entropies.row(1)[:11])
+    assert len(out.engine_logprobs.row(1)) == 12
+
+
+def test_no_seeds(toolbox):
+    seeds = toolbox.trajectories([])
+    policy = toolbox.policy(lambda context, n: "q")
+    node = toolbox.start(Reset)
+    assert len(node.run(seeds=seeds, errors=_errors(seeds, []), policy=policy).trajectories) == 0
+    assert policy.calls == []
+    assert node.context.metrics["sampled_tokens"] == 0
+
+
+def test_errors_of_other_seeds_are_refused(toolbox):
+    seeds = toolbox.trajectories([THREE])
+    other = StepErrors(uid=torch.tensor([5]), step=torch.tensor([1]), source=["uniform"])
+    with pytest.raises(AlignmentError, match="describe different populations"):
+        toolbox.start(Reset).run(seeds=seeds, errors=other, policy=toolbox.policy(lambda c, n: "q"))
+
+
+def test_impossible_settings_are_told():
+    with pytest.raises(ValueError, match="suffixes is 0; wanted at least 1"):
+        Reset.Config(suffixes=0)

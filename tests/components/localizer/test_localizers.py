@@ -1,0 +1,112 @@
+"""Localising the first error: self, uniform, oracle."""
+
+import pytest
+import torch
+
+from components.localizer.oracle import OracleLocalizer
+from components.localizer.self_localizer import SelfLocalizer, parse_step
+from components.localizer.thoughts import num_thoughts, thought_texts
+from components.localizer.uniform import UniformLocalizer
+from components.prompts import chains
+from pipeline.errors import DataError
+from pipeline.jagged import Jagged
+
+THREE = "a</thought>b</thought>c</thought>"
+PROBLEM = {
+    "task": "chains",
+    "template": "chains",
+    "question": "7 s1 * 4 s2 + 3 s3 - 2",
+    "modulus": 13,
+    "start": 7,
+    "steps": [["*", 4], ["+", 3], ["-", 2]],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "wanted"),
+    [
+        ("Step 1 is right. \\boxed{2}", 5, (2, "boxed")),
+        ("\\boxed{2} wait, \\boxed{ 4 }", 5, (4, "boxed")),
+        ("\\boxed{x} but Step 3", 5, (3, "step")),
+        ("step 1 holds, STEP 2 does not", 5, (2, "step")),
+        ("nothing here", 5, (1, "default")),
+        ("", 5, (1, "default")),
+        ("\\boxed{9}", 5, (5, "boxed")),
+        ("\\boxed{0}", 5, (1, "boxed")),
+        ("\\boxed{-3}", 5, (1, "boxed")),
+        ("\\boxed{4}", 0, (1, "boxed")),
+        ("\\boxed{99999999999999999999999}", 7, (7, "boxed")),
+    ],
+)
+def test_parsing(text, count, wanted):
+    assert parse_step(text, count) == wanted
+
+
+def test_self_asks_the_policy_and_reads_its_answers(toolbox):
+    answers = ["so \\boxed{2}", "Step 3 is it", "no idea"]
+    policy = toolbox.policy(lambda context, n: answers[n])
+    seeds = toolbox.trajectories([THREE] * 3)
+    node = toolbox.start(SelfLocalizer, max_tokens=40)
+    errors = node.run(prompts=toolbox.prompts(["1 + 1?"]), seeds=seeds, policy=policy).errors
+    assert errors.step.tolist() == [2, 3, 1]
+    assert errors.source == ["boxed", "step", "default"]
+    assert errors.uid.tolist() == seeds.uid.tolist()
+    metrics = node.context.metrics
+    assert metrics["boxed_share"] == metrics["step_share"] == metrics["default_share"] == pytest.approx(1 / 3)
+    assert metrics["step_fraction"] == pytest.approx((1 / 3 + 2 / 3 + 0) / 3)
+    request = policy.calls[0]
+    assert (request.sampling.temperature, request.sampling.max_tokens, request.sampling.thoughts) == (0.3, 40, None)
+    asked = "".join(map(chr, request.tokens.row(0).tolist()))
+    assert "1 + 1?" in asked
+    assert "Step 3: c" in asked
+    assert "final answer of this attempt is wrong" in asked
+
+
+def test_uniform_covers_all_steps_evenly_and_keeps_to_the_uid(toolbox):
+    seeds = toolbox.trajectories([THREE] * 3000)
+    errors = toolbox.start(UniformLocalizer).run(seeds=seeds).errors
+    counts = torch.bincount(errors.step)
+    assert counts[0] == 0
+    # 1000 expected each, standard deviation √(3000 · 1/3 · 2/3) ≈ 26: four of them.
+    assert (counts[1:] - 1000).abs().max() < 104
+    few = toolbox.start(UniformLocalizer).run(seeds=seeds.select(torch.tensor([17, 5]))).errors
+    assert few.step.tolist() == errors.step[[17, 5]].tolist()
+    assert few.source == ["uniform"] * 2
+
+
+def test_oracle_finds_the_first_wrong_thought(toolbox):
+    right = chains.solution(PROBLEM)
+    wrong_second = [right[0], "s2 2 + 3 9 </thought>", "s3 9 - 2 7 \\boxed{ 7 } </thought>"]
+    texts = ["".join(t) for t in (wrong_second, ["s1 7 * 4 1 </thought>", *wrong_second[1:]], right[:2], right)]
+    prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
+    policy = toolbox.policy(lambda c, n: "")
+    errors = toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories(texts), policy=policy).errors
+    # A chain that stops early, or is right, has its error at its last thought.
+    assert errors.step.tolist() == [2, 1, 2, 3]
+    assert errors.source == ["oracle"] * 4
+
+
+def test_oracle_refuses_tasks_it_does_not_know(toolbox):
+    prompts = toolbox.prompts(["p"], metadata=[{"task": "olympiads", "template": "thought"}])
+    with pytest.raises(
+        DataError, match=r"localizer\.oracle needs a task whose steps can be checked; found olympiads, wanted chains\. Use localizer\.self"
+    ):
+        toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories([THREE]))
+
+
+@pytest.mark.parametrize("kind", [SelfLocalizer, UniformLocalizer, OracleLocalizer])
+def test_no_seeds(toolbox, kind):
+    policy = toolbox.policy(lambda c, n: "x")
+    errors = (
+        toolbox.start(kind).run(prompts=toolbox.prompts(["p"], metadata=[PROBLEM]), seeds=toolbox.trajectories([]), policy=policy).errors
+    )
+    assert len(errors) == 0
+    assert errors.step.dtype == torch.int64
+    assert policy.calls == []
+
+
+def test_a_response_without_thought_ends_is_one_thought(toolbox):
+    plain = toolbox.trajectories(["abc", ""], thought_ends=Jagged.from_rows([[], []], torch.int32))
+    assert num_thoughts(plain).tolist() == [1, 1]
+    assert thought_texts(plain, toolbox.tokenizer()) == [["abc"], [""]]
+    assert toolbox.start(UniformLocalizer).run(seeds=plain).errors.step.tolist() == [1, 1]
