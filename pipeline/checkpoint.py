@@ -113,7 +113,9 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
         if is_storable(type(value)):
             fields = {f.name: walk(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
             return {"!": "payload", "class": class_name(type(value)), "origin": value.origin, "v": fields}
-        raise RunError(f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, which cannot be checkpointed; wanted {KINDS}.")
+        raise RunError(
+            f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, which cannot be checkpointed; wanted {KINDS}."
+        )
 
     encoded.tree = walk(state, place)
     return encoded
@@ -151,7 +153,8 @@ def decode(encoded: Encoded) -> Any:
 
 def is_storable(cls: type) -> bool:
     """Whether values of a payload class can be written to a file; handles such as `Policy` cannot."""
-    return issubclass(cls, Payload) and dataclasses.is_dataclass(cls) and not issubclass(cls, (Policy, Judge))
+    handle = issubclass(cls, (Policy, Judge))
+    return not handle and issubclass(cls, Payload) and dataclasses.is_dataclass(cls)
 
 
 def class_name(cls: type) -> str:

@@ -126,10 +126,12 @@ class Component:
         paper: arXiv id or name of the source, "" when there is none.
         placement: "replica" nodes run once per data-parallel replica on its share; "collective" nodes run on all ranks
             and, when wires allow it, beside the generation of later iterations.
+        final_pass: run once more after the last iteration, on the final weights, with `context.iteration == context.iterations`.
     """
 
     paper: ClassVar[str] = ""
     placement: ClassVar[Placement] = "replica"
+    final_pass: ClassVar[bool] = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,13 +1,13 @@
 """One run's directory: resolved config, metrics, records, checkpoints, and a lock so that two processes never share it.
 
-    runs/<name>/
-        config.yaml      the resolved configuration
-        metrics.jsonl    one line per iteration
-        rejected.jsonl   rows that were skipped, with the reason
-        record/          recorded outputs as Parquet
-        checkpoints/     states to continue from
-        logs/            free text
-        lock             who is running
+runs/<name>/
+    config.yaml      the resolved configuration
+    metrics.jsonl    one line per iteration
+    rejected.jsonl   rows that were skipped, with the reason
+    record/          recorded outputs as Parquet
+    checkpoints/     states to continue from
+    logs/            free text
+    lock             who is running
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class RunDirectory:
             holder = os.read(handle, 4096).decode(errors="replace")
             os.close(handle)
             raise RunError(
-                f"{self.path}: in use by {_holder(holder)}. Wait for it, stop it, or choose another run.name; two processes must not share a run."
+                f"{self.path}: in use by {_holder(holder)}. Two processes must not share a run: "
+                "wait for it, stop it, or choose another run.name."
             ) from None
         except OSError as error:
             logger.warning("%s: this file system has no locks (%s); make sure that no second process uses the run.", path, error.strerror)
