@@ -171,8 +171,10 @@ def load_rows(
             if drop_duplicates and row.metadata["question"] in seen:
                 continue
             seen.add(row.metadata["question"])
-            length = len(tokenizer(row.text, add_special_tokens=False)["input_ids"])
-            if length >= limit:
+            length = len(tokenizer(row.text, add_special_tokens=False, verbose=False)["input_ids"])
+            if length == 0:
+                reason = "no word of the prompt is in the model's vocabulary"
+            elif length >= limit:
                 reason = f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it"
             else:
                 rows.append(row)

@@ -84,10 +84,10 @@ def revise_prompt(
 ) -> str:
     """Asks for a repaired version of a failed attempt, given a reference attempt.
 
-    For "chains" only the values of every second reference step are shown, so that revising means repairing and not copying.
+    For "chains" only the values in the first half of the reference are shown, so that revising means repairing and not copying.
     """
     if check_template(metadata.get("template", "plain")) == "chains":
-        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, _shown_values(question, reference_steps))} </steps>"
+        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, _shown_values(reference_steps))} </steps>"
     text = (
         f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
         f"Reference attempt:\n{_numbered(reference_steps)}\n"
@@ -134,15 +134,14 @@ def _chain_lines(steps: Sequence[str], shown: dict[int, str] | None = None) -> s
     for i, step in enumerate(steps, 1):
         body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", _bare(step)).strip())
         reference = f" ref {shown[i]}" if shown and i in shown else ""
-        lines.append(f"c{i} {' '.join(body.split())}{reference}")
+        lines.append(" ".join(f"c{i} {body}{reference}".split()))
     return " ".join(lines)
 
 
-def _shown_values(question: str, reference_steps: Sequence[str]) -> dict[int, str]:
-    first = 1 + int(question.split()[0]) % 2
+def _shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
     values = {}
-    for i, step in enumerate(reference_steps, 1):
+    for i, step in enumerate(reference_steps[: (len(reference_steps) + 1) // 2], 1):
         match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
-        if match and (i - first) % 2 == 0:
+        if match:
             values[i] = match.group(1)
     return values

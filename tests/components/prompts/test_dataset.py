@@ -1,0 +1,257 @@
+"""prompts.dataset: sources, order, resuming, and what bad input gets."""
+
+import json
+
+import pytest
+import torch
+
+from components.prompts import chains
+from components.prompts.dataset import DatasetPrompts, load_rows, make_prompts
+from pipeline.component import Context, ModelSpec
+from pipeline.errors import ConfigError, DataError, RunError
+
+CHAINS = {"source": "chains", "size": 20, "difficulty": {"steps": [3, 5], "hard_facts": None}}
+PLAIN = {"source": "file", "template": "plain"}
+# The embedded tokenizer's words, so that token counts are easy to see.
+PROBLEMS = [{"question": f"<solve> {i} s1 + 2", "answer": str(i + 2)} for i in range(8)]
+
+
+def started(entry=None, seed=0, model=None, **config):
+    node = DatasetPrompts(DatasetPrompts.Config(**config))
+    node.setup(Context(node="prompts", seed=seed, model=model or ModelSpec(), data={"train": entry or CHAINS}))
+    return node
+
+
+def draw(node, iterations, start=0):
+    batches = []
+    for iteration in range(start, start + iterations):
+        node.context.iteration = iteration
+        batches.append(node.run().batch)
+    return batches
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {**PLAIN, "path": str(path)}
+
+
+def reasons(node):
+    return [r["reason"] for r in node.context.rejected]
+
+
+def test_chains_batch_carries_everything_a_judge_needs():
+    batch = draw(started(batch=4), 1)[0]
+    assert len(batch) == 4
+    for i in range(4):
+        problem = batch.metadata[i]
+        assert batch.answer[i] == chains.answer(problem)
+        assert batch.text[i] == f"<solve> {problem['question']} </problem>"
+        assert chains.first_error(problem, chains.solution(problem)) == 0
+    assert batch.tokens.values.dtype == torch.int32
+    # "<solve>", the start value, three words per step, "</problem>"
+    assert batch.tokens.lengths.tolist() == [3 + 3 * len(m["steps"]) for m in batch.metadata]
+
+
+def test_an_epoch_takes_each_row_once_and_the_next_has_another_order():
+    batches = draw(started(batch=5), 8)
+    rows = [m["source_row"] for b in batches for m in b.metadata]
+    assert sorted(rows[:20]) == sorted(rows[20:]) == list(range(20))
+    assert rows[:20] != rows[20:]
+    assert len({u for b in batches for u in b.uid.tolist()}) == 40
+
+
+def test_a_batch_may_span_epochs_and_exceed_the_data():
+    rows = [m["source_row"] for b in draw(started({**CHAINS, "size": 3}, batch=7), 1) for m in b.metadata]
+    assert len(rows) == 7
+    assert sorted(rows[:3]) == sorted(rows[3:6]) == [0, 1, 2]
+
+
+def test_order_follows_the_seed_and_shuffle_can_be_off():
+    first, again, other = (draw(started(seed=s, batch=20), 1)[0] for s in (0, 0, 1))
+    assert first.text == again.text
+    assert first.text != other.text
+    assert sorted(first.text) == sorted(other.text)
+    plain = draw(started(batch=20, shuffle=False), 1)[0]
+    assert [m["source_row"] for m in plain.metadata] == list(range(20))
+
+
+def test_resuming_gives_the_same_batches_as_never_stopping():
+    whole = draw(started(batch=6), 9)
+    first = started(batch=6)
+    draw(first, 4)
+    state = first.state_dict()
+    second = started(batch=6)
+    second.load_state_dict(state)
+    for expected, found in zip(whole[4:], draw(second, 5, start=4), strict=True):
+        assert expected.text == found.text
+        assert torch.equal(expected.uid, found.uid)
+        assert expected.tokens.equal(found.tokens)
+
+
+def test_resuming_on_other_data_is_refused():
+    state = started().state_dict()
+    with pytest.raises(RunError, match="checkpoint was made with 20 problems, the data now has 10"):
+        started({**CHAINS, "size": 10}).load_state_dict(state)
+
+
+def test_train_and_held_out_rows_are_disjoint():
+    context = Context()
+    easy = {"source": "chains", "size": 300, "difficulty": {"steps": [1, 2], "hard_facts": None}}
+    train, held_out = (load_rows({**easy, "split": split}, context) for split in ("train", "eval"))
+    assert not {r.text for r in train} & {r.text for r in held_out}
+
+
+def test_every_file_type_gives_the_same_rows(tmp_path):
+    import datasets
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    table = datasets.Dataset.from_list(PROBLEMS).data.table
+    entries = [jsonl(tmp_path / "a.jsonl", PROBLEMS)]
+    (tmp_path / "a.json").write_text(json.dumps(PROBLEMS), encoding="utf-8")
+    (tmp_path / "nested.json").write_text(json.dumps({"version": 1, "data": PROBLEMS}), encoding="utf-8")
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
+    datasets.Dataset.from_list(PROBLEMS).save_to_disk(tmp_path / "folder")
+    entries += [{**PLAIN, "path": str(tmp_path / name)} for name in ("a.json", "nested.json", "a.parquet", "a.csv", "folder")]
+    entries.append({**PLAIN, "path": str(next((tmp_path / "folder").glob("*.arrow")))})
+    for entry in entries:
+        rows = load_rows(entry, Context())
+        assert [(r.text, r.answer) for r in rows] == [(p["question"], p["answer"]) for p in PROBLEMS], entry
+
+
+def test_columns_filter_boxed_answers_and_size(tmp_path):
+    rows = [
+        {"problem": "1 s1 + 2", "solution": "so \\boxed{\\frac{3}{1}}", "kind": "a"},
+        {"problem": "2 s1 + 2", "solution": "so \\boxed{4}", "kind": "b"},
+        {"problem": "3 s1 + 2", "solution": "so it goes", "kind": "a"},
+        {"problem": "4 s1 + 2", "solution": "so \\boxed{6}", "kind": "a"},
+        {"problem": "5 s1 + 2", "solution": "so \\boxed{7}", "kind": "a"},
+    ]
+    entry = jsonl(tmp_path / "a.jsonl", rows)
+    entry |= {"question": "problem", "answer": "solution", "answer_boxed": True, "keep": {"kind": "a"}, "size": 2}
+    node = started(entry, batch=2, shuffle=False)
+    batch = draw(node, 1)[0]
+    assert batch.answer == ["\\frac{3}{1}", "6"]
+    assert [m["source_row"] for m in batch.metadata] == [0, 3]
+    assert reasons(node) == ["no \\boxed{} in solution"]
+
+
+def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = b'{"question": "1 s1 + 2", "answer": "3"}\n'
+    path.write_bytes(
+        good
+        + b'{"question": "2 s1 + 2"}\n'
+        + b'{"question": "3 s1 + 2", "answer": "  "}\n'
+        + b'{"question": "caf\xe9", "answer": "5"}\n'
+        + b'{"question": 6, "answer": "8"}\n'
+        + b'{"question": "7 s1 + 2", "answer": ["9"]}\n'
+        + b"[1, 2]\n"
+        + b'{"question": \n'
+        + b'{"question": "<solve>' + b" 7" * 599 + b'", "answer": "9"}\n'
+        + b'{"question": "hello", "answer": "9"}\n'
+        + b'{"question": "8 s1 + 2", "answer": 10}\n'
+        + good
+    )  # fmt: skip
+    node = started({**PLAIN, "path": str(path)}, batch=2, shuffle=False)
+    found = reasons(node)
+    assert found[:5] == [
+        "no answer",
+        "no answer",
+        "question is not UTF-8",
+        "question is a int; wanted text",
+        "answer is a list; wanted text",
+    ]
+    assert found[5] == "a JSON list; wanted an object"
+    assert found[6].startswith("not JSON (")
+    assert found[7] == "prompt of 600 tokens; the context leaves 511 for it"
+    assert found[8] == "no word of the prompt is in the model's vocabulary"
+    assert node.context.rejected[2]["row"] == {"source": str(path), "row": 3}
+    assert node.context.metrics["rejected"] == 9
+    # A number is a fine answer, and the repeated question is taken once.
+    assert draw(node, 1)[0].answer == ["3", "10"]
+
+
+def test_reserve_keeps_room_for_the_response(tmp_path):
+    entry = jsonl(tmp_path / "a.jsonl", [{"question": "<solve>" + " 7" * (n - 1), "answer": "1"} for n in (11, 12, 13)])
+    node = started(entry, model=ModelSpec(max_context=32), reserve=20, batch=1)
+    assert len(node.rows) == 1
+    assert reasons(node)[0] == "prompt of 12 tokens; the context leaves 11 for it"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", r"empty; wanted one problem per row"),
+        (b"\n\n", r"data.train: .*a.jsonl: it has no rows; wanted rows with a question and an answer"),
+        (b'{"question": "1"}\n', r"data.train: .*a.jsonl has no column 'answer'; found question."),
+        (b'{"qestion": "1", "answer": "2"}\n', r"no column 'question'; found qestion, answer. Did you mean 'qestion'\?"),
+        (b'{"question": "1", "answer": ""}\n' * 3, r"all 3 rows were rejected \(3 × no answer\)"),
+    ],
+)
+def test_files_without_a_usable_row(tmp_path, content, text):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        started({**PLAIN, "path": str(path)})
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    (tmp_path / "train.jsonl").write_text("x")
+    with pytest.raises(DataError, match=r"train.jsnl: not found; wanted one of .jsonl, .* Did you mean 'train.jsonl'\?"):
+        started({**PLAIN, "path": str(tmp_path / "train.jsnl")})
+    (tmp_path / "a.parquet").write_text("not parquet")
+    with pytest.raises(DataError, match=r"a.parquet: cannot be read as parquet"):
+        started({**PLAIN, "path": str(tmp_path / "a.parquet")})
+    (tmp_path / "a.json").write_text("{broken")
+    with pytest.raises(DataError, match=r"a.json: not JSON .*wanted a list of objects"):
+        started({**PLAIN, "path": str(tmp_path / "a.json")})
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"a.txt: type '.txt'; wanted one of"):
+        started({**PLAIN, "path": str(tmp_path / "a.txt")})
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"none: .*wanted a folder written by save_to_disk"):
+        started({**PLAIN, "path": str(tmp_path / "none")})
+
+
+def test_unreachable_hub_names_the_local_way(monkeypatch):
+    import datasets
+
+    def unreachable(*_args, **_kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"dataset 'a/b': cannot be loaded .*\(no route to host\). .*use a local copy with source: file"):
+        started({"source": "hub", "name": "a/b"})
+
+
+def test_hub_dataset_takes_its_split(monkeypatch):
+    import datasets
+
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_args, **_kwargs: made)
+    entry = {"source": "hub", "name": "a/b", "split": "test", "template": "plain"}
+    assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
+    with pytest.raises(DataError, match=r"dataset 'a/b': no split 'tets'; it has train, test. Did you mean 'test'\?"):
+        load_rows({**entry, "split": "tets"}, Context())
+
+
+def test_wrong_settings_come_together():
+    with pytest.raises(ConfigError) as error:
+        started({"source": "fil", "sise": 3, "difficulty": {"stepz": [1, 2]}})
+    assert "data.train.sise: unknown setting. Did you mean 'size'?" in str(error.value)
+    assert "data.train.difficulty.stepz: unknown setting. Did you mean 'steps'?" in str(error.value)
+    assert "data.train.source" in str(error.value)
+    with pytest.raises(ConfigError, match="source 'file' without a path"):
+        started({"source": "file"})
+    with pytest.raises(ConfigError, match=r"node 'prompts': split 'trian' is not in the data section. Did you mean 'train'\?"):
+        started(split="trian")
+
+
+def test_make_prompts_takes_the_given_uids():
+    rows = load_rows(CHAINS, Context())[:3]
+    node = started()
+    batch = make_prompts(rows, node.tokenizer, torch.tensor([7, 5, 9]))
+    assert batch.uid.tolist() == [7, 5, 9]
+    assert [node.tokenizer.decode(t) for t in batch.tokens.to_lists()] == batch.text
