@@ -1,6 +1,6 @@
 """From the command line's overrides to a checked experiment: hydra composes, this module judges.
 
-A configuration has the reserved sections `run`, `record`, `wandb`, `model`, `data`, `nodes`, `recipe`. Every other top-level
+A configuration has the reserved sections `run`, `model`, `data`, `nodes`, `recipe`. Every other top-level
 section carries the name of a node and is merged over that node: `use` replaces its component, the rest are settings. So
 ``learner.optimizer.lr=1e-4`` and ``engine=vllm`` work on any graph.
 """
@@ -12,69 +12,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, GraphError, did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.component import ModelSpec
+    from pipeline.executor import RunSettings
     from pipeline.graph import Graph
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-RESERVED = ("run", "record", "wandb", "model", "data", "nodes", "recipe")
+RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The `run` section."""
-
-    name: str | None = None
-    """folder under `dir`; null makes one of recipe, changed settings and seed"""
-    dir: str = "runs"
-    """parent folder of all runs"""
-    seed: int = 0
-    """of every random stream"""
-    iterations: int = 100
-    """rollout-and-learn rounds"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where models live; auto takes CUDA when torch sees it"""
-    threads: int = 1
-    """torch threads on a CPU; 0 leaves torch's own choice"""
-    overlap: bool = True
-    """generate ahead while learning where the wires allow it"""
-    checkpoint_every: int = 10
-    """iterations between checkpoints; 0 only at the end and on a signal"""
-    keep_checkpoints: int = 2
-    """how many finished checkpoints stay on disk"""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible numbers."""
-        for name, low in (("iterations", 0), ("threads", 0), ("checkpoint_every", 0), ("keep_checkpoints", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}: found {getattr(self, name)}, wanted at least {low}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordSettings:
-    """The `record` section."""
-
-    every: int = 1
-    """iterations between recordings; 0 records nothing"""
-    outputs: Literal["all"] | list[str] = "all"
-    """"all", or names such as "sampler.trajectories" """
-
-
-@dataclass(frozen=True, kw_only=True)
-class WandbSettings:
-    """The `wandb` section."""
-
-    mode: Literal["disabled", "offline", "online"] = "disabled"
-    """offline writes under the run directory; online needs a login"""
-    project: str = "creditgraph"
-    """wandb project"""
-    entity: str | None = None
-    """wandb team, null for the default one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +31,6 @@ class Experiment:
     """A checked configuration: everything needed to build an executor, and the plain dict it came from."""
 
     run: RunSettings
-    record: RecordSettings
-    wandb: WandbSettings
     model: ModelSpec
     data: dict[str, dict[str, Any]]
     graph: Graph
@@ -92,7 +39,7 @@ class Experiment:
     @property
     def run_path(self) -> Path:
         """The run directory."""
-        return Path(self.run.dir) / (self.run.name or "run")
+        return Path(self.run.root) / self.run.name
 
 
 def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
@@ -202,7 +149,7 @@ def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]
     values["recipe"] = recipe
     run = values.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
-        changed = [o for o in parsed if o.key != "recipe" and o.key.partition(".")[0] not in ("run", "record", "wandb", "hydra")]
+        changed = [o for o in parsed if o.key != "recipe" and o.key.partition(".")[0] not in ("run", "hydra")]
         parts = [recipe or "run", *(f"{o.key.rpartition('.')[2]}={o.value}" for o in changed), f"s{run.get('seed', 0)}"]
         run["name"] = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", "-".join(parts))[:120]
     return values
@@ -248,12 +195,13 @@ def deep_merge(base: Any, over: Any) -> Any:
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
     """Checks every section and the graph; all problems in one GraphError."""
     from pipeline.component import ModelSpec
+    from pipeline.executor import RunSettings
     from pipeline.graph import build_graph
     from pipeline.settings import build_config
 
     spec, problems = graph_dict(values)
     built: dict[str, Any] = {}
-    for section, cls in (("run", RunSettings), ("record", RecordSettings), ("wandb", WandbSettings), ("model", ModelSpec)):
+    for section, cls in (("run", RunSettings), ("model", ModelSpec)):
         built[section], found = build_config(cls, values.get(section) or {}, section)
         problems += found
     data = values.get("data") or {}

@@ -1,0 +1,92 @@
+"""TRL's GRPOTrainer on prompts given as JSON; runs in an environment of its own (see tools/bench_peers).
+
+    python trl_grpo.py MODEL_DIR PROMPTS.json RESULT.json
+
+PROMPTS.json holds {"prompts": [{"prompt", "answer"}], "group", "max_tokens", "lr", "iterations", "batch"}; RESULT.json gets the
+seconds of each iteration and the tokens of each rollout batch.
+"""
+
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+torch.set_num_threads(1)
+BOX = re.compile(r"\\boxed\{\s*([^}]*?)\s*\}")
+
+
+def reward(completions, answer, **_):
+    """1 where the last box holds the reference answer."""
+    boxes = [BOX.findall(text) for text in completions]
+    return [float(bool(b) and b[-1] == a) for b, a in zip(boxes, answer, strict=True)]
+
+
+class Clock(TrainerCallback):
+    """Wall-clock time at the end of each optimiser step."""
+
+    def __init__(self):
+        self.marks = []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.marks.append(time.perf_counter())
+
+    def on_step_end(self, *args, **kwargs):
+        self.marks.append(time.perf_counter())
+
+
+def main():
+    model_dir, prompts_file, result_file = sys.argv[1:4]
+    job = json.loads(Path(prompts_file).read_text())
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    rows = job["batch"] * job["group"]
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=rows,
+            num_generations=job["group"],
+            max_completion_length=job["max_tokens"],
+            max_steps=job["iterations"],
+            learning_rate=job["lr"],
+            lr_scheduler_type="constant",
+            temperature=1.0,
+            beta=0.0,
+            loss_type="grpo",
+            scale_rewards="group",
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="steps",
+            logging_steps=1,
+            disable_tqdm=True,
+            shuffle_dataset=False,
+            seed=0,
+        )
+        clock = Clock()
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(job["prompts"]),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    seconds = [b - a for a, b in zip(clock.marks[:-1], clock.marks[1:], strict=True)]
+    log = [entry for entry in trainer.state.log_history if "reward" in entry]
+    lengths = [entry.get("completions/mean_length", 0.0) for entry in log]
+    rewards = [entry["reward"] for entry in log]
+    Path(result_file).write_text(json.dumps({"seconds": seconds, "tokens": [n * rows for n in lengths], "rewards": rewards}))
+
+
+if __name__ == "__main__":
+    main()
