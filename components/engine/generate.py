@@ -122,9 +122,7 @@ class _Ends:
         return reason.masked_fill(self._eos[tokens], EOS), closed
 
     def keep(self, index: Tensor) -> None:
-        self._budget, self._start, self._left, self._early = (
-            x[index] for x in (self._budget, self._start, self._left, self._early)
-        )
+        self._budget, self._start, self._left, self._early = (x[index] for x in (self._budget, self._start, self._left, self._early))
         for matcher in (self._stop, self._final):
             if matcher is not None:
                 matcher.keep(index)
@@ -156,7 +154,14 @@ class _Record:
 
 @torch.inference_mode()
 def generate(
-    decoder: Decoder, requests: Requests, limits: Limits, text: TokenText, forbidden: Tensor | None, device: str, max_rows: int, max_tokens: int
+    decoder: Decoder,
+    requests: Requests,
+    limits: Limits,
+    text: TokenText,
+    forbidden: Tensor | None,
+    device: str,
+    max_rows: int,
+    max_tokens: int,
 ) -> Generated:
     """Samples every row of the requests; rows whose token limit is 0 come back empty with reason "length"."""
     empty = torch.zeros(0)
@@ -197,9 +202,7 @@ def _run_wave(
         if offset == 0:
             counters = np.arange(taken - 1, taken - 1 + _UNIFORM_BLOCK, dtype=np.uint64)
             uniforms = torch.from_numpy(counter_uniform(seeds[place.numpy(), None], counters[None])).to(device)
-        tokens, logprobs, entropies = draw(
-            logits, uniforms[:, offset], sampling.temperature, sampling.top_p, sampling.top_k, forbidden
-        )
+        tokens, logprobs, entropies = draw(logits, uniforms[:, offset], sampling.temperature, sampling.top_p, sampling.top_k, forbidden)
         reason, closed = ends.step(taken, tokens)
         record.steps.append((tokens, logprobs, entropies, closed, reason))
         finished = finished | (reason > 0)

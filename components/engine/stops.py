@@ -101,6 +101,8 @@ class DecodeMatcher:
 
 def decode_rows(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
     """Text of each row, special tokens kept and spaces left alone."""
+    if not rows:
+        return []
     texts: list[str] = tokenizer.batch_decode(list(rows), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return texts
 

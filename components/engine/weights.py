@@ -58,7 +58,9 @@ class WeightNames:
         missing = sorted(set(self.shapes) - set(given))
         if unknown:
             hint = did_you_mean(unknown[0], missing or self.shapes)
-            raise DataError(f"{place}: {len(unknown)} names the model does not have, first '{unknown[0]}'; wanted Hugging Face names.{hint}")
+            raise DataError(
+                f"{place}: {len(unknown)} names the model does not have, first '{unknown[0]}'; wanted Hugging Face names.{hint}"
+            )
         if missing:
             raise DataError(
                 f"{place}: {len(missing)} of {len(self.shapes)} weights are missing, first '{missing[0]}'; wanted all of them. "
@@ -90,4 +92,6 @@ def read_safetensors(path: str) -> dict[str, Tensor]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.equal(a, b)))
+    return a is b or (
+        a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True))
+    )
