@@ -61,8 +61,9 @@ def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
     if len(lengths) and max_context and int(lengths.max()) > max_context:
         row = int(lengths.argmax())
         raise DataError(
-            f"learner: row {row} has {int(lengths[row])} tokens (prompt {int(prompt.lengths[row])}, response {int(response.lengths[row])}), but the "
-            f" model's context is {max_context}; lower the sampler's max_tokens or raise model.max_context."
+            f"learner: row {row} has {int(lengths[row])} tokens "
+            f"(prompt {int(prompt.lengths[row])}, response {int(response.lengths[row])}), but "
+            f"the model's context is {max_context}; lower the sampler's max_tokens or raise model.max_context."
         )
 
 
