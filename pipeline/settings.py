@@ -103,7 +103,7 @@ def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
         for member in args:
             nested = dataclasses.is_dataclass(member) and isinstance(value, Mapping | member)
             listed = get_origin(member) in (list, tuple, dict) and isinstance(value, list | tuple | dict)
-            if nested or listed or (len(args) == 2 and types.NoneType in args and member is not types.NoneType):
+            if nested or listed:
                 return _convert(member, value, place, problems)
     elif dataclasses.is_dataclass(hint):
         return _build(hint, value, place, problems)  # type: ignore[arg-type]
@@ -139,10 +139,9 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
         reason = ""
         if error.errors()[0]["type"] in ("value_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal"):
             reason = f" ({error.errors()[0]['msg'].lower()})"
-        near = ""
-        if get_origin(hint) is Literal and isinstance(value, str):
-            close = did_you_mean(value, [a for a in get_args(hint) if isinstance(a, str)])
-            near = close if close.startswith(" Did") else ""
+        choices = [a for h in (hint, *get_args(hint)) if get_origin(h) is Literal for a in get_args(h) if isinstance(a, str)]
+        close = did_you_mean(value, choices) if isinstance(value, str) else ""
+        near = close if close.startswith(" Did") else ""
         problems.append(f"{place}: found {_shown(value)}; wanted {type_text(hint)}{reason}.{near}")
         return _FAILED
 
@@ -200,7 +199,7 @@ def settings_in(node: ast.ClassDef) -> list[Setting]:
     A field without a string after it takes its line from the "Attributes:" part of the class docstring.
     """
     found = []
-    lines = re.findall(r"^ {4,}([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE)
+    lines = re.findall(r"^ *([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE)
     listed = {name.strip(): text for names, text in lines for name in names.split(",")}
     for place, item in enumerate(node.body):
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
