@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -234,10 +234,13 @@ class Executor:
                 raise ConfigError(f"{node.name}: evaluating {', '.join(names)} would train it once more; read its output with '@1'.")
             found = {s: [self._values.latest(w) if w.delay else local[w.source, w.output] for w in ws] for s, ws in node.wires.items()}
             self.observer.node_started(node.name, self.settings.iterations)
-            outputs, report = self._runners[node.name].run(self.settings.iterations, as_inputs(node, found))
+            outputs = self._runners[node.name].run(self.settings.iterations, as_inputs(node, found))
             local.update({(node.name, output): value for output, value in outputs.items()})
-            metrics.update(report.metrics)
-            self._reject(report.rejected)
+        for node in self.graph.nodes:
+            if node.name in needed:
+                report = self._runners[node.name].harvest()
+                metrics.update(report.metrics)
+                self._reject(report.rejected)
         return metrics
 
     def close(self) -> None:
@@ -254,8 +257,14 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:
+            logger.warning("closing the run after an error: %s", second)  # must not hide the first one
 
     # Values
 
@@ -365,13 +374,15 @@ class Executor:
         for node in nodes:
             inputs = self._values.gather(node, iteration)
             self.observer.node_started(node.name, iteration)
-            outputs, report.nodes[node.name] = self._runners[node.name].run(iteration, inputs)
+            outputs = self._runners[node.name].run(iteration, inputs)
             del inputs
             for output, value in outputs.items():
                 if self._recorder:
                     self._recorder.put(node.name, output, iteration, value)
                 self._values.put(node.name, output, iteration, value)
             self._values.release(node, iteration)
+            del outputs
+        report.nodes = {node.name: self._runners[node.name].harvest() for node in nodes}
         report.waited = self._values.waited() - waited
         report.overhead = perf_counter() - begin - report.waited - sum(r.seconds for r in report.nodes.values())
         snapshot = self._snapshot(nodes, copy=lane == "generation") if self._is_checkpoint(iteration) else None

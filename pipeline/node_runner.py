@@ -39,6 +39,7 @@ class NodeRunner:
         self.node = node
         self.context = context
         self.component: Any = None
+        self.seconds = 0.0
 
     def setup(self) -> None:
         """Builds the component and lets it load its models and files."""
@@ -67,23 +68,26 @@ class NodeRunner:
         if self.component is not None:
             self.component.close()
 
-    def run(self, iteration: int, inputs: dict[str, Any]) -> tuple[dict[str, Any], NodeReport]:
-        """Runs one iteration; returns output name → value, and what was logged."""
+    def run(self, iteration: int, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Runs one iteration; returns output name → value."""
         self.context.iteration = iteration
         begin = perf_counter()
         with self._named(f"iteration {iteration}"):
             result = self.component.run(**inputs)
-        seconds = perf_counter() - begin
-        outputs = self._checked(result, iteration)
+        self.seconds = perf_counter() - begin
+        return self._checked(result, iteration)
+
+    def harvest(self) -> NodeReport:
+        """Takes what the node logged since the last call; after its readers have run, because a handle it gave out may log too."""
         name, context = self.node.name, self.context
         metrics = {f"{name}/{k}": v for k, v in context.metrics.items()}
         rejected = list(context.rejected)
         if rejected:
             metrics[f"rejected/{name}"] = float(len(rejected))
-        metrics[f"seconds/{name}"] = seconds
+        metrics[f"seconds/{name}"] = self.seconds
         context.metrics.clear()
         context.rejected.clear()
-        return outputs, NodeReport(metrics, rejected, seconds)
+        return NodeReport(metrics, rejected, self.seconds)
 
     def _checked(self, result: Any, iteration: int) -> dict[str, Any]:
         sockets = self.node.sockets.outputs
