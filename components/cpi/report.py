@@ -160,8 +160,8 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     gain.loglog(p, 2e-3 * p, "k-", p, 2e-3 * p**2, "k--", linewidth=0.8)
     gain.set(xlabel="$p_\\pi$", ylabel="exact improvement of one iteration", title="Improvement (black: slopes 1 and 2)")
     labels.loglog(p, 300 / p**2, "k--", linewidth=0.8)
-    labels.set(xlabel="$p_\\pi$", ylabel="labels for a step size within one half, 9 of 10 times")
-    labels.set_title("Roll-out labels (black: slope −2; dotted: resets drawn by CARO)")
+    labels.set(xlabel="$p_\\pi$", ylabel="labels until the step size is right within one half")
+    labels.set_title("Labels (black: slope −2; dotted: resets drawn by CARO)")
     local.axhline(1, color="k", linewidth=0.8)
     local.axvline(1, color="k", linewidth=0.8, linestyle=":")
     local.set(
@@ -175,6 +175,6 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     ratio.set(xlabel="log10(exact gain / published bound)", ylabel="random MDPs", title="The bound on random MDPs")
     for axes in (gain, local, ratio):
         axes.legend(fontsize=8)
-    figure.savefig(folder / "cpi_lab.png", dpi=130)
+    figure.savefig(folder / "cpi_lab.png", dpi=100)
     figure.savefig(folder / "cpi_lab.svg", metadata={"Date": None})
     plt.close(figure)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -380,18 +381,19 @@ def test_same_seed_same_result():
     assert table(other) != table(results[0])
 
 
-def test_tool_writes_table_result_and_figures(tmp_path):
-    command = [sys.executable, str(ROOT / "tools/cpi_lab"), "--quick", "--knobs", "3", "--seeds", "3", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+def test_tool_writes_table_result_and_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cpi_lab", "--quick", "--seeds", "3", "--out", str(tmp_path)])
+    runpy.run_path(str(ROOT / "tools/cpi_lab"))["main"]()
+    printed = capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["settings"]["seeds"] == [3]
+    assert (tmp_path / "table.txt").read_text() in printed
     assert result["checks"]["localiser/exact"]["violations"] == 0
     assert set(result["families"]) == set(FAMILIES)
     assert "labels over p" in (tmp_path / "table.txt").read_text()
     assert (tmp_path / "cpi_lab.png").stat().st_size > 10_000
     assert "<svg" in (tmp_path / "cpi_lab.svg").read_text()
-    assert "nan" not in done.stdout.lower()
+    assert "nan" not in printed.lower()
 
 
 def test_tool_refuses_too_few_knobs():
