@@ -37,7 +37,7 @@ class Source:
     revision: str = ""
     """hub: branch, tag or commit; name one to make a run repeatable"""
     split: str = "train"
-    """chains: train, validation or eval (no problem is in two of them); hub and folders: split of the dataset"""
+    """chains: train, validation or eval (no problem is in two of them); hub: split, maybe a slice such as train[:90%]; folders: split"""
     question: str = "question"
     """column with the problem text"""
     answer: str = "answer"
@@ -169,11 +169,13 @@ def _hub_table(source: Source) -> Any:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(source.name, source.subset or None, revision=source.revision or None)
+        loaded = datasets.load_dataset(source.name, source.subset or None, split=source.split, revision=source.revision or None)
     except Exception as error:  # the hub client, fsspec and dataset builders each raise their own types
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "split" in first.lower():
+            raise DataError(f"dataset '{source.name}': split '{source.split}' cannot be had ({first}). Correct split.") from error
         raise DataError(f"dataset '{source.name}': cannot be loaded from the Hugging Face hub ({first}). {LOCAL_ALTERNATIVE}") from error
-    return _pick(loaded, source.split, f"dataset '{source.name}'")
+    return loaded.with_format("arrow")[:]
 
 
 def _pick(loaded: Any, split: str, place: str) -> Any:

@@ -229,11 +229,27 @@ def test_unreachable_hub_names_the_local_way(monkeypatch):
 def test_hub_dataset_takes_its_split(monkeypatch):
     import datasets
 
-    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_args, **_kwargs: made)
-    entry = {"source": "hub", "name": "a/b", "split": "test", "template": "plain"}
+    def load_dataset(name, subset, *, split, revision):
+        assert (name, subset, revision) == ("a/b", None, "v1")
+        if split != "test[:2]":
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train', 'test'].")
+        return datasets.Dataset.from_list(PROBLEMS[:2])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    entry = {"source": "hub", "name": "a/b", "split": "test[:2]", "template": "plain", "revision": "v1"}
     assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
-    with pytest.raises(DataError, match=r"dataset 'a/b': no split 'tets'; it has train, test. Did you mean 'test'\?"):
+    with pytest.raises(DataError, match=r"dataset 'a/b': split 'tets' cannot be had \(Unknown split \"tets\". Should be one of"):
+        load_rows({**entry, "split": "tets"}, Context())
+
+
+def test_folder_with_splits(tmp_path):
+    import datasets
+
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])})
+    made.save_to_disk(tmp_path / "folder")
+    entry = {**PLAIN, "path": str(tmp_path / "folder"), "split": "test"}
+    assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
+    with pytest.raises(DataError, match=r"folder: no split 'tets'; it has train, test. Did you mean 'test'\?"):
         load_rows({**entry, "split": "tets"}, Context())
 
 

@@ -1,0 +1,130 @@
+"""Loading tokenizers and models, and the sentence each kind of broken folder gets."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.models.load import check_context, context_length, load_causal_lm, load_config, load_tokenizer, resolve_model_path
+from components.prompts import chains
+from pipeline.component import ModelSpec
+from pipeline.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(chains.TINY_MODEL, tmp_path / "model"))
+
+
+def test_the_embedded_model_loads(device):
+    model = load_causal_lm(ModelSpec(), device)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert not model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.device.type for p in model.parameters()} == {device}
+    assert load_causal_lm(ModelSpec(dtype="bfloat16"), device).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_the_embedded_folder_is_small():
+    assert sum(f.stat().st_size for f in chains.TINY_MODEL.iterdir()) < 3 * 2**20
+
+
+def test_tokenizer_round_trips_and_pieces_join():
+    tokenizer = load_tokenizer(ModelSpec())
+    assert tokenizer.is_fast
+    assert tokenizer.chat_template is None
+    assert len(tokenizer) == load_config(ModelSpec()).vocab_size
+    prompt, response = "<solve> 7 s1 * 4 s12 + 3 </problem>", " s1 7 * 4 2 </thought> s2 2 + 3 5 \\boxed{ 5 } </thought>"
+    ids = [tokenizer(text)["input_ids"] for text in (prompt, response)]
+    assert [len(row) for row in ids] == [9, 15]  # one token per word
+    assert tokenizer(prompt + response)["input_ids"] == ids[0] + ids[1]
+    # Decoding in any two pieces and joining gives the text, so thoughts can be cut out of it.
+    for cut in range(len(ids[1])):
+        assert tokenizer.decode(ids[1][:cut]) + tokenizer.decode(ids[1][cut:]) == response
+    assert tokenizer.decode([*ids[1], tokenizer.eos_token_id]) == f"{response}<eos>"
+    assert tokenizer.decode([*ids[1], tokenizer.eos_token_id], skip_special_tokens=True) == response
+
+
+def test_embedded_words_are_one_token_each():
+    tokenizer = load_tokenizer(ModelSpec())
+    for i in range(len(tokenizer)):
+        assert tokenizer(tokenizer.decode([i]))["input_ids"] == [i]
+
+
+def test_paths(tmp_path):
+    assert resolve_model_path("tiny") == str(chains.TINY_MODEL)
+    assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+    assert resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    for path in ("./none", str(tmp_path / "none"), "a/b/c"):
+        with pytest.raises(DataError, match=r"no folder .*; wanted an existing folder, a hub name 'owner/name', or 'tiny'"):
+            resolve_model_path(path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="a file; wanted a folder"):
+        resolve_model_path(str(tmp_path / "file"))
+
+
+def test_folder_without_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"model folder .*: no tokenizer \(looked for tokenizer.json, .*run tokenizer.save_pretrained"):
+        load_tokenizer(ModelSpec(path=str(folder)))
+
+
+def test_broken_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"model folder .*: its tokenizer cannot be loaded"):
+        load_tokenizer(ModelSpec(path=str(folder)))
+
+
+def test_tokenizer_without_end_of_text(folder):
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "eos_token": None}))
+    with pytest.raises(DataError, match=r"names no end-of-text token; set eos_token in tokenizer_config.json"):
+        load_tokenizer(ModelSpec(path=str(folder)))
+
+
+def test_folder_without_config_or_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"no weights \(\*.safetensors\); wanted a complete model"):
+        load_causal_lm(ModelSpec(path=str(folder)))
+    (folder / "config.json").unlink()
+    with pytest.raises(DataError, match=r"no config.json; wanted a folder written by save_pretrained"):
+        load_causal_lm(ModelSpec(path=str(folder)))
+
+
+def test_damaged_weights(folder):
+    (folder / "model.safetensors").write_bytes(b"\x10" + b"\0" * 40)
+    with pytest.raises(DataError, match="its weights cannot be loaded"):
+        load_causal_lm(ModelSpec(path=str(folder)))
+
+
+def test_a_model_of_another_kind(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(DataError, match="type 'vit' is not a causal language model"):
+        load_causal_lm(ModelSpec(path=str(folder)))
+
+
+def test_context_length(folder):
+    assert context_length(ModelSpec()) == 512
+    assert context_length(ModelSpec(max_context=100)) == 100
+    with pytest.raises(DataError, match=r"model.max_context is 600, but the model holds 512 tokens"):
+        context_length(ModelSpec(max_context=600))
+    spec = ModelSpec(path=str(folder), max_context=64)
+    assert check_context(spec, load_config(spec), 64) == 64
+    with pytest.raises(DataError, match="context of 64 tokens; wanted at least 65 for prompt and response"):
+        check_context(spec, load_config(spec), 65)
+
+
+def test_hub_that_cannot_be_reached(monkeypatch):
+    import transformers
+
+    def unreachable(*_args, **_kwargs):
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nmore")
+
+    for auto in (transformers.AutoConfig, transformers.AutoTokenizer):
+        monkeypatch.setattr(auto, "from_pretrained", unreachable)
+    for load in (load_tokenizer, load_causal_lm, context_length):
+        with pytest.raises(DataError, match=r"model 'some/model': .* cannot be had from the Hugging Face hub .* model.path=tiny"):
+            load(ModelSpec(path="some/model"))
