@@ -100,12 +100,12 @@ def _read(module: str) -> _Source:
 
 
 def _find_class(source: _Source, name: str) -> _Class | None:
-    """A class by its name in a module: defined there, or imported from the same package."""
+    """A class by its name in a module: defined there, or imported from the same package or one of this project's."""
     for node in source.tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _Class(source, node)
         if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
-            if node.level or node.module.partition(".")[0] not in (source.module.partition(".")[0], "pipeline"):
+            if node.level or node.module.partition(".")[0] not in (source.module.partition(".")[0], "pipeline", "components"):
                 return None
             original = next(a.name for a in node.names if (a.asname or a.name) == name)
             return _find_class(_read(node.module), original)
