@@ -50,7 +50,7 @@ class Difficulty:
     """
 
     steps: tuple[int, int] = (8, 10)
-    hard_facts: tuple[int, int] | None = (1, 2)
+    hard_facts: tuple[int, int] | None = (3, 3)
     operators: str = "+-*"
     modulus: int = 13
 

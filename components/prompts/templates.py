@@ -87,7 +87,7 @@ def revise_prompt(
     For "chains" only the values in the first half of the reference are shown, so that revising means repairing and not copying.
     """
     if check_template(metadata.get("template", "plain")) == "chains":
-        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, _shown_values(reference_steps))} </steps>"
+        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, shown_values(reference_steps))} </steps>"
     text = (
         f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
         f"Reference attempt:\n{_numbered(reference_steps)}\n"
@@ -138,7 +138,8 @@ def _chain_lines(steps: Sequence[str], shown: dict[int, str] | None = None) -> s
     return " ".join(lines)
 
 
-def _shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
+def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
+    """Step → value after it, for the first half of a reference chain, rounded up; malformed steps show nothing."""
     values = {}
     for i, step in enumerate(reference_steps[: (len(reference_steps) + 1) // 2], 1):
         match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
