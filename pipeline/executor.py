@@ -446,7 +446,7 @@ class Executor:
         self._sinks.sync()
         if self._rejected:
             self._rejected.sync()
-        self._checkpoints.save(iteration, groups)
+        self._checkpoints.save(iteration, dict(sorted(groups.items())))
         self._saved = iteration
         self._carried["seconds/checkpoint"] = perf_counter() - begin
 

@@ -1,0 +1,101 @@
+"""Overlap changes when things are computed, never what."""
+
+import importlib.util
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.executor import Executor, RunSettings
+
+
+def load_toy():
+    spec = importlib.util.spec_from_file_location("toy_graph", Path(__file__).parent / "toy_graph.py")
+    module = sys.modules.setdefault("toy_graph", importlib.util.module_from_spec(spec))
+    if not hasattr(module, "make_graph"):
+        spec.loader.exec_module(module)
+    return module
+
+
+toy = load_toy()
+
+
+def stable(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
+
+
+@pytest.mark.parametrize("delay", [2, 3])
+def test_overlapped_and_serial_runs_are_bit_identical(tmp_path, delay):
+    toy.train(tmp_path / "serial", 13, delay=delay, overlap=False)
+    toy.train(tmp_path / "overlap", 13, delay=delay, overlap=True, sleep=0.003)
+    assert stable(tmp_path / "serial") == stable(tmp_path / "overlap")
+    for name in ("tensors.safetensors", "state.json"):
+        for iteration in (11, 12):
+            pair = [(tmp_path / run / "checkpoints" / f"{iteration:06d}" / name).read_bytes() for run in ("serial", "overlap")]
+            assert pair[0] == pair[1]
+
+
+def test_delay_one_leaves_nothing_to_overlap():
+    names = threads_used(toy.make_graph(1))
+    assert names == {"MainThread"}
+
+
+def test_with_delay_two_generation_has_its_own_thread_and_the_learner_the_main_one():
+    graph = toy.make_graph(2)
+    assert threads_used(graph) == {"MainThread", "generation"}
+    assert threads_used(graph, overlap=False) == {"MainThread"}
+
+
+def threads_used(graph, overlap=True):
+    names = set()
+
+    class Watch:
+        def node_started(self, node, iteration):
+            names.add(threading.current_thread().name)
+
+        def iteration_done(self, iteration, metrics): ...
+
+    with Executor(graph, RunSettings(iterations=3, overlap=overlap), observer=Watch()) as executor:
+        executor.setup()
+        executor.restore()
+        executor.run()
+    return names
+
+
+@pytest.mark.parametrize("delay", [2, 4])
+def test_generation_runs_ahead_no_further_than_the_wires_allow(delay):
+    ahead, done = [], [-1]
+
+    class Watch:
+        def node_started(self, node, iteration):
+            if node == "score":
+                ahead.append(iteration - done[0])
+
+        def iteration_done(self, iteration, metrics):
+            done[0] = iteration
+
+    with Executor(toy.make_graph(delay, sleep=0.002), RunSettings(iterations=12), observer=Watch()) as executor:
+        executor.setup()
+        executor.restore()
+        executor.run()
+    # weights@k: scoring iteration i needs the learner to be done with i − k; its completion is told a little later.
+    assert max(ahead) <= delay + 1
+    assert max(ahead) >= 2
+
+
+def test_two_waiting_sides_take_the_time_of_the_longer():
+    torch.set_num_threads(1)
+    iterations, seconds = 10, 0.03
+    # Generation: source and score, 2 x 30 ms. Learning: 30 ms. In line 90 ms an iteration.
+    begin = time.perf_counter()
+    with Executor(toy.make_graph(2, sleep=seconds), RunSettings(iterations=iterations)) as executor:
+        executor.setup()
+        executor.restore()
+        executor.run()
+    wall = time.perf_counter() - begin
+    assert wall < 1.3 * iterations * 2 * seconds + seconds
