@@ -148,3 +148,46 @@ def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9
     if thoughts and tokens and begin < len(tokens):
         ends.append(len(tokens))
     return tokens, logprobs, entropies, ends, "length"
+
+
+def td_advantage(values, reward, lam):
+    """Generalised advantage estimation over segments, γ = 1, as the double sum of its definition; one trajectory."""
+    v = [*values[:-1], reward]
+    delta = [v[k + 1] - v[k] for k in range(len(v) - 1)]
+    return [sum(lam ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
+
+
+def redistribution(values, reward, residual, sizes, head, floor, temperature):
+    """Segment rewards and credit shares of one trajectory with at least one segment."""
+    import math
+
+    gains = [values[k + 1] - values[k] for k in range(len(sizes))]
+    rest = reward - sum(gains)
+    parts = [g + rest / len(gains) for g in gains] if residual == "equal" else [*gains[:-1], gains[-1] + rest]
+    if head == "softmax":
+        raw = [math.exp(r / temperature) if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
+    elif head == "signed":
+        raw = [r if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
+    else:
+        raw = [max(r, 0.0) if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
+    uniform = [n / max(sum(sizes), 1) for n in sizes]
+    shares = uniform if abs(sum(raw)) < 1e-6 else [w / sum(raw) for w in raw]
+    if head == "clip_floor":
+        shares = [(1 - floor) * s + floor * u for s, u in zip(shares, uniform, strict=True)]
+    return parts, shares
+
+
+def entropy_ends(entropies, segments):
+    """Cuts before the segments − 1 most uncertain tokens other than the first; one response."""
+    chosen = sorted(range(1, len(entropies)), key=lambda t: (-entropies[t], t))[: segments - 1]
+    return sorted(chosen) + ([len(entropies)] if len(entropies) else [])
+
+
+def merge_lowest(ends, entropies, segments):
+    """Keyword segments merged pair by pair, recomputing every sum each time; one response."""
+    ends = list(ends)
+    while len(ends) > segments:
+        starts = [0, *ends[:-1]]
+        sums = [sum(entropies[starts[k] : ends[k + 1]]) for k in range(len(ends) - 1)]
+        del ends[sums.index(min(sums))]
+    return ends

@@ -1,0 +1,57 @@
+"""Outcome advantage plus value gained in each segment (GRPO-VPS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from components.advantage.segments import check_segments, increments, segment_of_token
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The given credit with the segments' gains added."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+class AdditiveAdvantage(Component):
+    """A_{i,t} = A_i + α (v(s_{k+1}) − v(s_k)) for token t in segment k.
+
+    The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit as it is. An invalid reward gives
+    zero credit to its whole trajectory.
+    """
+
+    paper = "2604.20659"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Weight of the gains."""
+
+        alpha: float = 1.2
+        """α, weight of a segment's gain in value (a probability) beside the outcome advantage"""
+
+    config: Config
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        segments: Annotated[Segments, same_rows("trajectories")],
+        values: Annotated[SegmentValues, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        credit: Annotated[Credit, same_rows("trajectories")],
+    ) -> Outputs:
+        """Adds each segment's gain to the credit of its tokens."""
+        check_aligned(trajectories, rewards)
+        check_aligned(trajectories, credit)
+        check_segments(trajectories, segments, values)
+        tokens, gain = trajectories.response_tokens, increments(values.values).values
+        added = self.config.alpha * gain[segment_of_token(segments.ends, tokens)].float()
+        total = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values + added, 0.0)
+        self.context.log(gain_size=float(gain.abs().mean()) if len(gain) else 0.0)
+        return Outputs(credit=credit.replace(advantage=tokens.with_values(total)))

@@ -1,0 +1,87 @@
+"""Segment advantages from value differences (VinePPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from components.advantage.group import training_mask
+from components.advantage.segments import check_segments, increments, segment_of_token, with_final
+from pipeline.component import Component, same_rows
+from pipeline.jagged import Jagged
+from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One advantage per segment, on each of its tokens."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
+    """Advantage of each segment: A_k = δ_k + λ A_{k+1}, δ_k = v(s_{k+1}) − v(s_k), with v = `reward` [N] at the end of the response.
+
+    λ = 0: A_k = v(s_{k+1}) − v(s_k), which telescopes to r − v(s_0) (VinePPO, 2410.01679). λ = 1: A_k = r − v(s_k). γ = 1.
+
+    Args:
+        values: float, segments + 1 entries per row; the last one is not used.
+        reward: float [N].
+        lam: λ in [0, 1].
+    """
+    delta = increments(with_final(values, reward))
+    if lam == 0 or not len(delta.values):
+        return delta
+    padded = delta.to_padded(0.0).double()
+    for k in range(padded.shape[1] - 2, -1, -1):
+        padded[:, k] += lam * padded[:, k + 1]
+    return delta.with_values(padded[delta.row_ids, delta.positions].to(delta.values.dtype))
+
+
+class TDAdvantage(Component):
+    """A_k = v(s_{k+1}) − v(s_k) for each segment k, the outcome reward being the value at the end; no group is needed.
+
+    An invalid reward gives zero credit to its whole trajectory.
+    """
+
+    paper = "2410.01679"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Trace and mask."""
+
+        lam: float = 0.0
+        """λ of generalised advantage estimation over segments: 0 is VinePPO, 1 is r − v(s_k)"""
+        mask_prefix: bool = True
+        """leaves inherited prefix tokens out of the loss"""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.lam <= 1:
+                raise ValueError(f"lam is {self.lam}; wanted 0 to 1.")
+
+    config: Config
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        segments: Annotated[Segments, same_rows("trajectories")],
+        values: Annotated[SegmentValues, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+    ) -> Outputs:
+        """Spreads each segment's advantage over its tokens."""
+        check_aligned(trajectories, rewards)
+        check_segments(trajectories, segments, values)
+        per_segment = td_advantage(values.values, rewards.value, self.config.lam)
+        tokens = trajectories.response_tokens
+        advantage = tokens.with_values(per_segment.values[segment_of_token(segments.ends, tokens)].float())
+        advantage = advantage.with_values(torch.where(rewards.valid[tokens.row_ids], advantage.values, 0.0))
+        mask = training_mask(tokens, trajectories.inherited, self.config.mask_prefix)
+        size = per_segment.values.abs()
+        self.context.log(
+            advantage_size=float(size.mean()) if len(size) else 0.0, zero_share=float((size < 1e-8).float().mean()) if len(size) else 0.0
+        )
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))
