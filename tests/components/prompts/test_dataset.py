@@ -144,7 +144,7 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
         good
         + b'{"question": "2 s1 + 2"}\n'
         + b'{"question": "3 s1 + 2", "answer": "  "}\n'
-        + b'{"question": "caf\xe9", "answer": "5"}\n'
+        + b'{"question": "x\xe9", "answer": "5"}\n'
         + b'{"question": 6, "answer": "8"}\n'
         + b'{"question": "7 s1 + 2", "answer": ["9"]}\n'
         + b"[1, 2]\n"
@@ -186,7 +186,7 @@ def test_reserve_keeps_room_for_the_response(tmp_path):
         (b"", r"empty; wanted one problem per row"),
         (b"\n\n", r"data.train: .*a.jsonl: it has no rows; wanted rows with a question and an answer"),
         (b'{"question": "1"}\n', r"data.train: .*a.jsonl has no column 'answer'; found question."),
-        (b'{"qestion": "1", "answer": "2"}\n', r"no column 'question'; found qestion, answer. Did you mean 'qestion'\?"),
+        (b'{"questions": "1", "answer": "2"}\n', r"no column 'question'; found questions, answer. Did you mean 'questions'\?"),
         (b'{"question": "1", "answer": ""}\n' * 3, r"all 3 rows were rejected \(3 × no answer\)"),
     ],
 )
@@ -255,14 +255,14 @@ def test_folder_with_splits(tmp_path):
 
 def test_wrong_settings_come_together():
     with pytest.raises(ConfigError) as error:
-        started({"source": "fil", "sise": 3, "difficulty": {"stepz": [1, 2]}})
-    assert "data.train.sise: unknown setting. Did you mean 'size'?" in str(error.value)
+        started({"source": "fil", "sizes": 3, "difficulty": {"stepz": [1, 2]}})
+    assert "data.train.sizes: unknown setting. Did you mean 'size'?" in str(error.value)
     assert "data.train.difficulty.stepz: unknown setting. Did you mean 'steps'?" in str(error.value)
     assert "data.train.source" in str(error.value)
     with pytest.raises(ConfigError, match="source 'file' without a path"):
         started({"source": "file"})
-    with pytest.raises(ConfigError, match=r"node 'prompts': split 'trian' is not in the data section. Did you mean 'train'\?"):
-        started(split="trian")
+    with pytest.raises(ConfigError, match=r"node 'prompts': split 'trains' is not in the data section. Did you mean 'train'\?"):
+        started(split="trains")
 
 
 def test_make_prompts_takes_the_given_uids():
