@@ -1,9 +1,10 @@
 """A lean decoder for Qwen2, Qwen3, Llama and Mistral: the same arithmetic as transformers with a fraction of its operations per step.
 
 - Query, key and value are one matrix product, gate and up another.
-- Rows of a batch are aligned at their ends, so a step writes one column of a preallocated cache and attends to a slice of it.
-- Keys are stored [row, head, dim, time], values [row, head, time, dim]: both attention products are then batched matrix products over
-  plain slices, and query heads that share a key head are rows of one product (no expansion).
+- Prompts are cached once per group of rows, and all rows of a group attend to them in one matrix product.
+- Sampled tokens are cached per row; all rows have sampled equally many, so a step writes one column and attends to a slice.
+- Keys are stored [row, head, dim, time], values [row, head, time, dim]: attention is batched matrix products over plain slices, and
+  query heads that share a key head are rows of one product (no expansion).
 - Rotary dimensions are stored in pairs, so that rotating is one complex product; queries and keys share the order, their product
   does not change.
 - Rows that leave are replaced by rows from the end; nothing else moves.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,109 +202,173 @@ class LeanDecoder:
         return F.linear(hidden, self._head)
 
     def release(self) -> None:
-        empty = self._embed.new_empty(0)
-        self._keys, self._values, self._mask = empty, empty, None
-        self._filled = self._capacity = 0
+        self._batch: _Batch | None = None
 
     @torch.inference_mode()
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
-        device, lengths = self._embed.device, prompts.lengths
-        longest, rows = int(lengths.max()), len(group)
+        device, lengths, longest = self._embed.device, prompts.lengths, int(prompts.lengths.max())
         self.release()
-        self._filled = longest
-        self._limit = longest + room
-        self._reserve(rows, longest + min(room, 128))
-        self._positions = lengths[group]
-        pads = longest - lengths
+        entry_prompt, place, members = entries_of(group)
+        shape = (self._num_layers, len(entry_prompt), self._kv_heads)
+        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
+        keys = self._embed.new_zeros(*shape, self._dim, longest)
+        values = self._embed.new_zeros(*shape, longest, self._dim)
         last = self._embed.new_empty(len(prompts), self._embed.shape[1])
         order = torch.argsort(lengths)
         for part in _token_parts(lengths[order].tolist(), _PREFILL_TOKENS):
             chosen = order[part]
-            count = lengths[chosen]
             tokens = prompts.select(chosen).to_padded().to(torch.int64)
-            # Cache column c of a prompt holds its token c − pad; columns before it are masked and may hold anything.
-            source = (torch.arange(longest, device=device) - pads[chosen][:, None]).clamp(min=0)
-            place = torch.full((len(prompts),), -1, device=device)
-            place[chosen] = torch.arange(len(chosen), device=device)
-            mine = place[group]
-            targets = (mine >= 0).nonzero()[:, 0]
-            fill = _CacheFill(self._keys, self._values, source, mine[targets], targets, longest)
-            x = self._causal(tokens, fill).view(*tokens.shape, -1)
-            last[chosen] = x[torch.arange(len(chosen), device=device), count - 1]
-        if int(pads.max()) > 0:
-            self._pads = pads[group]
-            self._mask = self._pad_mask()
+            local = torch.full((len(prompts),), -1, device=device)
+            local[chosen] = torch.arange(len(chosen), device=device)
+            targets = (local[entry_prompt] >= 0).nonzero()[:, 0]
+            store = partial(_store, keys, values, targets, local[entry_prompt][targets])
+            x = self._causal(tokens, store).view(*tokens.shape, -1)
+            last[chosen] = x[torch.arange(len(chosen), device=device), lengths[chosen] - 1]
+        mask = None
+        if int(lengths.min()) < longest:
+            padding = torch.arange(longest, device=device) >= lengths[entry_prompt][:, None]
+            mask = torch.zeros(padding.shape, dtype=keys.dtype, device=device).masked_fill_(padding, torch.finfo(keys.dtype).min)
+        self._batch = _Batch(self._kv_heads, room, members, keys, values, mask, place, lengths[group])
         logits = self.logits(F.rms_norm(last, last.shape[-1:], self._norm, self._eps))
         return logits[group]
 
-    def _pad_mask(self) -> Tensor:
-        """Additive mask [B, 1, 1, filled prompt columns]: padding gets the lowest number."""
-        columns = torch.arange(int(self._pads.max()), device=self._pads.device)
-        mask = torch.zeros(len(self._pads), len(columns), dtype=self._embed.dtype, device=self._pads.device)
-        return mask.masked_fill_(columns < self._pads[:, None], torch.finfo(mask.dtype).min)[:, None, None]
-
-    def _reserve(self, rows: int, capacity: int) -> None:
-        keys = self._embed.new_empty(self._num_layers, rows, self._kv_heads, self._dim, capacity)
-        values = self._embed.new_empty(self._num_layers, rows, self._kv_heads, capacity, self._dim)
-        if self._capacity:
-            keys[..., : self._filled] = self._keys[:, :rows, ..., : self._filled]
-            values[..., : self._filled, :] = self._values[:, :rows, :, : self._filled]
-        self._keys, self._values, self._capacity = keys, values, capacity
-
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        rows, column = len(tokens), self._filled
-        if column == self._capacity:
-            self._reserve(rows, min(self._limit, column + max(128, column // 2)))
-        self._filled = end = column + 1
-        turn = self._turns(end)[self._positions][:, None]
-        self._positions = self._positions + 1
+        batch = self._batch
+        assert batch is not None, "prefill starts a batch"
+        batch.append_column()
+        shape, shared = (len(tokens) * self._kv_heads, -1), self._heads // self._kv_heads
+        turn = self._turns(int(batch.prompt_columns) + batch.filled)[batch.positions][:, None]
+        batch.positions = batch.positions + 1
         x = F.embedding(tokens, self._embed)
-        shared = self._heads // self._kv_heads
-        first_kv, first_v = self._heads, self._heads + self._kv_heads
         for n, layer in enumerate(self._layers):
             qkv = self._project(layer, x, turn)
-            keys, values = self._keys[n, :rows], self._values[n, :rows]
-            keys[..., column] = qkv[:, first_kv:first_v]
-            values[:, :, column] = qkv[:, first_v:]
-            query = qkv[:, :first_kv].reshape(rows * self._kv_heads, shared, self._dim)
-            scores = torch.bmm(query, keys[..., :end].flatten(0, 1)).mul_(self._scale)
-            if self._mask is not None:
-                scores.view(rows, self._kv_heads, shared, end)[..., : self._mask.shape[-1]] += self._mask
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
-            attended = torch.bmm(weights, values[:, :, :end].flatten(0, 1))
-            x = self._finish(layer, x, attended.view(rows, -1))
+            keys, values = batch.write(n, qkv[:, self._heads : -self._kv_heads], qkv[:, -self._kv_heads :])
+            query = qkv[:, : self._heads].reshape(*shape, self._dim)
+            scores = torch.bmm(query, keys)
+            prompt_scores = torch.bmm(batch.to_entries(query.view(shape[0], -1), shared), batch.keys[n].flatten(0, 1))
+            if batch.mask is not None:
+                prompt_scores.view(*batch.keys.shape[1:3], -1, batch.prompt_columns).add_(batch.mask[:, None, None])
+            scores = torch.cat([batch.to_rows(prompt_scores).view(shape[0], shared, -1), scores], -1)
+            weights = torch.softmax(scores.mul_(self._scale), -1, dtype=torch.float32).to(x.dtype)
+            prompt_weights = weights[..., : batch.prompt_columns].reshape(shape)
+            attended = torch.bmm(batch.to_entries(prompt_weights, shared), batch.values[n].flatten(0, 1))
+            attended = torch.baddbmm(batch.to_rows(attended).view_as(query), weights[..., batch.prompt_columns :], values)
+            x = self._finish(layer, x, attended.view(len(tokens), -1))
         return self.logits(F.rms_norm(x, x.shape[-1:], self._norm, self._eps))
 
     @torch.inference_mode()
     def keep(self, index: Tensor) -> None:
+        if self._batch is not None:
+            self._batch.keep(index)
+
+
+class _Batch:
+    """Cache of one batch: prompts once per entry, sampled tokens per row.
+
+    An entry is a prompt with room for `members` rows, so attention to prompts is one matrix product per entry and key head.
+
+    Args:
+        kv_heads: number of key heads H.
+        room: most sampled tokens per row.
+        members: rows per entry, M.
+        keys, values: [layers, E, H, D, P] and [layers, E, H, P, D] of the prompts.
+        mask: additive [E, P], or None when all prompts have P tokens.
+        place: int64 [B], entry · M + member of each row.
+        positions: int64 [B], position of each row's next token.
+    """
+
+    def __init__(
+        self, kv_heads: int, room: int, members: int, keys: Tensor, values: Tensor, mask: Tensor | None, place: Tensor, positions: Tensor
+    ) -> None:
+        self.keys, self.values, self.mask, self.positions = keys, values, mask, positions
+        self.prompt_columns, self.filled = keys.shape[-1], 0
+        self._room, self._members, self._capacity = room, members, 0
+        self._heads = torch.arange(kv_heads, device=keys.device)
+        layers, _, _, dim, _ = keys.shape
+        self._keys = keys.new_empty(layers, len(place), kv_heads, dim, 0)
+        self._values = keys.new_empty(layers, len(place), kv_heads, 0, dim)
+        self._set_places(place)
+
+    def _set_places(self, place: Tensor) -> None:
+        self._place = place
+        entry, member = place // self._members, place % self._members
+        heads = len(self._heads)
+        # Row-and-head order [B, H] of what lies in entry order [E, H, M], and back; empty places repeat row 0.
+        self._from_entries = ((entry[:, None] * heads + self._heads) * self._members + member[:, None]).reshape(-1)
+        back = place.new_zeros(self.keys.shape[1] * heads * self._members)
+        back[self._from_entries] = torch.arange(len(self._from_entries), device=place.device)
+        self._from_rows = back
+
+    def to_entries(self, rows: Tensor, shared: int) -> Tensor:
+        """[B · H, shared · X] → [E · H, M · shared, X]."""
+        return rows.index_select(0, self._from_rows).view(-1, self._members * shared, rows.shape[1] // shared)
+
+    def to_rows(self, entries: Tensor) -> Tensor:
+        """[E · H, M · shared, X] → [B · H, shared · X]."""
+        return entries.view(len(self._from_rows), -1).index_select(0, self._from_entries)
+
+    def append_column(self) -> None:
+        """Makes room for one more token per row."""
+        if self.filled == self._capacity:
+            self._capacity = min(self._room, max(32, self.filled + self.filled // 2))
+            keys = self._keys.new_empty(*self._keys.shape[:1], len(self._place), *self._keys.shape[2:4], self._capacity)
+            values = self._keys.new_empty(*self._keys.shape[:1], len(self._place), self._keys.shape[2], self._capacity, self._keys.shape[3])
+            keys[..., : self.filled] = self._keys[:, : len(self._place), ..., : self.filled]
+            values[..., : self.filled, :] = self._values[:, : len(self._place), :, : self.filled]
+            self._keys, self._values = keys, values
+        self.filled += 1
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts keys and values [B, H, D] into the newest column; returns all of them: [B · H, D, filled], [B · H, filled, D]."""
+        rows, column = len(keys), self.filled - 1
+        all_keys, all_values = self._keys[layer, :rows], self._values[layer, :rows]
+        all_keys[..., column] = keys
+        all_values[:, :, column] = values
+        return all_keys[..., : self.filled].flatten(0, 1), all_values[:, :, : self.filled].flatten(0, 1)
+
+    def keep(self, index: Tensor) -> None:
+        """See `Decoder.keep`. Entries without rows go once they are half of all."""
         moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
-        source, end = index[moved], self._filled
-        self._keys[:, moved, ..., :end] = self._keys[:, source, ..., :end]
-        self._values[:, moved, :, :end] = self._values[:, source, :, :end]
-        self._positions = self._positions[index]
-        if self._mask is not None:
-            self._pads = self._pads[index]
-            self._mask = self._mask[index] if int(self._pads.max()) else None
+        source = index[moved]
+        self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
+        self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
+        self.positions, place = self.positions[index], self._place[index]
+        used, entry = torch.unique(place // self._members, return_inverse=True)
+        if 2 * len(used) <= self.keys.shape[1]:
+            self.keys, self.values = self.keys[:, used], self.values[:, used]
+            self.mask = None if self.mask is None else self.mask[used]
+            place = entry * self._members + place % self._members
+        self._set_places(place)
 
 
-@dataclass
-class _CacheFill:
-    """Writes keys and values of prompts [U, Hkv, T, D] into the cache rows `targets`, aligned at their ends."""
+def entries_of(group: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Cuts the rows of each prompt into entries of M rows.
 
-    keys: Tensor
-    values: Tensor
-    source: Tensor  # [U, columns]: place in the prompt
-    prompt: Tensor  # [rows]: prompt of each target
-    targets: Tensor
-    columns: int
+    Args:
+        group: int64 [B], prompt of each row.
 
-    def __call__(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        rows = torch.arange(len(self.source), device=self.source.device)[:, None]
-        aligned = keys.transpose(1, 2)[rows, self.source]  # [U, columns, Hkv, D]
-        self.keys[layer, self.targets, :, :, : self.columns] = aligned.permute(0, 2, 3, 1)[self.prompt]
-        aligned = values.transpose(1, 2)[rows, self.source]
-        self.values[layer, self.targets, :, : self.columns] = aligned.transpose(1, 2)[self.prompt]
+    Returns:
+        prompt of each entry [E]; entry · M + member of each row [B]; M, which weighs reading a prompt's cache against empty places.
+    """
+    counts = torch.bincount(group)
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64} | {c for c in counts.unique().tolist() if 0 < c <= 64})
+    cost = {m: int(((counts + m - 1) // m).sum()) * (1 + m / 16) for m in sizes}
+    members = min(sizes, key=lambda m: cost[m])
+    entries = (counts + members - 1) // members
+    first = torch.cumsum(entries, 0) - entries
+    order = torch.argsort(group, stable=True)
+    rank = torch.empty_like(group)
+    rank[order] = torch.arange(len(group), device=group.device) - (torch.cumsum(counts, 0) - counts)[group[order]]
+    entry_prompt = torch.repeat_interleave(torch.arange(len(counts), device=group.device), entries)
+    return entry_prompt, (first[group] + rank // members) * members + rank % members, members
+
+
+def _store(all_keys: Tensor, all_values: Tensor, targets: Tensor, source: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Copies prompt caches [U, H, T, D] of prompts `source` into entries `targets`."""
+    length = keys.shape[2]
+    all_keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
+    all_values[layer, targets, :, :length] = values[source]
 
 
 def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
