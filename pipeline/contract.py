@@ -97,7 +97,7 @@ def _frozen(cls: Any) -> bool:
 def _documented(config: Any) -> dict[str, str]:
     """Field → docstring, over the class and its bases."""
     found: dict[str, str] = {}
-    bases: list[type] = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
+    bases: list[Any] = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
     for base in bases:
         try:
             found |= {s.name: s.doc for s in describe_settings(base)}

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from pipeline.graph import Graph, Node, Wire
-from pipeline.layout import Layout, lay_out
+from pipeline.layout import Layout, Place, lay_out
 
 # Words that end or open something in mermaid's own grammar.
 _MERMAID_WORDS = {"end", "graph", "flowchart", "subgraph", "style", "class", "classdef", "click", "default", "direction", "linkstyle"}
@@ -133,7 +133,7 @@ class _Picture:
         places = self.layout.places.values()
         self.back = [(target, w) for target, w in self.wires if (w.source, target) not in self.layout.chains]
         low = min(p.x - p.width / 2 for p in places)
-        high = max(p.x + p.width / 2 for p in places)
+        high = max(p.x + max(p.width / 2, self._label_end(p)) for p in places)
         middle = (low + high) / 2
         self.left = [b for b in self.back if self.layout.places[b[0]].x + self.layout.places[b[1].source].x <= 2 * middle]
         self.right = [b for b in self.back if b not in self.left]
@@ -144,6 +144,13 @@ class _Picture:
         self.width = self.high + MARGIN + LANE_STEP * (len(self.right) + bool(self.right))
         self.top = MARGIN + (14 + 6 * len(self.back) if self.back else 0)
         self.height = self._y(len(self.layout.layers) - 1) + NODE_HEIGHT + MARGIN + 24 + (14 + 6 * len(self.back) if self.back else 0)
+
+    def _label_end(self, place: Place) -> float:
+        """How far the label of the last port can reach to the right of the node's centre."""
+        outputs = self.outputs.get(place.name)
+        if not outputs:
+            return 0.0
+        return place.width / 2 - place.width / len(outputs) / 2 + 14 + 6.2 * (max(len(o) for o in outputs) + 2)
 
     def _y(self, layer: int) -> float:
         return self.top + layer * (NODE_HEIGHT + LAYER_GAP)

@@ -52,7 +52,7 @@ def test_entry_points_add_names_but_take_none_over() -> None:
             "buffer.merg",
             "unknown component 'buffer.merg'; wanted a registered name or 'package.module:Class'. Did you mean 'buffer.merge'?",
         ),
-        ("zzz", "unknown component 'zzz'; wanted a registered name or 'package.module:Class'. Known: advantage.group, "),
+        ("zzz", "unknown component 'zzz'; wanted a registered name or 'package.module:Class'. Known: advantage."),
         ("a b:C", "unknown component 'a b:C'"),
         ("graph_toys:", "unknown component 'graph_toys:'"),
         ("missing_pkg.x:C", "component 'missing_pkg.x:C': module 'missing_pkg' cannot be imported; install it or correct 'missing_pkg.x'."),
