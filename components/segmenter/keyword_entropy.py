@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from components.engine.stops import decode_rows
 from components.models.load import load_tokenizer
-from components.segmenter.thought import close_segments, ends_of_stop
+from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
 from pipeline.component import Component, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Segments, Trajectories
@@ -72,10 +71,10 @@ class KeywordEntropy(Component):
         """Segments every row."""
         if self._tokenizer is None and len(trajectories):
             self._tokenizer = load_tokenizer(self.context.model)
-        found = []
-        for tokens in trajectories.response_tokens.to_lists():
-            pieces = decode_rows(self._tokenizer, [[token] for token in tokens])
-            found.append(sorted({end for keyword in self.config.keywords for end in ends_of_stop(pieces, keyword)}))
+        found = [
+            sorted({end for keyword in self.config.keywords for end in ends_of_stop(pieces, keyword)})
+            for pieces in token_pieces(self._tokenizer, trajectories.response_tokens)
+        ]
         split = close_segments(Jagged.from_rows(found, torch.int32), trajectories.response_tokens.lengths)
         entropies = trajectories.entropies.to_lists()
         merged = [merge_lowest(row, entropy, self.config.segments) for row, entropy in zip(split.to_lists(), entropies, strict=True)]

@@ -57,6 +57,13 @@ def ends_of_stop(pieces: list[str], stop: str) -> list[int]:
     return ends
 
 
+def token_pieces(tokenizer: Any, tokens: Jagged) -> list[list[str]]:
+    """Each row as one string per token; every distinct token is decoded once."""
+    ids, place = torch.unique(tokens.values, return_inverse=True)
+    texts = decode_rows(tokenizer, ids[:, None].tolist()) if len(ids) else []
+    return [[texts[i] for i in row] for row in tokens.with_values(place).to_lists()]
+
+
 class Thoughts(Component):
     """One segment per thought.
 
@@ -80,14 +87,15 @@ class Thoughts(Component):
         bare = (ends.lengths == 0) & torch.tensor([self.config.stop in text for text in trajectories.text], dtype=torch.bool)
         if bool(bare.any()):
             found = ends.to_lists()
-            for row in bare.nonzero(as_tuple=True)[0].tolist():
-                found[row] = ends_of_stop(self._pieces(trajectories.response_tokens.row(row)), self.config.stop)
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self.context.model)
+            for row, pieces in zip(
+                bare.nonzero(as_tuple=True)[0].tolist(),
+                token_pieces(self._tokenizer, trajectories.response_tokens.select(bare)),
+                strict=True,
+            ):
+                found[row] = ends_of_stop(pieces, self.config.stop)
             ends = Jagged.from_rows(found, torch.int32)
         closed = close_segments(ends, trajectories.response_tokens.lengths)
         self.context.log(segments=float(closed.lengths.sum()) / max(len(closed), 1), searched_share=float(bare.sum()) / max(len(closed), 1))
         return Outputs(segments=Segments(uid=trajectories.uid, ends=closed))
-
-    def _pieces(self, tokens: Tensor) -> list[str]:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.context.model)
-        return decode_rows(self._tokenizer, [[token] for token in tokens.tolist()])

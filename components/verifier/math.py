@@ -60,7 +60,8 @@ class Math(Component):
     """Judges by mathematical equality (numbers, expressions, sets, intervals, equations), with a hard limit of time and memory per item.
 
     math-verify runs in child processes, started with the first answer that needs them. One that hangs is killed and replaced; its item
-    is invalid (zero credit) and the reason is kept.
+    is invalid (zero credit) and the reason is kept. Words count as products of letters, so any order of them is equal: for choices and
+    names use verifier.exact.
     """
 
     paper = "math-verify"

@@ -175,6 +175,19 @@ def test_nothing_gained_falls_back_to_uniform(toolbox):
     assert segment_shares(cancelling, sizes, "signed").to_lists() == [[0.25, 0.75], [0.5, 0.5]]
 
 
+def test_a_row_without_trained_tokens_gets_none(toolbox):
+    trajectories = toolbox.trajectories(["ab", "cd"], inherited=[2, 0])
+    case = {
+        "trajectories": trajectories,
+        "segments": Segments(uid=trajectories.uid, ends=Jagged.from_rows([[1, 2], [1, 2]], torch.int32)),
+        "values": SegmentValues(uid=trajectories.uid, values=Jagged.from_rows([[0.0, 0.5, 1.0]] * 2, torch.float32)),
+        "rewards": toolbox.rewards(trajectories.uid, [1.0, 0.0]),
+    }
+    out = toolbox.start(Redistribute).run(**_with_credit(toolbox, case, normalize="std_exact")).credit
+    assert out.advantage.to_lists()[0] == [0, 0]
+    assert out.mask.to_lists()[0] == [False, False]
+
+
 def test_flipped_shares_put_the_blame_on_losses(toolbox):
     trajectories = toolbox.trajectories(["ab", "cd"])
     case = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from components.segmenter.thought import Thoughts, close_segments, ends_of_stop
+from components.segmenter.thought import Thoughts, close_segments, ends_of_stop, token_pieces
 from pipeline.jagged import Jagged
 
 
@@ -42,3 +42,9 @@ def test_stop_strings_over_several_tokens_and_within_one():
     assert ends_of_stop(["x", "<", "/thought", "> y", "z"], "</thought>") == [4]
     assert ends_of_stop(["a</thought>b</thought>", "c</thought>"], "</thought>") == [1, 1, 2]
     assert ends_of_stop([], "</thought>") == []
+
+
+def test_pieces_are_one_string_per_token(toolbox):
+    tokens = Jagged.from_rows([[97, 98, 97], [], [99]], torch.int32)
+    assert token_pieces(toolbox.tokenizer(), tokens) == [["a", "b", "a"], [], ["c"]]
+    assert token_pieces(toolbox.tokenizer(), tokens.select(torch.tensor([1]))) == [[]]
