@@ -92,6 +92,7 @@ class Wandb:
             dir=str(run_path),
             config=config,
             resume="allow" if settings.mode == "online" else None,
+            settings=wandb.Settings(console="off"),
         )
         self._run.define_metric("*", step_metric="iteration")
 
@@ -110,7 +111,7 @@ class Wandb:
 
     def close(self) -> None:
         """Ends the wandb run."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class FanOut:

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -60,7 +61,7 @@ def to_arrow(payload: Any) -> pa.Table:
     """
     if not is_storable(type(payload)) or isinstance(payload, Weights):
         raise DataError(f"{_place(payload)}: a {type(payload).__name__} is a handle and cannot be recorded.")
-    hints = get_type_hints(type(payload))
+    hints = _hints(type(payload))
     columns: dict[str, pa.Array] = {}
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(payload):
@@ -197,6 +198,11 @@ class Recorder:
             write_payload(path, value)
 
 
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
 def _pack(place: str, name: str, value: Any, hint: Any, columns: dict[str, pa.Array]) -> dict[str, Any]:
     """Adds the columns of one field; returns how to read them back."""
     if isinstance(value, Tensor) and value.dim() == 1:
@@ -271,6 +277,8 @@ def _to_numpy(place: str, value: Tensor) -> np.ndarray[Any, Any]:
 
 def _to_tensor(array: pa.Array, dtype: str) -> Tensor:
     target = getattr(torch, dtype)
+    if not len(array):
+        return torch.zeros(0, dtype=target)
     values = torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False)))
     if target == torch.bfloat16:
         return (values.to(torch.float32).view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)

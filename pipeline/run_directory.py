@@ -31,7 +31,7 @@ from pipeline.errors import RunError
 logger = logging.getLogger("creditgraph")
 
 # A run may be continued although these sections differ: they do not change what is computed.
-FREE_TO_CHANGE = ("run", "engine_pool", "hydra")
+FREE_TO_CHANGE = ("run", "recipe", "hydra")
 FIXED = ("run.seed",)
 
 _NEXT_STEP = {
@@ -104,8 +104,8 @@ class RunDirectory:
         """
         run = cls(Path(path))
         run._make()
-        run._acquire()
         try:
+            run._acquire()
             run._compare(config, allow_changes)
             write_aside(run.config_path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         except BaseException:
@@ -164,7 +164,8 @@ class RunDirectory:
         try:
             earlier = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            raise RunError(f"{self.config_path}: cannot be read ({error}); choose another run.name or remove the run.") from error
+            reason = " ".join(str(error).split())
+            raise RunError(f"{self.config_path}: cannot be read ({reason}); choose another run.name or remove the run.") from error
         self.resumed = True
         # Through YAML once, so that tuples and lists compare equal.
         changes = differences(earlier or {}, yaml.safe_load(yaml.safe_dump(config)))

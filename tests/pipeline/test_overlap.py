@@ -79,7 +79,9 @@ def test_generation_runs_ahead_no_further_than_the_wires_allow(delay):
         def iteration_done(self, iteration, metrics):
             done[0] = iteration
 
-    with Executor(toy.make_graph(delay, sleep=0.002), RunSettings(iterations=12), observer=Watch()) as executor:
+    nodes = {n.name: n for n in toy.make_graph(delay).nodes}
+    nodes["learner"] = toy.node("learner", toy.Learn, {"batch": "source.batch", "rewards": "score.rewards"}, sleep=0.05)
+    with Executor(toy.Graph(tuple(nodes.values())), RunSettings(iterations=10), observer=Watch()) as executor:
         executor.setup()
         executor.restore()
         executor.run()

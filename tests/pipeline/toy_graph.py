@@ -19,8 +19,8 @@ import torch
 
 from pipeline.component import Component
 from pipeline.graph import Graph, Node, Wire
-from pipeline.payloads import Prompts, Rewards, TrainReport, Weights
 from pipeline.jagged import Jagged
+from pipeline.payloads import Prompts, Rewards, TrainReport, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +211,7 @@ def child(directory, iterations, delay, overlap, sleep, kill):
 
 
 if __name__ == "__main__":
-    import pyarrow.parquet
 
-    import pipeline.executor
 
     torch.set_num_threads(1)
     print("ready", flush=True)
