@@ -20,21 +20,23 @@ from dataclasses import dataclass
 
 import torch
 
-from components.learner.objective import reinforce, token
+from components.learner.objective import entropy_mask, reinforce, sequence, token, trace
 from components.learner.objective.aggregate import aggregate, counts, weights
 from components.learner.objective.base import MAX_LOG_RATIO, AllSum, Inputs, Meters, Terms
-from components.learner.objective.config import KL, Objective
+from components.learner.objective.config import KL, EntropyMask, Objective, Trace
 from components.learner.objective.kl import kl_estimate
 
 __all__ = [
     "KINDS",
     "KL",
     "AllSum",
+    "EntropyMask",
     "Inputs",
     "Kind",
     "Meters",
     "Objective",
     "Terms",
+    "Trace",
     "aggregate",
     "counts",
     "loss_terms",
@@ -60,6 +62,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "reinforce": Kind(reinforce.terms),
     "token": Kind(token.terms),
+    "sequence": Kind(sequence.terms),
+    "gated_sequence": Kind(sequence.gated_terms),
+    "trace": Kind(trace.terms, trace.prepare),
 }
 
 
@@ -75,18 +80,22 @@ def kind_of(name: str) -> Kind:
 
 
 def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
-    """Batch-wide columns of the objective, see `Kind.prepare`."""
+    """The entropy mask, then the objective's own batch-wide columns; see `Kind.prepare`. Every replica must call it."""
     kind = kind_of(objective.kind)
-    if kind.prepare is None:
-        return inputs
     with torch.no_grad():
-        return kind.prepare(inputs, objective, all_sum)
+        inputs = entropy_mask.add_column(inputs, objective.entropy_mask, all_sum)
+        return inputs if kind.prepare is None else kind.prepare(inputs, objective, all_sum)
 
 
 def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
     """Per-token loss with every optional term: importance weight, KL penalty, entropy bonus."""
     made = kind_of(objective.kind).terms(inputs, objective)
     loss, meters, mask = made.loss.values, made.meters, inputs.mask.values
+    high = inputs.columns.get(entropy_mask.COLUMN)
+    if high is not None:
+        meters.mean("high_entropy", high.values.float(), mask)
+        if objective.entropy_mask.where != "trace":
+            loss = torch.where(high.values, loss, 0.0)
     if objective.importance_cap:
         mismatch = (inputs.old_logprobs.values - inputs.engine_logprobs.values).clamp(max=MAX_LOG_RATIO)
         weight = mismatch.exp().clamp(max=objective.importance_cap)

@@ -1,0 +1,81 @@
+"""Segmented decayed sums z_t = x_t + d·z_{t−1}, restarted at each row: blocked, forward and backward, no loop over tokens.
+
+Rows are laid out in a [rows, longest] grid and cut into blocks of 64. Inside a block the scan is one matrix product with the
+triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same problem on rows 64 times shorter. The adjoint
+(the backward pass) is the same scan run from the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeline.jagged import Jagged
+
+BLOCK = 64
+
+
+def decayed_sum(x: Jagged, decay: float) -> Jagged:
+    """z_t = x_t + decay·z_{t−1} within each row; 0 ≤ decay ≤ 1; differentiable.
+
+    >>> decayed_sum(Jagged.from_rows([torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0])]), 0.5).values.tolist()
+    [1.0, 1.5, 1.75, 1.0]
+    """
+    if decay == 0 or len(x.values) == 0:
+        return x
+    apply: Any = _DecayedSum.apply
+    return x.with_values(apply(x.values, x.offsets, decay))
+
+
+class _DecayedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, decay: float) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.decay, ctx.longest = decay, int(offsets.diff().max())
+        return _on_grid(values, offsets, ctx.longest, decay, reverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (offsets,) = ctx.saved_tensors
+        return _on_grid(grads[0].contiguous(), offsets, ctx.longest, ctx.decay, reverse=True), None, None
+
+
+def _on_grid(values: Tensor, offsets: Tensor, longest: int, decay: float, reverse: bool) -> Tensor:
+    rows = len(offsets) - 1
+    if rows * longest == len(values):
+        return _scan(values.view(rows, longest), decay, reverse).reshape(-1)
+    width = longest if longest <= BLOCK else -(-longest // BLOCK) * BLOCK
+    grid = torch.ops.aten._jagged_to_padded_dense_forward(values[:, None], [offsets], [width], 0.0).squeeze(2)
+    # Unused places hold zeros and lie after a row's end, so neither direction carries anything out of them.
+    out = _scan(grid, decay, reverse)
+    flat: Tensor = torch.ops.aten._padded_dense_to_jagged_forward(out[:, :, None], [offsets], len(values)).squeeze(1)
+    return flat
+
+
+def _scan(grid: Tensor, decay: float, reverse: bool) -> Tensor:
+    """Along the second dimension of [rows, length]."""
+    rows, length = grid.shape
+    if length <= BLOCK:
+        return grid @ _triangle(length, decay, reverse, grid)
+    extra = -length % BLOCK
+    blocks = (F.pad(grid, (0, extra)) if extra else grid).reshape(rows, -1, BLOCK)
+    triangle = _triangle(BLOCK, decay, reverse, grid)
+    local = blocks @ triangle
+    carried = _scan(local[:, :, 0 if reverse else -1], decay**BLOCK, reverse)
+    powers = decay * triangle[-1 if reverse else 0]
+    if reverse:
+        local[:, :-1] += carried[:, 1:, None] * powers
+    else:
+        local[:, 1:] += carried[:, :-1, None] * powers
+    return local.reshape(rows, -1)[:, :length]
+
+
+def _triangle(size: int, decay: float, reverse: bool, like: Tensor) -> Tensor:
+    """[k, t] ↦ d^{t−k} for k ≤ t, its transpose in reverse; made in float64."""
+    step = torch.arange(size)
+    gap = step[None, :] - step[:, None]
+    powers = torch.tensor(decay, dtype=torch.float64).pow(gap.clamp(min=0)).where(gap >= 0, 0.0)
+    return (powers.t() if reverse else powers).to(like.device, like.dtype)

@@ -1,0 +1,171 @@
+"""Eligibility-trace ratios: log R_t = Σ_{k≤t} w(t,k) l_k, with w falling in t − k at d = γλ per token.
+
+Weights (k, t count from 1 at the first trained token of a trajectory):
+
+    recent         d^{t−k}                    GRPO-λ (2510.00194) [S]
+    both           max(d^{t−k}, d^{k−1})      GRPO-λ, reported better than recent [S]
+    weight_floor   max(d^{t−k}, floor)        [R]
+
+Where the clip acts (`clip`):
+
+    traced         min(R A, clip(R) A)                                                  GRPO-λ [S]
+    current        e_t·min(ρ_t A, clip(ρ_t) A), e_t = exp(Σ_{k<t} w l_k)                P-trace P-A (2605.05965) [R], see below
+    inside         R_t A with every l_k clipped to [log(1−ε_lo), log(1+ε_hi)] first     P-B [R], V-trace style
+    normalised     min(R A, clip(R) A), log R_t = Σ w l_k / Σ w                          P-C [R]; d → 1 at t = T is GSPO's ratio
+    eps_weight     W_t·min(ρ_t A, clip(ρ_t) A), W_k = Σ_{t≥k} w(t,k)                    [R]
+
+The equations of P-trace and S-trace are not public in a form we could read; P-A is our reading of "partial trust-region
+preservation": the trust region holds on the current ratio, history enters as a decayed importance weight. λ = 0 gives the token
+objective in every placement but `inside`. S-trace puts m^H_t·l_t in place of l_t in the history, m^H the mask of high entropy.
+With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, decay from the end, is another method.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from components.learner.objective.base import AllSum, Inputs, Meters, Terms
+from components.learner.objective.config import Objective, Trace
+from components.learner.objective.entropy_mask import COLUMN
+from components.learner.objective.ratio import clipped_loss, ratio_meters, safe_exp
+from components.learner.objective.scan import decayed_sum
+from pipeline.jagged import Jagged
+
+SCALE_COLUMN = "trace_scale"
+
+
+def trace_sum(x: Jagged, settings: Trace, first: Tensor | None = None) -> Jagged:
+    """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row; linear and differentiable.
+
+    Args:
+        x: float values, zero where a token is not traced.
+        settings: decay, style and floor.
+        first: int64 [rows], index of the token that counts as k = 1; the row's start by default. x must be zero before it.
+    """
+    recent = decayed_sum(x, settings.decay)
+    if settings.style == "recent":
+        return recent
+    place = x.positions if first is None else x.positions - x.spread(first).values
+    if settings.style == "both":
+        # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on: older tokens take d^{k−1}, a plain cumulative sum.
+        cut = torch.div(place + 1, 2, rounding_mode="floor")
+        old = decayed_sum(x.with_values(x.values * _power(settings.decay, place)), 1.0)
+        weight = torch.ones_like(x.values)
+    else:
+        # d^{t−k} ≥ floor for t − k ≤ n: older tokens take the floor.
+        cut = place - _span(settings)
+        old = decayed_sum(x, 1.0)
+        weight = torch.full_like(x.values, settings.floor)
+    has_old = cut > 0
+    # `cut` tokens from k = 1 on are older; the last of them lies place − cut + 1 before t.
+    back = (place - cut + 1).clamp(min=0)
+    index = (torch.arange(len(place), device=place.device) - back).clamp(min=0)
+    dropped = _power(settings.decay, back) * recent.values[index]
+    return x.with_values(recent.values + torch.where(has_old, weight * old.values[index] - dropped, 0.0))
+
+
+def _power(decay: float, exponent: Tensor) -> Tensor:
+    return torch.pow(torch.tensor(decay, dtype=torch.float64, device=exponent.device), exponent.clamp(min=0)).float()
+
+
+def _span(settings: Trace) -> int:
+    if settings.decay >= 1 or settings.floor <= 0:
+        return 1 << 40
+    return 0 if settings.decay <= 0 else math.floor(math.log(settings.floor) / math.log(settings.decay) + 1e-9)
+
+
+def _first_trained(mask: Jagged) -> Tensor:
+    """int64 [rows]: index of the first trained token, 0 in a row without one."""
+    later = mask.positions.masked_fill(~mask.values, 1 << 40).double()
+    first = torch.segment_reduce(later, "min", offsets=mask.offsets, initial=float(1 << 40))
+    return torch.where(first >= 1 << 40, 0, first.long())
+
+
+def _traced(inputs: Inputs, objective: Objective) -> Tensor:
+    # bool over tokens: those that enter the history.
+    high = inputs.columns.get(COLUMN)
+    return inputs.mask.values if high is None or objective.entropy_mask.where == "loss" else inputs.mask.values & high.values
+
+
+def _log_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
+    """log R_t of the placements that clip the traced ratio, and log e_t + l_t of `current`; linear in l."""
+    settings = objective.trace
+    traced, first = _traced(inputs, objective), _first_trained(inputs.mask)
+    own = torch.where(traced, log_ratio.values, 0.0)
+    total = trace_sum(log_ratio.with_values(own), settings, first).values
+    if settings.clip == "normalised":
+        ones = trace_sum(log_ratio.with_values(traced.to(own.dtype)), settings, first).values
+        norm = ones.clamp(min=1e-30)
+        total, own = total / norm, own / norm
+    if settings.history == "stop_gradient":
+        total = (total - own).detach() + own
+    if settings.clip == "current":
+        # The current ratio is always whole; only history is masked.
+        total = total - own + log_ratio.values
+    return log_ratio.with_values(total)
+
+
+def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
+    """Adds column "trace_scale": C_k / A on-policy, the factor by which the trace scales ∇log π(y_k)."""
+    settings = objective.trace
+    with torch.enable_grad():
+        leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
+        log_ratio = inputs.old_logprobs.with_values(leaf)
+        if settings.clip == "eps_weight":
+            traced = torch.where(_traced(inputs, objective), leaf, 0.0)
+            total = trace_sum(log_ratio.with_values(traced), settings, _first_trained(inputs.mask)).values
+        else:
+            total = _log_ratio(log_ratio, inputs, objective).values
+        (scale,) = torch.autograd.grad(torch.where(inputs.mask.values, total, 0.0).sum(), leaf)
+    sums = all_sum(torch.stack([torch.where(inputs.mask.values, scale, 0.0).double().sum(), inputs.mask.values.sum().double()]))
+    mean = float(sums[0] / sums[1].clamp(min=1))
+    columns = {SCALE_COLUMN: inputs.mask.with_values(scale)}
+    if settings.normalise:
+        columns["trace_mean_scale"] = inputs.mask.with_values(torch.full_like(scale, mean if mean > 0 else 1.0))
+    return inputs.replace(columns=inputs.columns | columns)
+
+
+def terms(inputs: Inputs, objective: Objective) -> Terms:
+    """Per-token loss."""
+    settings, meters = objective.trace, Meters()
+    mask = inputs.mask.values
+    advantage = inputs.advantage.values
+    if settings.min_advantage is not None:
+        advantage = advantage.clamp(min=settings.min_advantage)
+    scale = inputs.columns[SCALE_COLUMN].values
+    meters.mean("gradient_scale", scale, mask)
+    log_ratio = inputs.logprobs.with_values(torch.where(mask, inputs.logprobs.values - inputs.old_logprobs.values, 0.0))
+    loss = _placed(log_ratio, inputs, advantage, scale, objective, meters)
+    if settings.normalise:
+        loss = loss / inputs.columns["trace_mean_scale"].values
+    return Terms(loss=inputs.logprobs.with_values(loss), meters=meters)
+
+
+def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor, objective: Objective, meters: Meters) -> Tensor:
+    settings, mask = objective.trace, inputs.mask.values
+    if settings.clip == "inside":
+        low, high = math.log(max(1 - objective.clip_low, 1e-8)), math.log(1 + objective.clip_high)
+        clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
+        ratio = safe_exp(_log_ratio(clipped, inputs, objective).values, mask, meters)
+        lost = (log_ratio.values < low) | (log_ratio.values > high)
+        meters.mean("clip_fraction", lost.float(), mask)
+        meters.mean("ratio_mean", ratio, mask)
+        meters.top("ratio_max", ratio, mask)
+        return -ratio * advantage
+    if settings.clip in ("traced", "normalised"):
+        ratio = safe_exp(_log_ratio(log_ratio, inputs, objective).values, mask, meters)
+        ratio_meters(meters, ratio, advantage, mask, objective)
+        return clipped_loss(ratio, advantage, objective)
+    ratio = safe_exp(log_ratio.values, mask, meters)
+    ratio_meters(meters, ratio, advantage, mask, objective)
+    loss = clipped_loss(ratio, advantage, objective)
+    if settings.clip == "eps_weight":
+        return loss * scale
+    history_log = _log_ratio(log_ratio, inputs, objective).values - log_ratio.values
+    history = safe_exp(history_log.detach() if settings.history == "stop_gradient" else history_log, mask, meters)
+    meters.mean("trace_weight", history, mask)
+    meters.top("trace_weight_max", history, mask)
+    return loss * history
