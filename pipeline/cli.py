@@ -58,7 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     components.add_argument("names", nargs="*", metavar="NAME", help="show one component with its settings, or all of a kind (sampler)")
     components.add_argument("--json", action="store_true", help="machine-readable")
 
-    check = command("check", "Check a component of yours against the contract.", "example:\n  creditgraph check my_package.ideas:MyAdvantage")
+    check = command(
+        "check", "Check a component of yours against the contract.", "example:\n  creditgraph check my_package.ideas:MyAdvantage"
+    )
     check.add_argument("target", metavar="module:Class", help="or a registered name")
 
     run_node = command(
@@ -67,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
         "example:\n  creditgraph run-node advantage.group trajectories=t.parquet rewards=r.parquet -o normalize=mean --output out/",
     )
     run_node.add_argument("use", metavar="COMPONENT", help="registered name or module:Class")
-    run_node.add_argument("inputs", nargs="*", metavar="socket=FILE", help="recorded Parquet per input; a socket may be given several times")
+    run_node.add_argument(
+        "inputs", nargs="*", metavar="socket=FILE", help="recorded Parquet per input; a socket may be given several times"
+    )
     run_node.add_argument("-o", "--set", action="append", default=[], metavar="setting=value", help="a setting of the component")
     run_node.add_argument("--model", default="tiny", help="model folder for a policy input (default: the embedded one)")
     run_node.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -86,9 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("-o", "--set", action="append", default=[], metavar="setting=value", help="a changed setting of the node")
     replay.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
 
-    evaluate = command("eval", "Evaluate the newest checkpoint of a run on its held-out split.", OVERRIDES_HELP)
+    evaluate = command(
+        "eval",
+        "Evaluate the newest checkpoint of a run on its held-out split.",
+        "example:\n  creditgraph eval runs/toy_srpo-s0 evaluator.samples=8 evaluator.num_problems=0",
+    )
     evaluate.add_argument("run", metavar="RUN", help="run directory")
-    _overrides(evaluate)
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change for this evaluation")
     return parser
 
 

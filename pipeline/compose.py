@@ -159,7 +159,9 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The graph with the sections named like nodes merged in, and the problems found on the way."""
     nodes = values.get("nodes")
     if not isinstance(nodes, dict) or not nodes:
-        return {"nodes": {}}, ["no graph: nothing defines 'nodes'; choose recipe=NAME or +graph=NAME (creditgraph graph --list shows both)."]
+        return {"nodes": {}}, [
+            "no graph: nothing defines 'nodes'; choose recipe=NAME or +graph=NAME (creditgraph graph --list shows both)."
+        ]
     problems: list[str] = []
     merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
     for section, settings in values.items():

@@ -15,6 +15,7 @@ from pipeline import checkpoint
 from pipeline.component import Context
 from pipeline.compose import Experiment, build_experiment, deep_merge, read_yaml
 from pipeline.errors import ConfigError, RunError, did_you_mean
+from pipeline.executor import resolve_device
 from pipeline.jagged import Jagged
 from pipeline.node_runner import NodeRunner, set_origin
 from pipeline.payloads import Batch, Judge, Policy, Weights
@@ -45,13 +46,13 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def open_run(path: Path) -> Experiment:
-    """The experiment of a run directory."""
+def open_run(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
+    """The experiment of a run directory, with some settings changed."""
     config = path / "config.yaml"
     if not config.exists():
         near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
         raise RunError(f"{path}: no run there (no config.yaml); wanted a run directory.{did_you_mean(path.name, near) if near else ''}")
-    return build_experiment(read_yaml(config), str(config))
+    return build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config))
 
 
 class Replay:
@@ -61,16 +62,30 @@ class Replay:
     nearest below; `notes` says what stood in for what.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
         self.path = path
-        self.experiment = open_run(path)
+        self.experiment = open_run(path, changes)
         self.graph = self.experiment.graph
         self.notes: list[str] = []
         self._values: dict[tuple[str, str, int], Any] = {}
         self._runners: list[NodeRunner] = []
 
-    def run(self, name: str, iteration: int, settings: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
-        """Runs one node; returns its recorded outputs (where there are any), its new outputs, and what it logged."""
+    def newest_checkpoint(self) -> int:
+        """Iteration of the newest checkpoint, −1 without one."""
+        return max((number for number, _ in self._checkpoints()), default=-1)
+
+    def run(
+        self, name: str, iteration: int, settings: Mapping[str, Any] | None = None, iterations: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, float]]:
+        """Runs one node; returns its recorded outputs (where there are any), its new outputs, and what it logged.
+
+        Args:
+            name: node of the run's graph.
+            iteration: whose inputs it gets.
+            settings: changed settings of the node.
+            iterations: planned length of the run, when the node is to be told another one.
+        """
+        self._iterations = self.experiment.run.iterations if iterations is None else iterations
         node = self.graph[name]
         if settings:
             config, problems = build_config(node.cls.Config, deep_merge(node.settings, dict(settings)), name)  # type: ignore[attr-defined]
@@ -92,7 +107,7 @@ class Replay:
             node=node.name,
             node_index=self.graph.names.index(node.name),
             seed=run.seed,
-            iterations=run.iterations,
+            iterations=self._iterations,
             device=resolve_device(run.device),
             model=self.experiment.model,
             data=self.experiment.data,
@@ -107,8 +122,8 @@ class Replay:
         inputs = {socket: [self.value(w, iteration, f"{node.name}.{socket}") for w in wires] for socket, wires in node.wires.items()}
         runner = self._runner(node)
         self._load_state(runner, iteration - 1)
-        outputs, report = runner.run(iteration, as_inputs(node, inputs))
-        return outputs, report.metrics
+        outputs = runner.run(iteration, as_inputs(node, inputs))
+        return outputs, runner.harvest().metrics
 
     def value(self, wire: Wire, iteration: int, place: str) -> Any:
         """What a wire carried into an iteration."""
@@ -134,20 +149,26 @@ class Replay:
             return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")
         folder = self.path / "record" / f"{wire.source}.{wire.output}"
         there = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
-        hint = f"recorded iterations: {_ranges(there)}" if there else "that output is not recorded; add it to run.record.outputs and train again"
+        hint = (
+            f"recorded iterations: {_ranges(there)}"
+            if there
+            else "that output is not recorded; add it to run.record.outputs and train again"
+        )
         raise RunError(f"{place}: '{wire.source}.{wire.output}' of iteration {iteration} is not in {self.path / 'record'}; {hint}.")
 
     def _recorded(self, node: str, output: str, iteration: int) -> Any:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
         return set_origin(read_payload(file), f"{node}.{output}") if file.exists() else None
 
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        folder = self.path / "checkpoints"
+        return sorted((int(p.name), p) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
     def _load_state(self, runner: NodeRunner, after: int) -> None:
         """Gives a component its state after an iteration, from the nearest checkpoint at or below it."""
         if not runner.component.state_dict() or after < 0:
             return
-        folder = self.path / "checkpoints"
-        numbered = sorted((int(p.name), p) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
-        below = [entry for entry in numbered if entry[0] <= after]
+        below = [entry for entry in self._checkpoints() if entry[0] <= after]
         name = runner.node.name
         if not below:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state stands in.")
@@ -158,11 +179,6 @@ class Replay:
             runner.load(groups[f"node.{name}"])
         if at != after:
             self.notes.append(f"{name}: the state after iteration {at} stands in for the one after {after} (no checkpoint there).")
-
-
-def resolve_device(name: str) -> str:
-    """ "auto" becomes cuda when torch sees it."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def describe_difference(old: Any, new: Any) -> list[str]:

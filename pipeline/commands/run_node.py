@@ -57,10 +57,8 @@ def _make_handle(use: str, socket: str, context: Context, made: list[NodeRunner]
     wanted = sockets_of(load_class(use)).inputs
     inputs: dict[str, Any] = {}
     if any(Weights in s.types for s in wanted.values()):
-        from components.models.load import resolve_model_path
-
         name = next(n for n, s in wanted.items() if Weights in s.types)
-        inputs[name] = Weights(version=0, path=resolve_model_path(context.model.path))
+        inputs[name] = Weights(version=0)
     outputs, _ = _run(use, {}, inputs, context, made, 0)
     return next(iter(outputs.values()))
 
@@ -77,8 +75,8 @@ def _run(
     runner = NodeRunner(node, own)
     made.append(runner)
     runner.setup()
-    outputs, report = runner.run(iteration, inputs)
-    return outputs, report.metrics
+    outputs = runner.run(iteration, inputs)
+    return outputs, runner.harvest().metrics
 
 
 def print_outputs(outputs: dict[str, Any], metrics: dict[str, float], folder: str | None) -> None:
