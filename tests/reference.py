@@ -191,3 +191,84 @@ def merge_lowest(ends, entropies, segments):
         sums = [sum(entropies[starts[k] : ends[k + 1]]) for k in range(len(ends) - 1)]
         del ends[sums.index(min(sums))]
     return ends
+
+
+def trace_weight(t, k, decay, style="recent", floor=0.0):
+    """w(t, k) of an eligibility trace; t and k count from 1."""
+    if k > t:
+        return 0.0
+    recent = decay ** (t - k)
+    return {"recent": recent, "both": max(recent, decay ** (k - 1)), "weight_floor": max(recent, floor)}[style]
+
+
+def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history):
+    """Per-token trace loss of one trajectory by double loops; `high` marks tokens in the history. Zero where masked."""
+    first = mask.index(True) if True in mask else 0
+    log_ratios = [a - b for a, b in zip(logprobs, old, strict=True)]
+
+    def weight(t, k):
+        return trace_weight(t - first + 1, k - first + 1, decay, style, floor) if mask[k] and high[k] else 0.0
+
+    def bounded(ratio):
+        return min(max(ratio, 1 - clip_low), 1 + clip_high)
+
+    out = []
+    for t in range(len(mask)):
+        if not mask[t]:
+            out.append(0.0 * logprobs[t])
+            continue
+        past = sum((weight(t, k) * log_ratios[k] for k in range(first, t)), start=0.0 * logprobs[t])
+        own, a, ratio = weight(t, t) * log_ratios[t], advantage[t], log_ratios[t].exp()
+        if clip == "inside":
+            low, high_log = torch_log(1 - clip_low), torch_log(1 + clip_high)
+            limited = [x.clamp(low, high_log) for x in log_ratios]
+            past = sum((weight(t, k) * limited[k] for k in range(first, t)), start=0.0 * logprobs[t])
+            own = weight(t, t) * limited[t]
+        if clip == "normalised":
+            norm = max(sum(weight(t, k) for k in range(first, t + 1)), 1e-30)
+            past, own = past / norm, own / norm
+        if history == "stop_gradient":
+            past = past.detach()
+        traced = (past + own).exp()
+        if clip == "inside":
+            out.append(-traced * a)
+        elif clip in ("traced", "normalised"):
+            out.append(-min(traced * a, bounded(traced) * a))
+        elif clip == "current":
+            out.append(-past.exp() * min(ratio * a, bounded(ratio) * a))
+        else:
+            total = sum(trace_weight(s - first + 1, t - first + 1, decay, style, floor) for s in range(t, len(mask)) if mask[s])
+            out.append(-total * high[t] * min(ratio * a, bounded(ratio) * a))
+    return out
+
+
+def torch_log(x):
+    """log of a Python number."""
+    import math
+
+    return math.log(x)
+
+
+def ratio_frame_gradient(log_ratios, advantage, weight, clip_low, clip_high):
+    """C_k = Σ_t 1[t not clipped] A_t R_t w(t, k), log R_t = Σ_k w(t, k) l_k, of one trajectory; any w."""
+    import math
+
+    steps = range(len(log_ratios))
+    out = [0.0] * len(log_ratios)
+    for t in steps:
+        ratio, a = math.exp(sum(weight(t + 1, k + 1) * log_ratios[k] for k in steps)), advantage[t]
+        clipped = (a > 0 and ratio > 1 + clip_high) or (a < 0 and ratio < 1 - clip_low)
+        for k in steps:
+            out[k] += 0.0 if clipped else a * ratio * weight(t + 1, k + 1)
+    return out
+
+
+def high_entropy(entropies, mask, keep):
+    """True where a trained token is among the ⌈keep·n⌉ largest entropies (ties kept)."""
+    import math
+
+    trained = sorted((h for h, m in zip(entropies, mask, strict=True) if m), reverse=True)
+    if not trained:
+        return [False] * len(mask)
+    threshold = trained[math.ceil(keep * len(trained) - 1e-9) - 1]
+    return [bool(m and h >= threshold) for h, m in zip(entropies, mask, strict=True)]

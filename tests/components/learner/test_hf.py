@@ -7,7 +7,7 @@ import torch
 
 from components.learner.hf import HFLearner
 from components.learner.model import Lora
-from components.learner.objective import KL, Objective
+from components.learner.objective import KINDS, KL, Objective
 from components.learner.optimizer import OptimizerSettings
 from pipeline.errors import AlignmentError, DataError
 from pipeline.jagged import Jagged
@@ -76,7 +76,7 @@ def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, re
         torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "token"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_token_budget_does_not_matter(make_learner, make_batch, kind):
     moments, metrics = [], []
     for budget in (0, 1, 40, 100):
