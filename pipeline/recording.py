@@ -61,7 +61,8 @@ def to_arrow(payload: Any) -> pa.Table:
     """
     if not is_storable(type(payload)) or isinstance(payload, Weights):
         raise DataError(f"{_place(payload)}: a {type(payload).__name__} is a handle and cannot be recorded.")
-    hints = _hints(type(payload))
+    cls: Any = type(payload)
+    hints = _hints(cls)
     columns: dict[str, pa.Array] = {}
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(payload):
@@ -199,7 +200,7 @@ class Recorder:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 

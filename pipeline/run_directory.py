@@ -51,8 +51,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        what = os.strerror(error.errno) if error.errno else str(error)
         step = _NEXT_STEP.get(error.errno or 0, "correct this or choose another place with run.root=PATH")
-        raise RunError(f"{path}: cannot be written ({error.strerror or error}): {step}.") from error
+        raise RunError(f"{path}: cannot be written ({what}): {step}.") from error
 
 
 def sync_directory(path: Path) -> None:

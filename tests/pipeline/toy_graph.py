@@ -3,7 +3,8 @@
     python toy_graph.py
 
 It reads one JSON list a line, [run directory, iterations, delay, overlap, sleep, kill], forks (torch is imported once), answers
-with the child's process id and then its exit code; the child's messages go to RUN_DIR.err. KILL is null or "write:N" (N-th file of a checkpoint half written), "rename:N" (just before the N-th rename), "done:N" (after it).
+with the child's process id and then its exit code; the child's messages go to RUN_DIR.err. KILL is null,
+"write:N" (N-th file of tensors half written), "rename:N" (just before the N-th rename) or "done:N" (just after it).
 """
 
 import json
@@ -210,14 +211,17 @@ def child(directory, iterations, delay, overlap, sleep, kill):
     os._exit(code)
 
 
+def tell(value):
+    sys.stdout.write(f"{value}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
-
-
     torch.set_num_threads(1)
-    print("ready", flush=True)
+    tell("ready")
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
             child(*json.loads(line))
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        tell(pid)
+        tell(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
