@@ -117,6 +117,7 @@ class Trajectories(Batch):
         policy_version: int64 [N], version of the weights that sampled the new tokens.
         finish_reason: one of FINISH_REASONS per row.
         text: decoded response, special tokens kept.
+        temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
     """
 
     prompt_uid: Tensor
@@ -131,6 +132,7 @@ class Trajectories(Batch):
     policy_version: Tensor
     finish_reason: list[str]
     text: list[str]
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

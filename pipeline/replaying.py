@@ -230,8 +230,9 @@ def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | No
     row = int(rows[first])
     where = f"uid {int(uid[row])}" if uid is not None else f"row {row}"
     a, b = old.double(), new.double()
+    largest = float((a - b).abs().nan_to_num().max())
     return [
-        f"{name}: {int(changed.sum())} of {len(old)} values in {len(rows[changed].unique())} rows differ, largest |Δ| {float((a - b).abs().nan_to_num().max()):.4g}, "
+        f"{name}: {int(changed.sum())} of {len(old)} values in {len(set(rows[changed].tolist()))} rows differ, largest |Δ| {largest:.4g}, "
         f"mean {float(a.mean()):.4g} → {float(b.mean()):.4g}; first at {where}: {float(a[first]):.4g} → {float(b[first]):.4g}"
     ]
 

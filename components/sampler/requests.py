@@ -99,6 +99,7 @@ def sample_fresh(policy: Policy, prompts: Prompts, rows: Tensor, seed: Tensor, s
         policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,
         text=done.text,
+        temperature=sampling.temperature or 1.0,
     )
 
 
@@ -146,6 +147,7 @@ def sample_from_prefix(
         finish_reason=done.finish_reason,
         # Decoded as a whole: two decoded halves need not join to the decoding of their tokens.
         text=decode_rows(policy.tokenizer, tokens.to_lists()),
+        temperature=sampling.temperature or 1.0,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from pipeline import catalog
+from pipeline.catalog import describe
 from pipeline.errors import ConfigError, did_you_mean
 from pipeline.registry import known_components, target_of
 
@@ -20,7 +20,7 @@ def main(options: argparse.Namespace) -> int:
         if not kind and wanted not in known and ":" not in wanted:
             raise ConfigError(f"no component '{wanted}'.{did_you_mean(wanted, known)}")
         names += kind or [wanted]
-    entries = {name: catalog.describe(target_of(name)) for name in (names or known)}
+    entries = {name: describe(target_of(name)) for name in (names or known)}
     if options.json:
         print(json.dumps({name: asdict(entry) for name, entry in entries.items()}, indent=1))
         return 0

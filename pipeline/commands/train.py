@@ -81,7 +81,7 @@ def sweep(overrides: list[str], config_dirs: list[str]) -> int:
     dirs = search_dirs(config_dirs)
     codes: list[int] = []
 
-    @hydra.main(config_path=str(CONFIG_DIR), config_name=PRIMARY, version_base="1.3")
+    @hydra.main(config_path=str(CONFIG_DIR), config_name=PRIMARY, version_base="1.3")  # type: ignore[untyped-decorator]
     def job(config: DictConfig) -> None:
         values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
         chosen = [o.lstrip("+") for o in HydraConfig.get().overrides.task]
