@@ -212,6 +212,9 @@ class Executor:
                 self._runners[name].load(state)
             else:
                 logger.warning("the checkpoint holds a state of node '%s', which this graph lacks; it is ignored.", name)
+        if found:
+            for runner in self._runners.values():
+                runner.harvest()  # what `setup` logs and rejects belongs to the first start
         self._values.completed = self._saved = self._start - 1
         return self._start
 

@@ -68,13 +68,18 @@ def test_metrics_carry_node_names_times_and_rejected_rows():
     _, _, rows = run_in_memory(toy.make_graph(1), iterations=4)
     assert rows[0]["source/position"] == 1.0
     assert {"seconds/source", "seconds/learner", "seconds/iteration", "seconds/executor"} <= set(rows[0])
-    assert [r.get("rejected/source") for r in rows[:4]] == [1.0, None, None, 1.0]
+    # Iteration 0 has one from setup beside its own.
+    assert [r.get("rejected/source") for r in rows[:4]] == [2.0, None, None, 1.0]
 
 
 def test_rejected_rows_are_written(tmp_path):
     toy.train(tmp_path / "r", 4)
     rows = [json.loads(line) for line in (tmp_path / "r" / "rejected.jsonl").read_text().splitlines()]
-    assert rows == [{"node": "source", "iteration": i, "row": {"row": i + 1}, "reason": "no answer"} for i in (0, 3)]
+    assert rows == [
+        {"node": "source", "iteration": 0, "row": {"row": -1}, "reason": "empty"},
+        {"node": "source", "iteration": 0, "row": {"row": 1}, "reason": "no answer"},
+        {"node": "source", "iteration": 3, "row": {"row": 4}, "reason": "no answer"},
+    ]
 
 
 def test_values_are_dropped_when_nobody_needs_them():

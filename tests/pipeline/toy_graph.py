@@ -56,6 +56,8 @@ class Source(Component):
     def setup(self, context):
         super().setup(context)
         self.position = 0
+        context.log(rows=4)
+        context.reject({"row": -1}, "empty")
 
     def run(self) -> BatchOut:
         time.sleep(self.config.sleep)
