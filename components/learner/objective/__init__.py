@@ -93,14 +93,14 @@ def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
     loss, meters, mask = made.loss.values, made.meters, inputs.mask.values
     high = inputs.columns.get(entropy_mask.COLUMN)
     if high is not None:
-        meters.mean("high_entropy", high.values.float(), mask)
+        meters.share("high_entropy", high.values, mask)
         if objective.entropy_mask.where != "trace":
             loss = torch.where(high.values, loss, 0.0)
     if objective.importance_cap:
         mismatch = (inputs.old_logprobs.values - inputs.engine_logprobs.values).clamp(max=MAX_LOG_RATIO)
         weight = mismatch.exp().clamp(max=objective.importance_cap)
         meters.mean("importance_weight", weight, mask)
-        meters.mean("importance_capped", (mismatch.exp() > objective.importance_cap).float(), mask)
+        meters.share("importance_capped", mismatch.exp() > objective.importance_cap, mask)
         loss = loss * weight
     if objective.kl.coefficient:
         if inputs.reference_logprobs is None:

@@ -86,6 +86,7 @@ class Meters:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._tops: dict[str, Tensor] = {}
+        self._counted: tuple[Tensor, Tensor] | None = None
 
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
         """Adds a sum and what to divide it by."""
@@ -95,13 +96,22 @@ class Meters:
 
     def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Adds values [n] where mask [n] holds."""
-        self.add(name, torch.where(mask, values.detach(), 0.0).double().sum(), mask.sum())
+        self.add(name, torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64), self._count(mask))
+
+    def share(self, name: str, flags: Tensor, mask: Tensor) -> None:
+        """Adds how often flags [n] (bool) hold where mask [n] does."""
+        self.add(name, (flags & mask).sum(), self._count(mask))
+
+    def _count(self, mask: Tensor) -> Tensor:
+        # One objective counts one mask many times.
+        if self._counted is None or self._counted[0] is not mask:
+            self._counted = (mask, mask.sum())
+        return self._counted[1]
 
     def top(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Keeps the largest of values [n] where mask [n] holds."""
-        chosen = values.detach()[mask]
-        if len(chosen):
-            top = chosen.amax().double()
+        if len(values):
+            top = torch.where(mask, values.detach(), -torch.inf).amax().double()
             self._tops[name] = torch.maximum(self._tops[name], top) if name in self._tops else top
 
     def merge(self, other: Meters) -> None:
@@ -119,7 +129,7 @@ class Meters:
             pairs = torch.stack([torch.stack([x.cpu() for x in self._sums[n]]) for n in names])
             pairs = pairs if all_sum is None else all_sum(pairs)
             out = {n: total / count if count else 0.0 for n, (total, count) in zip(names, pairs.tolist(), strict=True)}
-        return out | {n: float(t) for n, t in sorted(self._tops.items())}
+        return out | {n: float(t) for n, t in sorted(self._tops.items()) if t > -torch.inf}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ from components.learner.objective.config import Objective
 def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     """exp with |log ratio| clamped to 20; the share of clamped trained tokens is metric "ratio_overflow"."""
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    meters.mean("ratio_overflow", (log_ratio.detach().abs() > MAX_LOG_RATIO).float(), mask)
+    meters.share("ratio_overflow", log_ratio.detach().abs() > MAX_LOG_RATIO, mask)
     return clamped.exp()
 
 
@@ -31,10 +31,10 @@ def ratio_meters(meters: Meters, ratio: Tensor, advantage: Tensor, mask: Tensor,
     low = (advantage < 0) & (ratio < 1 - objective.clip_low)
     high = (advantage > 0) & (ratio > 1 + objective.clip_high)
     dual = (advantage < 0) & (ratio > objective.dual_clip) if objective.dual_clip else torch.zeros_like(low)
-    meters.mean("clip_fraction", (low | high | dual).float(), mask)
-    meters.mean("clip_fraction_low", low.float(), mask)
-    meters.mean("clip_fraction_high", high.float(), mask)
+    meters.share("clip_fraction", low | high | dual, mask)
+    meters.share("clip_fraction_low", low, mask)
+    meters.share("clip_fraction_high", high, mask)
     if objective.dual_clip:
-        meters.mean("clip_fraction_dual", dual.float(), mask)
+        meters.share("clip_fraction_dual", dual, mask)
     meters.mean("ratio_mean", ratio, mask)
     meters.top("ratio_max", ratio, mask)

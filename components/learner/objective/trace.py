@@ -23,6 +23,8 @@ With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,34 +39,63 @@ from pipeline.jagged import Jagged
 SCALE_COLUMN = "trace_scale"
 
 
-def trace_sum(x: Jagged, settings: Trace, first: Tensor | None = None) -> Jagged:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Weights:
+    """What older tokens weigh beside the recent ones; all per token t, numbers relative to t, so that rows can be selected.
+
+    Attributes:
+        back: int64, how many tokens before t the last older token lies.
+        old, dropped: float32, weight of the cumulative sum up to there, and d^back, what is left of `recent` there; 0 without older tokens.
+        early: float32, d^{k−1} of style "both", else 1.
+    """
+
+    back: Tensor
+    old: Tensor
+    dropped: Tensor
+    early: Tensor
+
+    NAMES: ClassVar[tuple[str, ...]] = ("back", "old", "dropped", "early")
+
+    @staticmethod
+    def of(columns: dict[str, Jagged]) -> Weights | None:
+        """From the columns that `prepare` made."""
+        found = {n: columns[f"trace_{n}"].values for n in Weights.NAMES if f"trace_{n}" in columns}
+        return Weights(**found) if found else None
+
+
+def trace_sum(x: Jagged, settings: Trace, weights: Weights | None = None) -> Jagged:
     """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row; linear and differentiable.
 
     Args:
-        x: float values, zero where a token is not traced.
+        x: float values, zero where a token is not traced and before the token that counts as k = 1.
         settings: decay, style and floor.
-        first: int64 [rows], index of the token that counts as k = 1; the row's start by default. x must be zero before it.
+        weights: see `older_weights`; made here when missing, with k counted from the row's start.
     """
     recent = decayed_sum(x, settings.decay)
     if settings.style == "recent":
         return recent
-    place = x.positions if first is None else x.positions - x.spread(first).values
+    w = older_weights(x.positions, settings) if weights is None else weights
+    old = decayed_sum(x.with_values(x.values * w.early), 1.0)
+    index = (torch.arange(len(w.back), device=w.back.device) - w.back).clamp_(min=0)
+    return x.with_values(recent.values + w.old * old.values.index_select(0, index) - w.dropped * recent.values.index_select(0, index))
+
+
+def older_weights(place: Tensor, settings: Trace) -> Weights:
+    """For styles beside "recent"; `place` is int64, k − 1 of each token, negative before the first trained one."""
+    early = old = torch.ones_like(place, dtype=torch.float32)
     if settings.style == "both":
         # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on: older tokens take d^{k−1}, a plain cumulative sum.
         cut = torch.div(place + 1, 2, rounding_mode="floor")
-        old = decayed_sum(x.with_values(x.values * _power(settings.decay, place)), 1.0)
-        weight = torch.ones_like(x.values)
+        early = _power(settings.decay, place)
     else:
         # d^{t−k} ≥ floor for t − k ≤ n: older tokens take the floor.
         cut = place - _span(settings)
-        old = decayed_sum(x, 1.0)
-        weight = torch.full_like(x.values, settings.floor)
+        old = old * settings.floor
     has_old = cut > 0
     # `cut` tokens from k = 1 on are older; the last of them lies place − cut + 1 before t.
     back = (place - cut + 1).clamp(min=0)
-    index = (torch.arange(len(place), device=place.device) - back).clamp(min=0)
-    dropped = _power(settings.decay, back) * recent.values[index]
-    return x.with_values(recent.values + torch.where(has_old, weight * old.values[index] - dropped, 0.0))
+    dropped = _power(settings.decay, back)
+    return Weights(back=back, old=torch.where(has_old, old, 0.0), dropped=torch.where(has_old, dropped, 0.0), early=early)
 
 
 def _power(decay: float, exponent: Tensor) -> Tensor:
@@ -90,35 +121,38 @@ def _traced(inputs: Inputs, objective: Objective) -> Tensor:
     return inputs.mask.values if high is None or objective.entropy_mask.where == "loss" else inputs.mask.values & high.values
 
 
-def _log_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
-    """log R_t of the placements that clip the traced ratio, and log e_t + l_t of `current`; linear in l."""
+def _trace(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """History Σ_{k<t} w l_k and own part w(t,t) l_t of log R_t (both over Σ w when normalised); linear in l."""
     settings = objective.trace
-    traced, first = _traced(inputs, objective), _first_trained(inputs.mask)
+    traced, weights = _traced(inputs, objective), Weights.of(inputs.columns)
     own = torch.where(traced, log_ratio.values, 0.0)
-    total = trace_sum(log_ratio.with_values(own), settings, first).values
+    total = trace_sum(log_ratio.with_values(own), settings, weights).values
     if settings.clip == "normalised":
-        ones = trace_sum(log_ratio.with_values(traced.to(own.dtype)), settings, first).values
+        ones = trace_sum(log_ratio.with_values(traced.to(own.dtype)), settings, weights).values
         norm = ones.clamp(min=1e-30)
         total, own = total / norm, own / norm
-    if settings.history == "stop_gradient":
-        total = (total - own).detach() + own
-    if settings.clip == "current":
-        # The current ratio is always whole; only history is masked.
-        total = total - own + log_ratio.values
-    return log_ratio.with_values(total)
+    past = total - own
+    return past.detach() if settings.history == "stop_gradient" else past, own
 
 
 def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
     """Adds column "trace_scale": C_k / A on-policy, the factor by which the trace scales ∇log π(y_k)."""
     settings = objective.trace
+    if settings.style != "recent":
+        mask = inputs.mask
+        weights = older_weights(mask.positions - mask.spread(_first_trained(mask)).values, settings)
+        made = {f"trace_{n}": mask.with_values(getattr(weights, n)) for n in Weights.NAMES}
+        inputs = inputs.replace(columns=inputs.columns | made)
     with torch.enable_grad():
         leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
         log_ratio = inputs.old_logprobs.with_values(leaf)
         if settings.clip == "eps_weight":
             traced = torch.where(_traced(inputs, objective), leaf, 0.0)
-            total = trace_sum(log_ratio.with_values(traced), settings, _first_trained(inputs.mask)).values
+            total = trace_sum(log_ratio.with_values(traced), settings, Weights.of(inputs.columns)).values
         else:
-            total = _log_ratio(log_ratio, inputs, objective).values
+            past, own = _trace(log_ratio, inputs, objective)
+            # P-A's current ratio is whole whatever the entropy mask says.
+            total = past + (leaf if settings.clip == "current" else own)
         (scale,) = torch.autograd.grad(torch.where(inputs.mask.values, total, 0.0).sum(), leaf)
     sums = all_sum(torch.stack([torch.where(inputs.mask.values, scale, 0.0).double().sum(), inputs.mask.values.sum().double()]))
     mean = float(sums[0] / sums[1].clamp(min=1))
@@ -149,14 +183,14 @@ def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor,
     if settings.clip == "inside":
         low, high = math.log(max(1 - objective.clip_low, 1e-8)), math.log(1 + objective.clip_high)
         clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
-        ratio = safe_exp(_log_ratio(clipped, inputs, objective).values, mask, meters)
+        ratio = safe_exp(torch.add(*_trace(clipped, inputs, objective)), mask, meters)
         lost = (log_ratio.values < low) | (log_ratio.values > high)
-        meters.mean("clip_fraction", lost.float(), mask)
+        meters.share("clip_fraction", lost, mask)
         meters.mean("ratio_mean", ratio, mask)
         meters.top("ratio_max", ratio, mask)
         return -ratio * advantage
     if settings.clip in ("traced", "normalised"):
-        ratio = safe_exp(_log_ratio(log_ratio, inputs, objective).values, mask, meters)
+        ratio = safe_exp(torch.add(*_trace(log_ratio, inputs, objective)), mask, meters)
         ratio_meters(meters, ratio, advantage, mask, objective)
         return clipped_loss(ratio, advantage, objective)
     ratio = safe_exp(log_ratio.values, mask, meters)
@@ -164,8 +198,7 @@ def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor,
     loss = clipped_loss(ratio, advantage, objective)
     if settings.clip == "eps_weight":
         return loss * scale
-    history_log = _log_ratio(log_ratio, inputs, objective).values - log_ratio.values
-    history = safe_exp(history_log.detach() if settings.history == "stop_gradient" else history_log, mask, meters)
+    history = safe_exp(_trace(log_ratio, inputs, objective)[0], mask, meters)
     meters.mean("trace_weight", history, mask)
     meters.top("trace_weight_max", history, mask)
     return loss * history
