@@ -107,8 +107,11 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
 def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
     """The same overrides in hydra's grammar: settings may be new keys, because the component's `Config` judges them."""
     out = []
+    has_recipe = any(item.key == "recipe" for item in parsed)
     for item in parsed:
-        if item.is_group or item.text.startswith(("+", "~", "hydra.")):
+        if item.key == "graph" and not has_recipe and not item.text.startswith(("+", "~")):
+            out.append(f"+{item.text}")  # without a recipe nothing in the defaults names a graph that could be replaced
+        elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
             out.append(item.text)
         else:
             out.append(f"++{item.text}")
@@ -159,8 +162,10 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The graph with the sections named like nodes merged in, and the problems found on the way."""
     nodes = values.get("nodes")
     if not isinstance(nodes, dict) or not nodes:
+        unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
         return {"nodes": {}}, [
-            "no graph: nothing defines 'nodes'; choose recipe=NAME or +graph=NAME (creditgraph graph --list shows both)."
+            *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
+            "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (creditgraph graph --list shows both).",
         ]
     problems: list[str] = []
     merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
@@ -171,7 +176,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if spec is None and section in nodes:
             continue
         if section not in nodes:
-            if not (isinstance(settings, dict) and set(settings) <= {"use"}):
+            if not _is_choice(settings):
                 problems.append(f"section '{section}': no such node in this graph.{did_you_mean(section, [*nodes, *RESERVED])}")
         elif not isinstance(settings, dict):
             problems.append(f"section '{section}': found {settings!r}; wanted settings of the node, for example {section}.setting=value.")
@@ -181,6 +186,11 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 spec["use"] = own.pop("use")
             spec["config"] = deep_merge(spec.get("config") or {}, own)
     return {"nodes": merged}, problems
+
+
+def _is_choice(settings: Any) -> bool:
+    """Whether a section only chooses a component, as the engine and learner groups do; harmless in a graph without that node."""
+    return isinstance(settings, dict) and set(settings) <= {"use"}
 
 
 def deep_merge(base: Any, over: Any) -> Any:

@@ -19,10 +19,7 @@ def main(options: argparse.Namespace) -> int:
         return _list(dirs)
     if options.check_all:
         return _check_all(dirs)
-    overrides = [
-        f"+{o}" if o.startswith("graph=") and not any(x.startswith("recipe=") for x in options.overrides) else o for o in options.overrides
-    ]
-    experiment = build_experiment(compose(overrides, options.config_dir), " ".join(options.overrides) or "graph")
+    experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides) or "graph")
     from pipeline import draw
 
     output = Path(options.output) if options.output else None
