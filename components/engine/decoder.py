@@ -65,10 +65,12 @@ class TransformersDecoder:
 
     Args:
         model: a causal LM in evaluation mode.
+        context: most tokens in a row.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, context: int) -> None:
         self.model = model
+        self._last_position = context - 1
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
@@ -79,12 +81,14 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes new weights by name."""
         own = self.model.state_dict()
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
     @torch.inference_mode()
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
+        """Runs the prompts, then copies their caches to the rows."""
         del room
         tokens, mask = left_padded(prompts)
         self._cache, self._mask = None, mask.to(torch.int64)
@@ -96,12 +100,15 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
-        positions = self._mask.sum(1, keepdim=True)
+        """Appends one token per row."""
+        # Rows that have ended may stay a few steps longer; their tokens are dropped, but learned positions must exist.
+        positions = self._mask.sum(1, keepdim=True).clamp(max=self._last_position)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], 1)
         return self._forward(tokens[:, None], positions)
 
     @torch.inference_mode()
     def keep(self, index: Tensor) -> None:
+        """Keeps rows by index."""
         self._mask = self._mask[index]
         if hasattr(self._cache, "batch_select_indices"):
             self._cache.batch_select_indices(index)
@@ -114,10 +121,12 @@ class TransformersDecoder:
             )
 
     def release(self) -> None:
+        """Frees the cache."""
         self._cache = None
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
+        """Last hidden states; whole logits where the output head is not plain."""
         if self._split:
             out: Tensor = self.model.base_model(input_ids=tokens, use_cache=False)[0]
         else:
@@ -126,6 +135,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
         out: Tensor = self.model.get_output_embeddings()(hidden) if self._split else hidden
         return out
 

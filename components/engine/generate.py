@@ -6,6 +6,7 @@ tokens depend on its own prompt, seed and limits only, never on the rows beside 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH = range(6)
 REASONS = ("", "eos", "stop", "final", "thoughts", "length")
 # Rows leave the batch once this share of it has ended.
 LEAVE_SHARE = 0.04
+# On an accelerator each look at what has ended waits for the device, so it is taken every few steps.
+LOOK_EVERY = {"cpu": 1, "cuda": 8}
 _UNIFORM_BLOCK = 32
 
 
@@ -62,7 +65,7 @@ def waves(tokens: Jagged, budgets: Tensor, max_rows: int, max_tokens: int) -> It
     """
     lists = tokens.values.cpu().numpy()
     bounds = tokens.offsets.tolist()
-    keys = [lists[a:b].tobytes() for a, b in zip(bounds, bounds[1:], strict=False)]
+    keys = [lists[a:b].tobytes() for a, b in itertools.pairwise(bounds)]
     wanted = [i for i, budget in enumerate(budgets.tolist()) if budget > 0]
     first: dict[bytes, int] = {}
     for i in wanted:
@@ -180,14 +183,15 @@ def generate(
     parts.append(([Jagged.from_lengths(empty.to(d), nothing) for d in dtypes], nothing + LENGTH))
     back = torch.argsort(torch.cat(order))
     columns = [Jagged.concat([p[0][n] for p in parts]).select(back) for n in range(4)]
-    return Generated(*columns, reason=torch.cat([p[1] for p in parts])[back], prefill_tokens=prefilled)
+    reason = torch.cat([p[1] for p in parts])[back]
+    return Generated(columns[0], columns[1], columns[2], columns[3], reason, prefilled)
 
 
 def _run_wave(
     decoder: Decoder, wave: _Wave, requests: Requests, limits: Limits, text: TokenText, forbidden: Tensor | None, device: str
 ) -> tuple[list[Jagged], Tensor]:
     sampling = requests.sampling
-    seeds = requests.seed[wave.rows].numpy().astype(np.uint64)
+    seeds = requests.seed[wave.rows].cpu().numpy().astype(np.uint64)
     ends = _Ends(sampling, limits, wave.rows, text, device)
     place = torch.arange(len(wave.rows))
     record = _Record(len(wave.rows))
@@ -195,8 +199,7 @@ def _run_wave(
     uniforms = torch.zeros(0)
     room = int(limits.tokens[wave.rows].max())
     logits = decoder.prefill(wave.prompts.to(device), wave.group.to(device), room)
-    # On an accelerator each look at `finished` waits for the device, so it is taken every few steps.
-    look_every = 1 if device == "cpu" else 8
+    look_every = LOOK_EVERY.get(torch.device(device).type, 1)
     for taken in range(1, room + 1):
         offset = (taken - 1) % _UNIFORM_BLOCK
         if offset == 0:

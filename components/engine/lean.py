@@ -89,7 +89,8 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        weights = {k: v for k, v in tensors.items()}
+        """Copies new weights into the fused ones."""
+        weights = dict(tensors.items())
         fresh = [self._layer(weights, f"model.layers.{n}.") for n in range(self._num_layers)]
         embed, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
         head = weights.get("lm_head.weight", embed)
@@ -163,7 +164,7 @@ class LeanDecoder:
             q, k = qkv[:, : self._heads], qkv[:, self._heads : rotated]
             q.copy_(F.rms_norm(q, (self._dim,), layer.q_norm, self._eps))
             k.copy_(F.rms_norm(k, (self._dim,), layer.k_norm, self._eps))
-        pairs = qkv[:, :rotated].unflatten(-1, (-1, 2))
+        pairs = qkv[:, :rotated].view(len(x), rotated, -1, 2)
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(turn)
         else:
@@ -185,7 +186,7 @@ class LeanDecoder:
         heads = [self._heads, self._kv_heads, self._kv_heads]
         for n, layer in enumerate(self._layers):
             qkv = self._project(layer, x, turn).view(rows, length, -1, self._dim).transpose(1, 2)
-            q, k, v = qkv.split(heads, 1)
+            q, k, v = torch.split(qkv, heads, 1)
             if cached is not None:
                 cached(n, k, v)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._heads != self._kv_heads)
@@ -194,18 +195,22 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
+        """Last hidden states [B, T, C]."""
         x = self._causal(tokens)
         return F.rms_norm(x, x.shape[-1:], self._norm, self._eps).view(*tokens.shape, -1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
         return F.linear(hidden, self._head)
 
     def release(self) -> None:
+        """Frees the cache."""
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
+        """Runs each prompt once and stores its cache once per entry."""
         device, lengths, longest = self._embed.device, prompts.lengths, int(prompts.lengths.max())
         self.release()
         entry_prompt, place, members = entries_of(group)
@@ -234,6 +239,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
+        """Appends one token per row."""
         batch = self._batch
         assert batch is not None, "prefill starts a batch"
         batch.append_column()
@@ -259,6 +265,7 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def keep(self, index: Tensor) -> None:
+        """Keeps rows by index."""
         if self._batch is not None:
             self._batch.keep(index)
 
@@ -311,7 +318,7 @@ class _Batch:
     def append_column(self) -> None:
         """Makes room for one more token per row."""
         if self.filled == self._capacity:
-            self._capacity = min(self._room, max(32, self.filled + self.filled // 2))
+            self._capacity = min(self._room, max(64, 2 * self.filled))
             keys = self._keys.new_empty(*self._keys.shape[:1], len(self._place), *self._keys.shape[2:4], self._capacity)
             values = self._keys.new_empty(*self._keys.shape[:1], len(self._place), self._keys.shape[2], self._capacity, self._keys.shape[3])
             keys[..., : self.filled] = self._keys[:, : len(self._place), ..., : self.filled]
@@ -334,11 +341,11 @@ class _Batch:
         self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
         self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
         self.positions, place = self.positions[index], self._place[index]
-        used, entry = torch.unique(place // self._members, return_inverse=True)
-        if 2 * len(used) <= self.keys.shape[1]:
+        used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
+        if 2 * int(used.sum()) <= len(used):
             self.keys, self.values = self.keys[:, used], self.values[:, used]
             self.mask = None if self.mask is None else self.mask[used]
-            place = entry * self._members + place % self._members
+            place = (used.cumsum(0) - 1)[place // self._members] * self._members + place % self._members
         self._set_places(place)
 
 
@@ -352,7 +359,7 @@ def entries_of(group: Tensor) -> tuple[Tensor, Tensor, int]:
         prompt of each entry [E]; entry · M + member of each row [B]; M, which weighs reading a prompt's cache against empty places.
     """
     counts = torch.bincount(group)
-    sizes = sorted({1, 2, 4, 8, 16, 32, 64} | {c for c in counts.unique().tolist() if 0 < c <= 64})
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64} | {c for c in counts.tolist() if 0 < c <= 64})
     cost = {m: int(((counts + m - 1) // m).sum()) * (1 + m / 16) for m in sizes}
     members = min(sizes, key=lambda m: cost[m])
     entries = (counts + members - 1) // members

@@ -139,8 +139,8 @@ class LocalPolicy(Policy):
         longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
         if longest > engine.context_length:
             raise CreditgraphError(
-                f"score: a row of {longest} tokens; wanted at most {engine.context_length} (context of model '{engine.context.model.path}'). "
-                "Shorten prompt plus response or raise model.max_context."
+                f"score: a row of {longest} tokens; wanted at most {engine.context_length} "
+                f"(context of model '{engine.context.model.path}'). Shorten prompt plus response or raise model.max_context."
             )
         with self._timed("seconds_score"):
             scores = score(engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens)
@@ -175,7 +175,8 @@ class LocalPolicy(Policy):
         if self.version != self.engine.version:
             raise CreditgraphError(
                 f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after version "
-                f"{self.engine.version} was loaded; wanted the handle of the current iteration. Wire consumers to engine.policy without '@'."
+                f"{self.engine.version} was loaded; wanted the handle of the current iteration. "
+                "Wire consumers to engine.policy without '@'."
             )
 
     def _check_tokens(self, rows: Jagged, what: str, used: Tensor | None = None) -> None:
@@ -208,7 +209,7 @@ class LocalPolicy(Policy):
 def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
     """The lean decoder where it is wanted, possible and gives the model's own logits; otherwise the one through transformers."""
     if choice == "transformers":
-        return TransformersDecoder(model)
+        return TransformersDecoder(model, context)
     reason = unsupported(model)
     if not reason:
         lean = LeanDecoder(model, context)
@@ -220,7 +221,7 @@ def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
         reason = f"its logits differ from transformers' by {difference:.2g} (relative to the largest)"
     if choice == "lean":
         raise ConfigError(f"engine.local: decoder 'lean' cannot run this model: {reason}. Use decoder: auto.")
-    return TransformersDecoder(model)
+    return TransformersDecoder(model, context)
 
 
 @torch.inference_mode()

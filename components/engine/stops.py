@@ -68,13 +68,16 @@ class TableMatcher:
         self._state = torch.zeros(rows, dtype=torch.int64, device=table.device)
 
     def advance(self, tokens: Tensor) -> Tensor:
+        """Takes one token per row; whether a string has occurred."""
         self._state = self._table[self._state * self._tokens + tokens].to(torch.int64)
         return self._state == self._states - 1
 
     def reset(self, rows: Tensor) -> None:
+        """Forgets what rows have seen."""
         self._state = self._state.masked_fill(rows, 0)
 
     def keep(self, index: Tensor) -> None:
+        """Rows by index."""
         self._state = self._state[index]
 
 
@@ -86,16 +89,19 @@ class DecodeMatcher:
         self._seen: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, tokens: Tensor) -> Tensor:
+        """Takes one token per row; whether a string has occurred."""
         for seen, token in zip(self._seen, tokens.tolist(), strict=True):
             seen.append(token)
         found = [any(s in text for s in self._strings) for text in decode_rows(self._tokenizer, self._seen)]
         return torch.tensor(found, dtype=torch.bool, device=tokens.device)
 
     def reset(self, rows: Tensor) -> None:
+        """Forgets what rows have seen."""
         for row in rows.nonzero().flatten().tolist():
             self._seen[row] = []
 
     def keep(self, index: Tensor) -> None:
+        """Rows by index."""
         self._seen = [self._seen[i] for i in index.tolist()]
 
 

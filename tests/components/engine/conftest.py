@@ -52,22 +52,23 @@ def metaspace_tokenizer():
 def build_model(kind, vocab):
     import transformers as tf
 
-    shape = dict(vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    shape |= dict(max_position_embeddings=96, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    shape = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2}
+    shape |= {"max_position_embeddings": 96, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     configs = {
         "qwen2": lambda: tf.Qwen2Config(**shape, tie_word_embeddings=True),
         "qwen3": lambda: tf.Qwen3Config(**shape, head_dim=16),
         "llama": lambda: tf.LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
         "llama3": lambda: tf.LlamaConfig(
             **shape,
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=1e4,
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=32,
-            ),
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
         ),
         "gpt2": lambda: tf.GPT2Config(
             vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=96, eos_token_id=1, bos_token_id=None, pad_token_id=0

@@ -5,7 +5,7 @@ import torch
 
 from components.engine.decoder import TransformersDecoder
 from components.engine.generate import _compacted, waves
-from components.engine.lean import LeanDecoder
+from components.engine.lean import LeanDecoder, entries_of
 from pipeline.errors import ConfigError, CreditgraphError
 from pipeline.jagged import Jagged
 from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights
@@ -29,7 +29,7 @@ def test_known_architectures_take_the_lean_decoder_and_others_do_not(start):
     assert kinds == dict.fromkeys(["qwen2", "qwen3", "llama", "llama3"], LeanDecoder) | dict.fromkeys(
         ["gpt2", "gemma2"], TransformersDecoder
     )
-    with pytest.raises(ConfigError, match="decoder 'lean' cannot run this model: model type 'gpt2' is not one of qwen2, qwen3, llama"):
+    with pytest.raises(ConfigError, match=r"decoder 'lean' cannot run this model: model type 'gpt2' is not one of qwen2, qwen3, llama"):
         start("gpt2", decoder="lean")
 
 
@@ -50,12 +50,12 @@ def test_logprobs_and_entropies_are_those_of_the_forward(kind, temperature, star
             torch.testing.assert_close(got.entropies.row(i), entropy, rtol=0, atol=1e-5)
 
 
-PLAIN = dict(temperature=1.0, max_tokens=30, stop=("</thought>", "3"))
-CUT = dict(temperature=1.3, top_p=0.8, top_k=12, max_tokens=30)
-THOUGHTS = dict(max_tokens=40, thoughts=ThoughtLimits(max_tokens=7, max_thoughts=5))
+PLAIN = {"temperature": 1.0, "max_tokens": 30, "stop": ("</thought>", "3")}
+CUT = {"temperature": 1.3, "top_p": 0.8, "top_k": 12, "max_tokens": 30}
+THOUGHTS = {"max_tokens": 40, "thoughts": ThoughtLimits(max_tokens=7, max_thoughts=5)}
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, CUT, THOUGHTS, THOUGHTS | dict(max_tokens=16)])
+@pytest.mark.parametrize("sampling", [PLAIN, CUT, THOUGHTS, THOUGHTS | {"max_tokens": 16}])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_sampling_equals_the_slow_loop(kind, sampling, start, prompts, ask, reference):
     policy, model = start(kind)
@@ -72,7 +72,7 @@ def test_sampling_equals_the_slow_loop(kind, sampling, start, prompts, ask, refe
     assert sampling is CUT or len(set(done.finish_reason)) > 1
 
 
-@pytest.mark.parametrize("settings", [dict(max_rows=1), dict(max_rows=4), dict(max_batch_tokens=100)])
+@pytest.mark.parametrize("settings", [{"max_rows": 1}, {"max_rows": 4}, {"max_batch_tokens": 100}])
 def test_results_do_not_depend_on_the_cut_or_on_other_rows(settings, start, prompts, ask):
     rows, seeds = [p for p in prompts for _ in range(3)], list(range(18))
     whole = ask(start()[0], rows, seeds, **PLAIN)
@@ -82,6 +82,42 @@ def test_results_do_not_depend_on_the_cut_or_on_other_rows(settings, start, prom
     order = [11, 3, 7]
     some = ask(start()[0], [rows[i] for i in order], order, **PLAIN)
     assert some.tokens.to_lists() == [whole.tokens.row(i).tolist() for i in order]
+
+
+def test_rows_that_ended_may_stay_for_some_steps(start, prompts, ask, monkeypatch):
+    rows = [p for p in prompts for _ in range(3)]
+    at_once = ask(start()[0], rows, **THOUGHTS)
+    monkeypatch.setattr("components.engine.generate.LOOK_EVERY", {"cpu": 7, "cuda": 7})
+    late = ask(start()[0], rows, **THOUGHTS)
+    assert at_once.tokens.to_lists() == late.tokens.to_lists()
+    assert at_once.thought_ends.to_lists() == late.thought_ends.to_lists()
+    assert at_once.finish_reason == late.finish_reason
+    monkeypatch.setattr("components.engine.generate.LEAVE_SHARE", 2.0)
+    # A row at the end of the context (learned positions) stays beside one that goes on.
+    done = ask(start("gpt2")[0], [[5] * 94, [6]], temperature=0.0, max_tokens=60)
+    assert done.finish_reason[0] == "length"
+    assert len(done.tokens.row(0)) == 2
+
+
+def test_groups_of_any_size_share_prompts(start, ask):
+    counts = [1, 9, 2, 1, 5, 1]
+    rows = [[7 + i] * (3 + 2 * i) for i, n in enumerate(counts) for _ in range(n)]
+    lean, plain = (ask(start("qwen2", decoder=d)[0], rows, max_tokens=40) for d in ("lean", "transformers"))
+    assert lean.tokens.to_lists() == plain.tokens.to_lists()
+    torch.testing.assert_close(lean.logprobs.values, plain.logprobs.values, rtol=0, atol=1e-5)
+
+
+def test_entries_of_groups():
+    prompt, place, members = entries_of(torch.tensor([2, 0, 2, 2, 0, 1]))
+    assert members == 3
+    assert prompt.tolist() == [0, 1, 2]
+    assert place.tolist() == [6, 0, 7, 8, 1, 3]
+    prompt, place, members = entries_of(torch.arange(40))
+    assert (members, prompt.tolist(), place.tolist()) == (1, list(range(40)), list(range(40)))
+    # One big group among single rows is cut, so that no prompt carries many empty places.
+    prompt, place, members = entries_of(torch.cat([torch.zeros(64, dtype=torch.int64), torch.arange(1, 101)]))
+    assert len(prompt) * members <= 4 * 164
+    assert len(set(place.tolist())) == 164
 
 
 def test_both_decoders_sample_the_same_tokens(start, prompts, ask):
@@ -140,23 +176,23 @@ def test_context_limits(start, ask):
 
 def test_bad_requests_get_a_sentence(start, ask):
     policy, model = start()
-    with pytest.raises(CreditgraphError, match="request 1: no tokens; wanted at least one"):
+    with pytest.raises(CreditgraphError, match=r"request 1: no tokens; wanted at least one"):
         ask(policy, [[5], []])
     with pytest.raises(CreditgraphError, match=r"token ids from 5 to 999; wanted 0 to \d+. Prompts must come from the tokenizer"):
         ask(policy, [[5, 999]])
-    with pytest.raises(CreditgraphError, match="top_p 0.0.*wanted temperature ≥ 0, 0 < top_p ≤ 1"):
+    with pytest.raises(CreditgraphError, match=r"top_p 0.0.*wanted temperature ≥ 0, 0 < top_p ≤ 1"):
         ask(policy, [[5]], top_p=0.0)
-    with pytest.raises(CreditgraphError, match="an empty stop string"):
+    with pytest.raises(CreditgraphError, match=r"an empty stop string"):
         ask(policy, [[5]], stop=("",))
-    with pytest.raises(CreditgraphError, match="score: 2 contexts for 1 token rows"):
+    with pytest.raises(CreditgraphError, match=r"score: 2 contexts for 1 token rows"):
         policy.score(Jagged.from_rows([[5], [6]], torch.int32), Jagged.from_rows([[5]], torch.int32))
-    with pytest.raises(CreditgraphError, match="score context 0: no tokens"):
+    with pytest.raises(CreditgraphError, match=r"score context 0: no tokens"):
         policy.score(Jagged.from_rows([[]], torch.int32), Jagged.from_rows([[5]], torch.int32))
     broken = {k: v * float("nan") for k, v in model.state_dict().items()}
     bad = policy.engine.run(weights=Weights(version=4, tensors=broken)).policy
-    with pytest.raises(CreditgraphError, match="weights version 4 give a log-prob that is not finite .* lower the learning rate"):
+    with pytest.raises(CreditgraphError, match=r"weights version 4 give a log-prob that is not finite .* lower the learning rate"):
         ask(bad, [[5]], max_tokens=2)
-    with pytest.raises(CreditgraphError, match="a policy handle of version 3 was used after version 4 was loaded"):
+    with pytest.raises(CreditgraphError, match=r"a policy handle of version 3 was used after version 4 was loaded"):
         ask(policy, [[5]])
 
 
@@ -177,7 +213,7 @@ def test_score_batches_do_not_change_scores(start, prompts):
 
 
 def test_bfloat16_stays_near_the_forward(start, prompts, ask):
-    policy, model = start("qwen3", dtype="bfloat16")
+    policy, _model = start("qwen3", dtype="bfloat16")
     assert isinstance(policy.engine.decoder, LeanDecoder)
     done = ask(policy, prompts, max_tokens=20)
     scored = policy.score(Jagged.from_rows(prompts, torch.int32), done.tokens)

@@ -79,7 +79,7 @@ def test_reset_and_keep():
 def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, reference, ask):
     policy, model = start("qwen2", "byte", extra=5)
     assert policy.engine.text.pieces is not None
-    sampling = dict(temperature=1.0, top_p=0.95, max_tokens=60, stop=("t", "e "))
+    sampling = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 60, "stop": ("t", "e ")}
     rows = [policy.tokenizer.encode("Step 1: we know", add_special_tokens=False)] * 12
     done = ask(policy, rows, list(range(12)), **sampling)
     forbidden = range(len(policy.tokenizer), len(policy.tokenizer) + 5)
@@ -97,7 +97,7 @@ def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, 
     policy.tokenizer.backend_tokenizer.decoder = decoders.CTC(pad_token="<pad>", cleanup=False)  # merges repeated tokens
     policy.engine.text = TokenText(policy.tokenizer, policy.engine.decoder.vocab_size)
     assert policy.engine.text.pieces is None
-    sampling = dict(max_tokens=30, stop=("ab", "7"))
+    sampling = {"max_tokens": 30, "stop": ("ab", "7")}
     rows = [[5, 6, 20]] * 8
     done = ask(policy, rows, list(range(8)), **sampling)
     for i in range(8):

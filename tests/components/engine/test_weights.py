@@ -68,17 +68,19 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
         policy.engine.run(weights=Weights(version=2, tensors=tensors, path=path))
 
     renamed = {k.replace("norm_", "norm_") if k != "model.norm.weight" else "model.nrom.weight": v for k, v in good.items()}
-    with pytest.raises(DataError, match="1 names the model does not have, first 'model.nrom.weight'.* Did you mean 'model.norm.weight'"):
+    with pytest.raises(DataError, match=r"1 names the model does not have, first 'model.nrom.weight'.* Did you mean 'model.norm.weight'"):
         load(renamed)
     with pytest.raises(DataError, match=r"weights version 2: 1 of \d+ weights are missing, first 'model.norm.weight'; wanted all"):
         load({k: v for k, v in good.items() if k != "model.norm.weight"})
     with pytest.raises(DataError, match=r"'model.norm.weight' has shape \(3,\); wanted \(32,\)"):
         load(good | {"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(DataError, match="'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and 'lm_head"):
+    with pytest.raises(
+        DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"
+    ):
         load(good | {"lm_head.weight": good["lm_head.weight"] + 1})
-    with pytest.raises(DataError, match="neither tensors nor a path; wanted exactly one"):
+    with pytest.raises(DataError, match=r"neither tensors nor a path; wanted exactly one"):
         load()
-    with pytest.raises(DataError, match="no \\*.safetensors file; wanted a folder"):
+    with pytest.raises(DataError, match=r"no \*.safetensors file; wanted a folder"):
         load(path=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"model.safetensors: cannot be read .* Write it again"):
@@ -86,5 +88,5 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="max_rows: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
         LocalEngine.Config(max_rows=0)
