@@ -1,0 +1,51 @@
+"""Global and local advantage of tree nodes (TreeRL)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from components.advantage.tree import node_values, once_mask, path_advantage, tree_metrics, tree_of
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One advantage per node, on each of its tokens."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+class TreePaths(Component):
+    """R(s) = [(V(s) − V(root)) + (V(s) − V(parent))] / √(leaves under s), with V the mean reward of the leaves below.
+
+    A tree of depth 1 gives 2 (r − mean). Every leaf is a training sequence of its whole path, so a node with n leaves occurs n times; the
+    √n damps that, it does not undo it. An invalid reward is left out of values and leaf counts, and its trajectory gets zero credit. Whole
+    trees must arrive together.
+    """
+
+    paper = "2506.11902"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Where shared tokens are trained on."""
+
+        shared: Literal["paths", "once"] = "paths"
+        """paths: in every leaf below, as published; once: in the first valid leaf only"""
+
+    config: Config
+
+    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        """Spreads each node's advantage over its tokens."""
+        check_aligned(trajectories, rewards)
+        tokens, valid = trajectories.response_tokens, rewards.valid
+        tree = tree_of(trajectories)
+        per_node = path_advantage(tree, node_values(tree, rewards.value, valid))
+        advantage = torch.where(valid[tokens.row_ids], tree.spread(per_node), 0.0)
+        trained = once_mask(tree, valid) if self.config.shared == "once" else torch.ones_like(advantage, dtype=torch.bool)
+        mask = tokens.with_values(trained)
+        self.context.log(**tree_metrics(tree, per_node, mask))
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))

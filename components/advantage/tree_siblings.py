@@ -1,0 +1,64 @@
+"""Sibling advantages of tree nodes (SPO-Tree)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from components.advantage.tree import ValueOf, node_values, once_mask, sibling_advantage, tree_metrics, tree_of
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One advantage per node, on each of its tokens."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+class TreeSiblings(Component):
+    """A(node) = V(node) − mean V of its siblings, on the tokens that the policy was not sure of (π_old < 0.9).
+
+    V(node) = mean reward of the leaves below. A tree of depth 1 gives r − mean (GRPO without the standard deviation). Each node is
+    trained on in one leaf only, the first whose reward is valid, so shared tokens count once however many leaves share them. An invalid
+    reward is left out of all values and gives zero credit. Whole trees must arrive together.
+    """
+
+    paper = "2505.23564"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Values and masks."""
+
+        value: ValueOf = "leaves"
+        """V of a node: mean over its leaves, or over its children as in the released code; they differ where branches end early"""
+        max_probability: float = 0.9
+        """tokens that the sampling policy gave at least this probability leave the loss; 1 keeps all"""
+        drop_zero: bool = False
+        """takes nodes without signal out of the loss denominator too"""
+
+        def __post_init__(self) -> None:
+            if not 0 < self.max_probability <= 1:
+                raise ValueError(f"max_probability is {self.max_probability}; wanted a probability above 0, 1 to train on every token.")
+
+    config: Config
+
+    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        """Spreads each node's advantage over its tokens."""
+        check_aligned(trajectories, rewards)
+        settings, tokens = self.config, trajectories.response_tokens
+        tree = tree_of(trajectories)
+        per_node = sibling_advantage(tree, node_values(tree, rewards.value, rewards.valid, settings.value))
+        advantage = torch.where(rewards.valid[tokens.row_ids], tree.spread(per_node), 0.0)
+        trained = once_mask(tree, rewards.valid)
+        if settings.max_probability < 1:
+            trained &= trajectories.engine_logprobs.values < math.log(settings.max_probability)
+        if settings.drop_zero:
+            trained &= advantage.abs() >= 1e-8
+        mask = tokens.with_values(trained)
+        self.context.log(**tree_metrics(tree, per_node, mask))
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))

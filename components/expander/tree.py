@@ -1,0 +1,75 @@
+"""Trees of trajectories: branches at fixed lengths (SPO-Tree) or at uncertain tokens (TreeRL)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
+from components.sampler.requests import SamplingSettings, length_metrics
+from pipeline.component import Component
+from pipeline.payloads import Policy, Prompts, Trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The leaves of each prompt's tree, prompt by prompt; the group of each is its prompt."""
+
+    trajectories: Trajectories
+
+
+class Tree(Component):
+    """Grows one tree of responses per prompt; its leaves share prefixes, and each token is sampled once.
+
+    `segments`: `branching` = (6, 6, 6) samples 6 segments of M tokens, continues each 6 times for M tokens, and each of those 6 times
+    to the end. `uncertain`: (M, N, L, T) samples M responses and, in each of L rounds, T new ones from before each of the N most
+    uncertain tokens of every tree. Leaves carry their lineage: a row shares its first `inherited` tokens with `parent`, their ids,
+    log-probs and entropies included. A branch that ends early is a leaf.
+    """
+
+    paper = "2505.23564, 2506.11902"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(SamplingSettings):
+        """Sampling settings and the rule."""
+
+        rule: Literal["segments", "uncertain"] = "segments"
+        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens of whole responses (TreeRL)"""
+        segments: SegmentRule = field(default_factory=SegmentRule)
+        """settings of rule `segments`"""
+        uncertain: UncertainRule = field(default_factory=UncertainRule)
+        """settings of rule `uncertain`"""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.rule == "segments" and self.segments.tokens * (len(self.segments.branching) - 1) >= self.max_tokens:
+                cuts = len(self.segments.branching) - 1
+                raise ValueError(
+                    f"segments.tokens is {self.segments.tokens} with {cuts + 1} levels, but max_tokens is {self.max_tokens}: the last "
+                    f"level would have no budget; wanted {cuts}·segments.tokens below max_tokens."
+                )
+
+    config: Config
+
+    def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
+        """Grows all trees level by level, or round by round, each in one request batch."""
+        settings, sampling = self.config, self.config.sampling()
+        if settings.rule == "segments":
+            grown = grow_segments(prompts, policy, settings.segments, sampling, self.context)
+        else:
+            grown = grow_uncertain(prompts, policy, settings.uncertain, sampling, self.context)
+        leaves, count = grown.leaves, max(len(prompts), 1)
+        metrics = length_metrics(leaves)
+        metrics["sampled_tokens"] += grown.discarded_tokens
+        per_prompt = torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts)) if len(prompts) else torch.zeros(0)
+        self.context.log(
+            **metrics,
+            leaves=len(leaves) / count,
+            fewest_leaves=float(per_prompt.min()) if len(prompts) else 0.0,
+            inherited_tokens=float(leaves.inherited.sum()),
+            discarded_tokens=grown.discarded_tokens,
+            missed_branches=grown.missed_branches,
+        )
+        return Outputs(trajectories=leaves)
