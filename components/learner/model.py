@@ -50,6 +50,7 @@ class LearnerModel:
     def __init__(self, model: Any, lora: Lora, gradient_checkpointing: bool, keep_reference: bool, seed: int) -> None:
         model.config.use_cache = False
         model.eval()
+        _check_head(model)
         self.tied = _is_tied(model)
         self._reference = copy.deepcopy(model).requires_grad_(False) if keep_reference and not lora.rank else None
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
@@ -121,6 +122,22 @@ def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
     out = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs)
     hidden: Tensor = out.last_hidden_state
     return hidden.flatten(0, 1)
+
+
+@torch.no_grad()
+def _check_head(model: Any) -> None:
+    """Raises ValueError when the model's logits are more than its head applied to its last hidden states."""
+    ids = torch.arange(6, device=model.get_input_embeddings().weight.device)[None] % model.config.get_text_config().vocab_size
+    wanted = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+    found, _ = token_logprobs(hidden, ids[0, 1:], Head.of(model))
+    worst = float((found - wanted).abs().max())
+    if not worst <= (1e-3 if hidden.dtype == torch.float32 else 0.2):
+        raise ValueError(
+            f"learner: log-probs of {type(model).__name__} from its output head differ from its own logits by {worst:.2g} nats; its "
+            "forward pass does more than a linear head with scale and soft cap. Add that to components.learner.logprobs.Head, or use "
+            "another model."
+        )
 
 
 def _head_name(model: Any) -> str:
