@@ -18,7 +18,7 @@ from pipeline.run_directory import write_aside, writing
 class WandbSettings:
     """Mirroring to Weights & Biases."""
 
-    mode: Literal["disabled", "offline", "online"] = "disabled"
+    mode: Literal["disabled", "offline", "online"] = "offline"
     """offline writes below the run directory (send it later with `wandb sync`); online sends while running"""
     project: str = "creditgraph"
     """project name"""
