@@ -1,6 +1,6 @@
 """Eligibility-trace ratios: log R_t = Σ_{k≤t} w(t,k) l_k, with w falling in t − k at d = γλ per token.
 
-Weights (k, t count from 1 at the first trained token of a trajectory):
+OlderWeights (k, t count from 1 at the first trained token of a trajectory):
 
     recent         d^{t−k}                    GRPO-λ (2510.00194) [S]
     both           max(d^{t−k}, d^{k−1})      GRPO-λ, reported better than recent [S]
@@ -40,7 +40,7 @@ SCALE_COLUMN = "trace_scale"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Weights:
+class OlderWeights:
     """What older tokens weigh beside the recent ones; all per token t, numbers relative to t, so that rows can be selected.
 
     Attributes:
@@ -57,13 +57,13 @@ class Weights:
     NAMES: ClassVar[tuple[str, ...]] = ("back", "old", "dropped", "early")
 
     @staticmethod
-    def of(columns: dict[str, Jagged]) -> Weights | None:
+    def of(columns: dict[str, Jagged]) -> OlderWeights | None:
         """From the columns that `prepare` made."""
-        found = {n: columns[f"trace_{n}"].values for n in Weights.NAMES if f"trace_{n}" in columns}
-        return Weights(**found) if found else None
+        found = {n: columns[f"trace_{n}"].values for n in OlderWeights.NAMES if f"trace_{n}" in columns}
+        return OlderWeights(**found) if found else None
 
 
-def trace_sum(x: Jagged, settings: Trace, weights: Weights | None = None) -> Jagged:
+def trace_sum(x: Jagged, settings: Trace, weights: OlderWeights | None = None) -> Jagged:
     """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row; linear and differentiable.
 
     Args:
@@ -80,7 +80,7 @@ def trace_sum(x: Jagged, settings: Trace, weights: Weights | None = None) -> Jag
     return x.with_values(recent.values + w.old * old.values.index_select(0, index) - w.dropped * recent.values.index_select(0, index))
 
 
-def older_weights(place: Tensor, settings: Trace) -> Weights:
+def older_weights(place: Tensor, settings: Trace) -> OlderWeights:
     """For styles beside "recent"; `place` is int64, k − 1 of each token, negative before the first trained one."""
     early = old = torch.ones_like(place, dtype=torch.float32)
     if settings.style == "both":
@@ -95,7 +95,7 @@ def older_weights(place: Tensor, settings: Trace) -> Weights:
     # `cut` tokens from k = 1 on are older; the last of them lies place − cut + 1 before t.
     back = (place - cut + 1).clamp(min=0)
     dropped = _power(settings.decay, back)
-    return Weights(back=back, old=torch.where(has_old, old, 0.0), dropped=torch.where(has_old, dropped, 0.0), early=early)
+    return OlderWeights(back=back, old=torch.where(has_old, old, 0.0), dropped=torch.where(has_old, dropped, 0.0), early=early)
 
 
 def _power(decay: float, exponent: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _traced(inputs: Inputs, objective: Objective) -> Tensor:
 def _trace(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """History Σ_{k<t} w l_k and own part w(t,t) l_t of log R_t (both over Σ w when normalised); linear in l."""
     settings = objective.trace
-    traced, weights = _traced(inputs, objective), Weights.of(inputs.columns)
+    traced, weights = _traced(inputs, objective), OlderWeights.of(inputs.columns)
     own = torch.where(traced, log_ratio.values, 0.0)
     total = trace_sum(log_ratio.with_values(own), settings, weights).values
     if settings.clip == "normalised":
@@ -141,14 +141,14 @@ def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
     if settings.style != "recent":
         mask = inputs.mask
         weights = older_weights(mask.positions - mask.spread(_first_trained(mask)).values, settings)
-        made = {f"trace_{n}": mask.with_values(getattr(weights, n)) for n in Weights.NAMES}
+        made = {f"trace_{n}": mask.with_values(getattr(weights, n)) for n in OlderWeights.NAMES}
         inputs = inputs.replace(columns=inputs.columns | made)
     with torch.enable_grad():
         leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
         log_ratio = inputs.old_logprobs.with_values(leaf)
         if settings.clip == "eps_weight":
             traced = torch.where(_traced(inputs, objective), leaf, 0.0)
-            total = trace_sum(log_ratio.with_values(traced), settings, Weights.of(inputs.columns)).values
+            total = trace_sum(log_ratio.with_values(traced), settings, OlderWeights.of(inputs.columns)).values
         else:
             past, own = _trace(log_ratio, inputs, objective)
             # P-A's current ratio is whole whatever the entropy mask says.
