@@ -40,7 +40,10 @@ Placement = Literal["replica", "collective"]
 
 @dataclass(frozen=True)
 class same_rows:
-    """Annotation: this batch has exactly the rows, in order, of the named input."""
+    """Annotation: this batch has exactly the rows, in order, of the named input.
+
+    On an output it may also name another output of the same node, when no input has that name.
+    """
 
     input: str
 

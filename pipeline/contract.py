@@ -117,13 +117,15 @@ def _sockets(cls: Any) -> Iterator[str]:
         yield f".run returns {type_text(returned)}, which is not frozen; write @dataclass(frozen=True, kw_only=True)."
     for kind, group in (("input", sockets.inputs), ("output", sockets.outputs)):
         for name, socket in group.items():
-            yield from _socket(kind, name, socket, sockets.inputs)
+            # An output may also have the rows of another output.
+            others = {} if kind == "input" else {n: s for n, s in sockets.outputs.items() if n != name}
+            yield from _socket(kind, name, socket, others | sockets.inputs)
     for name, parameter in inspect.signature(cls.run).parameters.items():
         if parameter.default not in (inspect.Parameter.empty, None):
             yield f".run: input '{name}' defaults to {parameter.default!r}; an optional input is 'T | None = None'."
 
 
-def _socket(kind: str, name: str, socket: Socket, inputs: dict[str, Socket]) -> Iterator[str]:
+def _socket(kind: str, name: str, socket: Socket, named: dict[str, Socket]) -> Iterator[str]:
     for member in socket.types:
         if not (isinstance(member, type) and issubclass(member, Payload)):
             yield f".run: {kind} '{name}' is {type_text(member)}; wanted a payload, a class derived from pipeline.payloads.Payload."
@@ -131,8 +133,8 @@ def _socket(kind: str, name: str, socket: Socket, inputs: dict[str, Socket]) -> 
         yield f".run: output '{name}' is a list; wanted one payload per output."
     if socket.same_rows == name and kind == "input":
         yield f".run: input '{name}' is annotated with its own rows; name another input."
-    elif socket.same_rows is not None and socket.same_rows not in inputs:
-        hint = did_you_mean(socket.same_rows, inputs)
+    elif socket.same_rows is not None and socket.same_rows not in named:
+        hint = did_you_mean(socket.same_rows, named)
         yield f".run: {kind} '{name}' has same_rows('{socket.same_rows}'), but there is no such input.{hint}"
 
 

@@ -119,6 +119,8 @@ class _Populations:
             return self.of_wires(node.wires[rows])
         if rows is not None and rows in node.sockets.inputs and node.sockets.inputs[rows].required:
             return None
+        if rows is not None and rows not in node.sockets.inputs and rows in node.sockets.outputs and rows != output_name:
+            return self._of_output(node_name, rows)
         return ((node_name, output_name, 0),)
 
 

@@ -146,3 +146,38 @@ def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
         if match:
             values[i] = match.group(1)
     return values
+
+
+RETRY_INSTRUCTIONS = """\
+There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct it. Write the whole
+solution again, close each step with </thought>, and put the final answer in \\boxed{}.
+"""
+
+CRITIQUE_INSTRUCTIONS = """\
+Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution, close each step with
+</thought>, and put the final answer in \\boxed{}.
+"""
+
+VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
+
+
+def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
+    """Asks for a second attempt that contains the first one; the wording leaves open whether the first is wrong (SCoRe).
+
+    The embedded model knows no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as its own reference.
+    """
+    return _again(metadata, question, steps, RETRY_INSTRUCTIONS, tokenizer)
+
+
+def critique_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], correct: bool, tokenizer: Any) -> str:
+    """Asks for a refinement of an attempt after a binary critique, right or wrong (Critique-GRPO).
+
+    For "chains" as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
+    """
+    return _again(metadata, question, steps, f"{VERDICTS[correct]}\n\n{CRITIQUE_INSTRUCTIONS}", tokenizer)
+
+
+def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instructions: str, tokenizer: Any) -> str:
+    if check_template(metadata.get("template", "plain")) == "chains":
+        return revise_prompt(metadata, question, steps, steps, tokenizer)
+    return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}", tokenizer)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from components.learner.objective import entropy_mask, reinforce, sequence, token, trace
+from components.learner.objective import entropy_mask, reinforce, sequence, shaped, token, trace
 from components.learner.objective.aggregate import aggregate, counts, weights
 from components.learner.objective.base import MAX_LOG_RATIO, AllSum, Inputs, Meters, Terms
 from components.learner.objective.config import KL, EntropyMask, Objective, Trace
@@ -65,6 +65,7 @@ KINDS: dict[str, Kind] = {
     "sequence": Kind(sequence.terms),
     "gated_sequence": Kind(sequence.gated_terms),
     "trace": Kind(trace.terms, trace.prepare),
+    "shaped": Kind(shaped.terms),
 }
 
 
@@ -107,7 +108,9 @@ def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
             raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
         penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, objective.kl.estimator)
         meters.mean("kl_reference", penalty, mask)
-        loss = loss + objective.kl.coefficient * penalty
+        # Column "kl_weight" of the credit: a multiple of the coefficient per token (SCoRe holds first attempts back harder).
+        weight = inputs.columns.get("kl_weight")
+        loss = loss + objective.kl.coefficient * (penalty if weight is None else weight.values * penalty)
     if inputs.entropies is not None:
         meters.mean("entropy", inputs.entropies.values, mask)
         if objective.entropy_bonus:

@@ -13,7 +13,8 @@ class KL:
     """Penalty that keeps the policy near the frozen initial model."""
 
     coefficient: float = 0.0
-    """weight of the penalty per token [1/nat]; 0 switches it off and no reference model is loaded"""
+    """weight of the penalty per token [1/nat], times column "kl_weight" of the credit if there is one; 0 switches it off and no reference
+    model is loaded"""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """per-token estimate of KL(π_θ ‖ π_ref) from the sampled token; see `kl.py`"""
 

@@ -1,0 +1,212 @@
+"""Counterfactual credit: repairable failures earn a share, and their credit lands on the tokens a repair changed (IBPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+
+from components.advantage.group import Normalize, group_advantage, group_metrics, group_moments, training_mask, zero_groups
+from pipeline.component import Component, same_rows
+from pipeline.jagged import Jagged
+from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What to train on: the trajectories, and behind them the revisions of `train_revision`; and their credit."""
+
+    trained: Trajectories
+    credit: Annotated[Credit, same_rows("trained")]
+
+
+def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:
+    """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
+
+    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks the token of
+    `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair makes otherwise, and without
+    it a repair that only inserts would leave nothing to train.
+
+    >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
+    ([False, True, True], [False, True, False, True], 2)
+    """
+    left, right = [False] * len(first), [False] * len(second)
+    operations = Levenshtein.editops(first, second)
+    for tag, source, target in operations.as_list():
+        if left:
+            left[min(source, len(left) - 1)] = True
+        if tag != "delete":
+            right[target] = True
+    return left, right, len(operations)
+
+
+def repair_share(parent: Tensor, correct: Tensor, valid: Tensor, uid: Tensor) -> Tensor:
+    """s of each trajectory in `uid` [N]: the share of its revisions that are right, float64; 0 without a revision.
+
+    Args:
+        parent: int64 [M], uid of the trajectory each revision repairs.
+        correct: bool [M].
+        valid: bool [M]; a revision that could not be judged counts as not repaired.
+        uid: int64 [N].
+    """
+    asked, right = torch.zeros(len(uid), dtype=torch.float64), torch.zeros(len(uid), dtype=torch.float64)
+    order = torch.argsort(uid)
+    row = order[torch.searchsorted(uid[order], parent)] if len(uid) else parent
+    asked.index_add_(0, row, torch.ones(len(parent), dtype=torch.float64))
+    right.index_add_(0, row, (correct & valid).double())
+    return right / asked.clamp(min=1)
+
+
+def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Tensor) -> dict[str, float]:
+    """Var R, Var R', and the bound 2pE[φ]/Var φ below which λ_φ lowers the variance of 0/1 rewards; population variances over [N].
+
+    R' = R + λφ with φ = 0 where R = 1 has Var R' − Var R = λ² Var φ − 2λ p E[φ] [R]. The bound is infinite where Var φ = 0 < p E[φ], and
+    0 where both vanish.
+    """
+    if not len(reward):
+        return {"reward_var": 0.0, "shaped_reward_var": 0.0, "shaping_bound": 0.0}
+    spread, pull = float(phi.double().var(correction=0)), 2 * float(correct.double().mean()) * float(phi.double().mean())
+    return {
+        "reward_var": float(reward.double().var(correction=0)),
+        "shaped_reward_var": float(shaped.double().var(correction=0)),
+        "shaping_bound": pull / spread if spread > 0 else (float("inf") if pull > 0 else 0.0),
+    }
+
+
+class Counterfactual(Component):
+    """R' = r + λ·ρ·s on failures (s: share of its revisions that are right), normalised per group; credit on the edited tokens.
+
+    φ_i = ρ s_i for a wrong trajectory, 0 for a right one [S]; A' is R' normalised within the group; A_{i,t} = A'_i m_{i,t} [R]. m marks
+    the tokens of a repaired trajectory that its successful revision with the fewest edits changes; all ones for a right trajectory and
+    for a failure without a successful revision [S]. Column "gate" holds m for objective `gated_sequence`.
+
+    Without revisions, and with shaping 0 and mask "off", this is `advantage.group`. A repaired trajectory of a group with few successes
+    may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is what R' gives and is left as it is.
+    """
+
+    paper = "2605.16302"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Shaping, mask, normalisation."""
+
+        shaping: float = 0.6
+        """λ_φ, reward of a fully repairable failure; 0 is none"""
+        repair_scale: float = 1.0
+        """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
+        mask: Literal["loss", "credit", "off"] = "loss"
+        """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0 but count in T_i;
+        off: credit on all tokens"""
+        train_revision: bool = False
+        """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
+        normalize: Normalize = "std"
+        """of the shaped reward within its group, see advantage.group"""
+        eps: float = 1e-6
+        """added to the standard deviation in `std`"""
+
+        def __post_init__(self) -> None:
+            if self.shaping < 0 or not 0 <= self.repair_scale <= 1:
+                raise ValueError(
+                    f"shaping is {self.shaping} and repair_scale {self.repair_scale}; wanted λ_φ of 0 or more and ρ between 0 and 1."
+                )
+
+    config: Config
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        revisions: Trajectories,
+        revision_rewards: Annotated[Rewards, same_rows("revisions")],
+    ) -> Outputs:
+        """Shapes, normalises, masks; then adds revisions to train on."""
+        check_aligned(trajectories, rewards)
+        check_aligned(revisions, revision_rewards)
+        trajectories.index_of(revisions.parent)
+        settings, group = self.config, trajectories.group
+        share = repair_share(revisions.parent, revision_rewards.correct, revision_rewards.valid, trajectories.uid)
+        phi = torch.where(rewards.correct | ~rewards.valid, 0.0, settings.repair_scale * share)
+        shaped = rewards.value + (settings.shaping * phi).float()
+        advantage = group_advantage(shaped, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
+        gate, best, own = _fewest_edits(trajectories, rewards, revisions, revision_rewards)
+        credit = self._credit(trajectories, advantage, gate)
+        self.context.log(
+            **group_metrics(rewards.replace(value=shaped), group, zero_groups(advantage, group)),
+            **shaping_statistics(
+                rewards.value[rewards.valid], shaped[rewards.valid], phi[rewards.valid], (rewards.correct & rewards.valid)[rewards.valid]
+            ),
+            **_repair_metrics(trajectories, rewards, revisions, advantage, gate, share, best),
+        )
+        if not settings.train_revision or not len(best):
+            return Outputs(trained=trajectories, credit=credit)
+        extra, extra_credit = self._positives(trajectories, rewards, shaped, revisions.select(best), own)
+        return Outputs(trained=Trajectories.concat([trajectories, extra]), credit=Credit.concat([credit, extra_credit]))
+
+    def _credit(self, trajectories: Trajectories, advantage: Tensor, gate: Jagged) -> Credit:
+        spread = trajectories.response_tokens.spread(advantage)
+        mask = training_mask(trajectories.response_tokens, trajectories.inherited)
+        if self.config.mask == "off":
+            gate = gate.with_values(torch.ones_like(gate.values))
+        if self.config.mask == "loss":
+            mask = mask.with_values(mask.values & gate.values)
+        spread = spread.with_values(torch.where(gate.values, spread.values, 0.0))
+        return Credit(uid=trajectories.uid, advantage=spread, mask=mask, columns={"gate": gate})
+
+    def _positives(
+        self, trajectories: Trajectories, rewards: Rewards, shaped: Tensor, chosen: Trajectories, edited: Jagged
+    ) -> tuple[Trajectories, Credit]:
+        """Revisions with the advantage that reward 1 has against their original's group, on edited tokens alone [R]."""
+        settings = self.config
+        parents = trajectories.index_of(chosen.parent)
+        mean, std, count = (x[parents] for x in group_moments(shaped, trajectories.group, rewards.valid))
+        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=1e-8)}[settings.normalize]
+        # One reward in a group says nothing about it.
+        advantage = torch.where((std < 1e-8) | (count < 2), 0.0, (1.0 - mean) / scale).clamp(min=0.0).float()
+        chosen = chosen.replace(group=trajectories.group[parents])
+        spread = chosen.response_tokens.spread(advantage)
+        spread = spread.with_values(torch.where(edited.values, spread.values, 0.0))
+        return chosen, Credit(uid=chosen.uid, advantage=spread, mask=edited, columns={"gate": edited})
+
+
+def _fewest_edits(
+    trajectories: Trajectories, rewards: Rewards, revisions: Trajectories, revision_rewards: Rewards
+) -> tuple[Jagged, Tensor, Jagged]:
+    """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
+
+    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of equals. A revision
+    equal to its original (a judge that changed its mind) is none.
+    """
+    tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
+    parents = trajectories.index_of(revisions.parent).tolist()
+    usable = revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
+    found: dict[int, tuple[int, int, list[bool], list[bool]]] = {}
+    for row in usable.nonzero(as_tuple=True)[0].tolist():
+        left, right, distance = edited_tokens(tokens[parents[row]], revised.row(row).tolist())
+        if distance and (parents[row] not in found or distance < found[parents[row]][0]):
+            found[parents[row]] = (distance, row, left, right)
+    masks = [found[i][2] if i in found else [True] * len(row) for i, row in enumerate(tokens)]
+    best = [found[i][1] for i in sorted(found)]
+    own = Jagged.from_rows([found[i][3] for i in sorted(found)], torch.bool)
+    return Jagged.from_rows(masks, torch.bool), torch.tensor(best, dtype=torch.int64), own
+
+
+def _repair_metrics(
+    trajectories: Trajectories, rewards: Rewards, revisions: Trajectories, advantage: Tensor, gate: Jagged, share: Tensor, best: Tensor
+) -> dict[str, float]:
+    wrong = rewards.valid & ~rewards.correct
+    repaired = torch.zeros(len(trajectories), dtype=torch.bool)
+    repaired[trajectories.index_of(revisions.parent[best])] = True
+    count, many = max(int(wrong.sum()), 1), max(int(repaired.sum()), 1)
+    return {
+        "wrong": float(wrong.sum()),
+        "revised_share": float(torch.isin(trajectories.uid[wrong], revisions.parent).sum()) / count,
+        "repair_rate": float(share[wrong].sum()) / count,
+        "repaired_share": float(repaired.sum()) / count,
+        "edited_share": float(gate.mean()[repaired].sum()) / many if len(gate) else 0.0,
+        "raised_edit_share": float((advantage[repaired] > 0).sum()) / many,
+    }

@@ -1,0 +1,124 @@
+"""Credit for pairs of attempts: learn to improve, without unlearning the first attempt (SCoRe)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from components.advantage.group import Normalize, group_advantage, group_metrics, training_mask, zero_groups
+from pipeline.component import Component, same_rows
+from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The same advantage and KL weight on every token of an attempt."""
+
+    credit: Annotated[Credit, same_rows("trajectories")]
+
+
+def first_of(trajectories: Trajectories) -> Tensor:
+    """int64 [N]: the row of each second attempt's first attempt, −1 for first attempts (`parent` −1)."""
+    out = torch.full_like(trajectories.uid, -1)
+    second = trajectories.parent >= 0
+    out[second] = trajectories.index_of(trajectories.parent[second])
+    return out
+
+
+def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """R(y2) + α (R(y2) − R(y1)) for second attempts and R(y1) for first ones, [N]; and which of them are valid.
+
+    A second attempt whose first one could not be judged is invalid too.
+
+    Args:
+        reward: float [N].
+        valid: bool [N].
+        first: int64 [N], row of the first attempt, −1 for first attempts.
+        alpha: weight of the improvement.
+    """
+    second = first >= 0
+    before = first.clamp(min=0)
+    shaped = torch.where(second, reward + alpha * (reward - reward[before]), reward)
+    return shaped, valid & (~second | valid[before])
+
+
+class RetryAdvantage(Component):
+    """Stage I: R(y2) on second attempts, a strong KL alone on first ones. Stage II: R(y2) + α(R(y2) − R(y1)), and R(y1) on first ones.
+
+    Rewards are normalised within the group of their turn. Column "kl_weight" multiplies the objective's `kl.coefficient` per token: in
+    stage I it is `first_kl_weight` on first attempts, which have advantage 0 and stay in the mask [S]; everywhere else 1. Stage I takes
+    the first `stage_one_iterations` iterations of the run. The paper trains both attempts in stage II [S]; that each is credited with
+    its own turn's reward, and that baselines are per turn, is our reading [R].
+
+    Without KL term at the learner stage I leaves first attempts untrained. α = 0 gives plain rewards.
+    """
+
+    paper = "2409.12917"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Stages, improvement bonus, normalisation."""
+
+        stage_one_iterations: int = 0
+        """iterations of stage I at the start of the run; 0 is stage II from the start, as many as the run has is stage I alone"""
+        alpha: float = 10.0
+        """α, weight of the improvement R(y2) − R(y1) in stage II; 0 gives plain rewards"""
+        first_kl_weight: float = 10.0
+        """β₂/β₁: multiplies the learner's kl.coefficient on first attempts in stage I"""
+        train_first: bool = True
+        """credit first attempts with R(y1) in stage II; false leaves them to the KL term"""
+        normalize: Normalize = "mean"
+        """of the rewards within their turn's group, see advantage.group; "mean" keeps α's scale, "std" divides it out again"""
+        eps: float = 1e-6
+        """added to the standard deviation in `std`"""
+
+        def __post_init__(self) -> None:
+            if self.stage_one_iterations < 0 or self.alpha < 0 or self.first_kl_weight < 0:
+                raise ValueError(
+                    f"stage_one_iterations {self.stage_one_iterations}, alpha {self.alpha}, first_kl_weight {self.first_kl_weight}; "
+                    "wanted 0 or more for each."
+                )
+
+    config: Config
+
+    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        """Credits one batch in the stage of the present iteration."""
+        check_aligned(trajectories, rewards)
+        settings, group = self.config, trajectories.group
+        stage_one = self.context.iteration < settings.stage_one_iterations
+        first = first_of(trajectories)
+        second = first >= 0
+        shaped, valid = improvement_reward(rewards.value, rewards.valid, first, 0.0 if stage_one else settings.alpha)
+        advantage = group_advantage(shaped, group, valid, normalize=settings.normalize, eps=settings.eps)
+        if stage_one or not settings.train_first:
+            advantage = torch.where(second, advantage, 0.0)
+        weight = torch.where(second, 1.0, settings.first_kl_weight if stage_one else 1.0)
+        tokens = trajectories.response_tokens
+        self.context.log(
+            stage=1.0 if stage_one else 2.0,
+            **group_metrics(rewards.replace(value=shaped, valid=valid), group, zero_groups(advantage, group)),
+            **turn_metrics(rewards, first),
+        )
+        credit = Credit(
+            uid=trajectories.uid,
+            advantage=tokens.spread(advantage),
+            mask=training_mask(tokens, trajectories.inherited),
+            columns={"kl_weight": tokens.spread(weight)},
+        )
+        return Outputs(credit=credit)
+
+
+def turn_metrics(rewards: Rewards, first: Tensor) -> dict[str, float]:
+    """Accuracy of both turns, and the shares of pairs that turn right and wrong; over pairs with two verdicts."""
+    second = (first >= 0) & rewards.valid & rewards.valid[first.clamp(min=0)]
+    count = max(int(second.sum()), 1)
+    after, before = rewards.correct[second], rewards.correct[first[second]]
+    return {
+        "first_correct": float(before.sum()) / count,
+        "second_correct": float(after.sum()) / count,
+        "turned_right": float((after & ~before).sum()) / count,
+        "turned_wrong": float((before & ~after).sum()) / count,
+    }
