@@ -45,12 +45,14 @@ class Difficulty:
     Attributes:
         steps: fewest and most steps of a chain, both at most 12.
         hard_facts: fewest and most steps that use a fact the shipped model gets wrong; None takes what comes.
+        hard_after: such steps lie only behind this share of the chain; 0.6 makes chains that begin easily and fail late.
         operators: operators to draw from.
         modulus: values are taken modulo this number, at most 13 (the shipped model only knows 13).
     """
 
     steps: tuple[int, int] = (8, 10)
     hard_facts: tuple[int, int] | None = (3, 3)
+    hard_after: float = 0.0
     operators: str = "+-*"
     modulus: int = 13
 
@@ -62,6 +64,8 @@ class Difficulty:
             raise ValueError(
                 f"hard_facts: found {list(self.hard_facts)}; wanted [fewest, most], fewest not above the fewest steps ({low})."
             )
+        if not 0 <= self.hard_after < 1 or (self.hard_after and self.hard_facts is None):
+            raise ValueError(f"hard_after: found {self.hard_after}; wanted a share from 0 to below 1, and hard_facts beside it.")
         unknown = [c for c in self.operators if c not in OPERATORS]
         if unknown or not self.operators:
             raise ValueError(f"operators: found '{self.operators}'; wanted some of '{''.join(OPERATORS)}'.")
@@ -128,7 +132,8 @@ def generate(
         if key_of("split", problem["question"]) % 8 not in SPLITS[split]:
             continue
         problem["hard_steps"] = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
-        if low <= len(problem["hard_steps"]) <= high:
+        late = all(i > difficulty.hard_after * len(problem["steps"]) for i in problem["hard_steps"])
+        if late and low <= len(problem["hard_steps"]) <= high:
             return problem
     raise DataError(
         f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in 20000 draws; "

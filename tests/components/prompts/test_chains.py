@@ -101,6 +101,13 @@ def test_difficulty_bounds_hold(bounds):
         assert 6 <= len(problem["steps"]) <= 9
 
 
+def test_hard_steps_can_be_kept_late():
+    for index in range(20):
+        problem = chains.generate(0, index, Difficulty(hard_facts=(1, 2), hard_after=0.6))
+        assert problem["hard_steps"]
+        assert min(problem["hard_steps"]) > 0.6 * len(problem["steps"])
+
+
 def test_operators_and_modulus_are_settings():
     problem = chains.generate(0, 0, Difficulty(operators="-", modulus=7, hard_facts=None))
     assert {operator for operator, _ in problem["steps"]} == {"-"}
@@ -113,6 +120,8 @@ def test_operators_and_modulus_are_settings():
         ({"steps": (3, 13)}, "steps: found [3, 13]; wanted [fewest, most] between 1 and 12."),
         ({"steps": (4, 5), "hard_facts": (6, 7)}, "hard_facts: found [6, 7]; wanted [fewest, most]"),
         ({"operators": "+/"}, "operators: found '+/'; wanted some of '+-*'."),
+        ({"hard_after": 1.0}, "hard_after: found 1.0; wanted a share from 0 to below 1"),
+        ({"hard_facts": None, "hard_after": 0.5}, "hard_after: found 0.5"),
         ({"modulus": 17}, "modulus: found 17; wanted 2 to 13"),
     ],
 )
