@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from components.engine.cache import entries_of
 from components.engine.decoder import TransformersDecoder
 from components.engine.generate import _compacted, waves
-from components.engine.lean import LeanDecoder, entries_of
+from components.engine.lean import LeanDecoder
 from pipeline.errors import ConfigError, CreditgraphError
 from pipeline.jagged import Jagged
 from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights

@@ -74,9 +74,7 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
         load({k: v for k, v in good.items() if k != "model.norm.weight"})
     with pytest.raises(DataError, match=r"'model.norm.weight' has shape \(3,\); wanted \(32,\)"):
         load(good | {"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(
-        DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"
-    ):
+    with pytest.raises(DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"):
         load(good | {"lm_head.weight": good["lm_head.weight"] + 1})
     with pytest.raises(DataError, match=r"neither tensors nor a path; wanted exactly one"):
         load()
