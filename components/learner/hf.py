@@ -49,8 +49,6 @@ class HFLearner(Component):
         """AdamW, clipping, schedule"""
         lora: Lora = field(default_factory=Lora)
         """low-rank adapters; rank 0 trains all parameters"""
-        temperature: float = 1.0
-        """log-probs are of softmax(logits / temperature); must equal the sampler's, or ratios are wrong"""
         micro_batch_tokens: int = 16384
         """token budget of one forward and backward pass; lower it when memory runs out, the gradient stays the same"""
         minibatches: int = 1
@@ -66,8 +64,6 @@ class HFLearner(Component):
         entropy, ratio and mismatch metrics then describe the other rows only"""
 
         def __post_init__(self) -> None:
-            if self.temperature <= 0:
-                raise ValueError(f"temperature is {self.temperature}; wanted the sampler's, above 0 (1 when it decodes greedily).")
             if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:
                 raise ValueError(
                     f"minibatches {self.minibatches}, epochs {self.epochs}, micro_batch_tokens {self.micro_batch_tokens}; "
@@ -148,6 +144,7 @@ class _Pass:
         self.prompt, self.response = trajectories.prompt_tokens.to(device), trajectories.response_tokens.to(device)
         self.lengths = torch.where(self.response.lengths > 0, self.prompt.lengths + self.response.lengths - 1, 0)
         self.prompt_uid = trajectories.prompt_uid
+        self.temperature = trajectories.temperature  # ratios are 1 at equal weights only at the temperature of the sampler
         engine = trajectories.engine_logprobs.to(device)
         self.inputs = Inputs(
             logprobs=engine,
@@ -212,12 +209,12 @@ class _Pass:
         c = self.config
         if c.old_logprobs == "recompute":
             with self.clock("old_logprobs"):
-                old = self._score_all(lambda batch: self.model.logprobs(batch, c.temperature)[0])
+                old = self._score_all(lambda batch: self.model.logprobs(batch, self.temperature)[0])
             self.inputs = self.inputs.replace(old_logprobs=old, logprobs=old)
             mismatch_meters(self.meters, old.values, self.inputs.engine_logprobs.values, self.comparable.values)
         if c.objective.kl.coefficient:
             with self.clock("reference"):
-                reference = self._score_all(lambda batch: self.model.reference_logprobs(batch, c.temperature))
+                reference = self._score_all(lambda batch: self.model.reference_logprobs(batch, self.temperature))
             self.inputs = self.inputs.replace(reference_logprobs=reference)
         self.inputs = prepare(self.inputs, c.objective, self.context.all_sum)
 
@@ -254,7 +251,7 @@ class _Pass:
             pieces = [rows[p] for p in plan(self.lengths[rows], self.config.micro_batch_tokens, self.model.padded)]
             for index in pieces:
                 batch = self._pack(index)
-                logprobs, entropies = self.model.logprobs(batch, self.config.temperature)
+                logprobs, entropies = self.model.logprobs(batch, self.temperature)
                 share = self._loss(self.inputs.select(index).replace(logprobs=logprobs, entropies=entropies), index, denominators, meters)
                 share.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()

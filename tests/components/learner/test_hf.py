@@ -35,7 +35,7 @@ def at_own_logprobs(learner, batch, temperature=1.0):
     trajectories, credit = batch
     packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
     found = learner.model.logprobs(packed, temperature)[0]
-    return trajectories.replace(engine_logprobs=found.with_values(found.values.detach())), credit
+    return trajectories.replace(engine_logprobs=found.with_values(found.values.detach()), temperature=temperature), credit
 
 
 def test_run_trains_and_reports(make_learner, make_batch):
@@ -58,11 +58,12 @@ def test_run_trains_and_reports(make_learner, make_batch):
 
 def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, reference):
     # One SGD-like look at the gradient: Adam's first moment after one step is (1 − β₁)·g.
-    learner = make_learner(objective=REINFORCE, optimizer=OptimizerSettings(lr=1e-3, grad_clip=0.0), temperature=0.7)
+    learner = make_learner(objective=REINFORCE, optimizer=OptimizerSettings(lr=1e-3, grad_clip=0.0))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(learner.context.model.path).eval()
     trajectories, credit = make_batch(inherited=2)
+    trajectories = trajectories.replace(temperature=0.7)
     logprobs, _ = reference.separate_logprobs(
         model, trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists(), temperature=0.7
     )
@@ -96,7 +97,7 @@ def test_same_inputs_same_bits(make_learner, make_batch):
 
 def test_ratio_is_one_at_own_logprobs(make_learner, make_batch):
     for old in ("engine", "recompute"):
-        learner = make_learner(temperature=0.8, old_logprobs=old)
+        learner = make_learner(old_logprobs=old)
         metrics = run(learner, at_own_logprobs(learner, make_batch(), 0.8)).report.metrics
         assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["mismatch_abs_max"] < 1e-5
@@ -339,7 +340,6 @@ def test_row_longer_than_the_context(make_learner, make_batch):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"temperature": 0.0}, "wanted the sampler's, above 0"),
         ({"minibatches": 0}, "minibatches 0, epochs 1"),
         ({"objective": Objective(importance_cap=2.0)}, "set old_logprobs: recompute"),
         ({"lora": {"rank": -1}}, None),
