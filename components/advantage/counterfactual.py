@@ -36,11 +36,11 @@ def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[boo
     """
     left, right = [False] * len(first), [False] * len(second)
     operations = Levenshtein.editops(first, second)
-    for tag, source, target in operations.as_list():
+    for step in operations:
         if left:
-            left[min(source, len(left) - 1)] = True
-        if tag != "delete":
-            right[target] = True
+            left[min(step.src_pos, len(left) - 1)] = True
+        if step.tag != "delete":
+            right[step.dest_pos] = True
     return left, right, len(operations)
 
 

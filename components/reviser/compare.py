@@ -68,7 +68,7 @@ def pair_up(group: Tensor, correct: Tensor, valid: Tensor, most: int, only_corre
     # Trajectory order, whatever the order of groups; the sort is stable, so references keep theirs.
     pairs.sort(key=lambda pair: pair[0])
     table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
-    return table[:, 0], table[:, 1]
+    return table[:, 0].contiguous(), table[:, 1].contiguous()
 
 
 class Compare(Component):

@@ -109,8 +109,8 @@ def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
         penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, objective.kl.estimator)
         meters.mean("kl_reference", penalty, mask)
         # Column "kl_weight" of the credit: a multiple of the coefficient per token (SCoRe holds first attempts back harder).
-        weight = inputs.columns.get("kl_weight")
-        loss = loss + objective.kl.coefficient * (penalty if weight is None else weight.values * penalty)
+        per_token = inputs.columns.get("kl_weight")
+        loss = loss + objective.kl.coefficient * (penalty if per_token is None else per_token.values * penalty)
     if inputs.entropies is not None:
         meters.mean("entropy", inputs.entropies.values, mask)
         if objective.entropy_bonus:
