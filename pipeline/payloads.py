@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipeline.errors import AlignmentError
+from pipeline.errors import AlignmentError, CreditgraphError
 from pipeline.jagged import Jagged
 
 FINISH_REASONS = ("stop", "eos", "length", "thoughts", "final")
@@ -322,6 +322,30 @@ class Policy(Payload, ABC):
     @abstractmethod
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
         """Log-probs and entropies of `tokens` [N rows] given `context` [N rows], both Jagged int32, teacher-forced."""
+
+    def score_branches(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Scores row b of `tokens` as what follows the first `at[b]` tokens of trunk `row[b]`; branches do not see each other.
+
+        Engines that can run a trunk once for all its branches override this; the results are the same.
+
+        Args:
+            trunk: Jagged int32 [R rows].
+            row: int64 [B], trunk of each branch.
+            at: int64 [B], 1 to the trunk's length.
+            tokens: Jagged int32 [B rows].
+            temperature: of the softmax.
+        """
+        return self.score(trunk.slice_rows(torch.zeros_like(at), at, row), tokens, temperature)
+
+    def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
+        """Gradient × input embedding of each `context` token: how much it moves the summed log-prob of the row's `tokens`, float32.
+
+        Raises CreditgraphError for an engine without gradients, which is the default.
+        """
+        raise CreditgraphError(
+            f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; wanted an engine that can attribute a log-prob to "
+            "its context. Use engine.local, or value.answer_likelihood in place of value.gradient_attribution."
+        )
 
 
 class Judge(Payload, ABC):

@@ -201,6 +201,29 @@ class LeanDecoder:
         return F.rms_norm(x, x.shape[-1:], self._norm, self._eps).view(*tokens.shape, -1)
 
     @torch.inference_mode()
+    def branched(self, trunks: Tensor, branches: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Last hidden states [B, T + S, C] of trunks [B, T], causal, followed by branch tokens [B, S].
+
+        Args:
+            trunks: int64 [B, T], left-aligned.
+            branches: int64 [B, S], the tokens of all branches of a trunk, one after the other.
+            positions: int64 [B, S], position of each branch token.
+            visible: bool [B, S, T + S], what each branch token attends to; at least one place each.
+        """
+        (rows, length), heads = trunks.shape, [self._heads, self._kv_heads, self._kv_heads]
+        place = torch.cat([torch.arange(length, device=trunks.device).expand(rows, -1), positions], 1).reshape(-1)
+        turn = self._turns(int(place.max()) + 1)[place][:, None]
+        x = F.embedding(torch.cat([trunks, branches], 1).reshape(-1), self._embed)
+        attend = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=self._heads != self._kv_heads)
+        for layer in self._layers:
+            qkv = self._project(layer, x, turn).view(rows, -1, sum(heads), self._dim).transpose(1, 2)
+            q, k, v = torch.split(qkv, heads, 1)
+            trunk = attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)
+            branch = attend(q[:, :, length:], k, v, attn_mask=visible[:, None])
+            x = self._finish(layer, x, torch.cat([trunk, branch], 2).transpose(1, 2).reshape(len(x), -1))
+        return F.rms_norm(x, x.shape[-1:], self._norm, self._eps).view(rows, length + branches.shape[1], -1)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
         return F.linear(hidden, self._head)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from components.engine.attribute import attribute
+from components.engine.branches import check_branches, score_branches
 from components.engine.decoder import Decoder, TransformersDecoder
 from components.engine.generate import REASONS, Limits, generate
 from components.engine.lean import LeanDecoder, unsupported
@@ -75,14 +77,31 @@ class LocalEngine(Component):
         self.version = -1
         self._counters: dict[str, float] = {}
         self._counted = -1
+        self._weights: Weights | None = None
+        self._twin: tuple[Any, int] | None = None
 
     def run(self, *, weights: Weights) -> Outputs:
         """Loads `weights` and returns a policy with their version."""
         start = time.perf_counter()
         self.decoder.load(self.names.resolve(weights))
-        self.version = weights.version
+        self.version, self._weights = weights.version, weights
         self.count(seconds_load=time.perf_counter() - start)
         return Outputs(policy=LocalPolicy(self, weights.version))
+
+    def differentiable(self) -> Any:
+        """The transformers model with the current weights; its inputs, not its parameters, carry gradients."""
+        if isinstance(self.decoder, TransformersDecoder):
+            return self.decoder.model
+        from components.models.load import load_causal_lm
+
+        if self._twin is None:
+            self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)
+        model, version = self._twin
+        if version != self.version:
+            assert self._weights is not None, "run comes before any use of a policy"
+            model.load_state_dict(self.names.resolve(self._weights))
+            self._twin = (model, self.version)
+        return model
 
     def count(self, **amounts: float) -> None:
         """Adds to this iteration's counters and logs the sums."""
@@ -95,6 +114,7 @@ class LocalEngine(Component):
     def close(self) -> None:
         """Drops the model."""
         self.__dict__.pop("decoder", None)
+        self._twin = self._weights = None
 
 
 class LocalPolicy(Policy):
@@ -145,8 +165,39 @@ class LocalPolicy(Policy):
         with self._timed("seconds_score"):
             scores = score(engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens)
         self._check_finite(scores.logprobs)
-        engine.count(scored_tokens=len(tokens.values))
+        used = tokens.lengths > 0
+        engine.count(scored_tokens=len(tokens.values), score_forward_tokens=int((context.lengths + tokens.lengths)[used].sum()))
         return scores
+
+    def score_branches(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Scores what follows prefixes of trunks; on the lean decoder each trunk runs once for all its branches."""
+        engine = self.engine
+        if not isinstance(engine.decoder, LeanDecoder):
+            return super().score_branches(trunk, row, at, tokens, temperature)
+        self._check_current()
+        check_branches(trunk, row, at, tokens, engine.context_length)
+        for rows, what in ((trunk, "trunk"), (tokens, "branch")):
+            self._check_tokens(rows, what, used=torch.zeros(len(rows), dtype=torch.bool))
+        with self._timed("seconds_score"):
+            scores, forward = score_branches(
+                engine.decoder, trunk, row, at, tokens, temperature, engine.context.device, engine.config.score_tokens
+            )
+        self._check_finite(scores.logprobs)
+        engine.count(scored_tokens=len(tokens.values), score_forward_tokens=forward)
+        return scores
+
+    def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
+        """Gradient × input embedding of the context tokens, through the transformers model (loaded at the first call)."""
+        engine = self.engine
+        self._check_current()
+        if len(context) != len(tokens):
+            raise CreditgraphError(f"attribute: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row.")
+        self._check_tokens(context, "attribution context", used=tokens.lengths > 0)
+        with self._timed("seconds_attribute"):
+            found = attribute(engine.differentiable(), context, tokens, temperature, engine.context.device, engine.config.score_tokens)
+        used = tokens.lengths > 0
+        engine.count(attributed_tokens=int((context.lengths + tokens.lengths)[used].sum()))
+        return found
 
     def _limits(self, requests: Requests) -> Limits:
         engine, sampling, rows = self.engine, requests.sampling, len(requests.tokens)
