@@ -8,7 +8,6 @@ prompt: all rows of one group. A branch that added no tokens is an empty node, s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -116,6 +115,7 @@ def lineage_paths(
         Node path of each row, exclusive ends along it, and for each node its parent (−1 for none) and the row that sampled it.
     """
     order, anchor, cuts = _by_lineage(above), list(above), [{n} for n in length]
+    continued = [False] * len(above)  # others go on where the row ends: its own leaf is an empty node beside them
     for row in order:
         over = above[row]
         while over >= 0 and inherited[row] <= inherited[over]:
@@ -123,6 +123,7 @@ def lineage_paths(
         anchor[row] = over
         if over >= 0:
             cuts[over].add(inherited[row])
+            continued[over] |= inherited[row] == length[over]
     paths: list[list[int]] = [[] for _ in above]
     ends: list[list[int]] = [[] for _ in above]
     parent: list[int] = []
@@ -130,9 +131,9 @@ def lineage_paths(
     for row in order:
         start, over = inherited[row] if anchor[row] >= 0 else 0, anchor[row]
         if over >= 0:
-            kept = sum(end <= start for end in ends[over])
+            kept = sum(end <= start for end in ends[over][: len(ends[over]) - continued[over]])
             paths[row], ends[row] = paths[over][:kept], ends[over][:kept]
-        for _, end in pairwise([start, *sorted(end for end in cuts[row] if end > start)] if length[row] > start else [start, start]):
+        for end in [*sorted(end for end in cuts[row] if end > start), *([length[row]] if continued[row] or length[row] == start else [])]:
             parent.append(paths[row][-1] if paths[row] else -1)
             owner.append(row)
             paths[row].append(len(parent) - 1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from components.segmenter.thought import close_segments
 from pipeline.component import Component, same_rows
@@ -29,16 +31,43 @@ def rank_in_row(values: Jagged) -> Jagged:
     return values.with_values(rank)
 
 
-def entropy_ends(entropies: Jagged, segments: int) -> Jagged:
+def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:
     """Exclusive ends of at most `segments` segments: a cut before each of the segments − 1 tokens of highest entropy. Int32.
 
     The first token opens the first segment anyway and takes no cut. A response with fewer tokens has one segment per token.
+
+    Args:
+        entropies: float, one row per response.
+        segments: most segments per response.
+        quantile: only the share 1 − quantile of a response's tokens with the highest entropy (rounded up) may take a cut.
+        min_distance: fewest tokens per segment; tokens are tried from the highest entropy down, one that is too near to a cut is passed
+            over. A response with fewer tokens is one segment.
     """
     first = entropies.positions == 0
-    rank = rank_in_row(entropies.with_values(entropies.values.masked_fill(first, -torch.inf)))
-    cut = (rank.values < segments - 1) & ~first
+    rank = rank_in_row(entropies.with_values(entropies.values.masked_fill(first, -torch.inf))).values
+    open_places = rank < torch.ceil((1.0 - quantile) * entropies.lengths.double())[entropies.row_ids]
+    cut = (rank < segments - 1) & open_places & ~first
+    if min_distance > 1:
+        cut = _spaced(entropies, rank, open_places & ~first, segments - 1, min_distance)
     counts = entropies.with_values(cut.long()).sum()
     return close_segments(Jagged.from_lengths(entropies.positions[cut].to(torch.int32), counts), entropies.lengths)
+
+
+def _spaced(entropies: Jagged, rank: Tensor, open_places: Tensor, most: int, distance: int) -> Tensor:
+    """bool [total]: the best-ranked open places of each row, at most `most`, no two segments' ends nearer than `distance`."""
+    chosen = torch.zeros(len(rank), dtype=torch.bool)
+    bounds = entropies.offsets.tolist()
+    for start, end in pairwise(bounds):
+        free = open_places[start:end].clone()
+        free[:distance] = False
+        free[max(end - start - distance + 1, 0) :] = False
+        for place in torch.argsort(rank[start:end]).tolist() if bool(free.any()) else []:
+            if most <= int(chosen[start:end].sum()):
+                break
+            if bool(free[place]):
+                chosen[start + place] = True
+                free[max(place - distance + 1, 0) : place + distance] = False
+    return chosen
 
 
 class EntropyCuts(Component):
@@ -48,19 +77,28 @@ class EntropyCuts(Component):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Number of segments."""
+        """Number of cuts, and where they may be."""
 
         segments: int = 8
         """most segments per response"""
+        quantile: float = 0.0
+        """tokens below this quantile of their response's entropies take no cut: .8 leaves the top fifth; 0 leaves all"""
+        min_distance: int = 1
+        """fewest tokens per segment"""
 
         def __post_init__(self) -> None:
             if self.segments < 1:
                 raise ValueError(f"segments is {self.segments}; wanted at least 1.")
+            if not 0 <= self.quantile < 1 or self.min_distance < 1:
+                raise ValueError(
+                    f"quantile is {self.quantile}, min_distance {self.min_distance}; "
+                    "wanted a quantile from 0 to below 1, and at least 1 token."
+                )
 
     config: Config
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row by its entropies."""
-        ends = entropy_ends(trajectories.entropies, self.config.segments)
+        ends = entropy_ends(trajectories.entropies, self.config.segments, self.config.quantile, self.config.min_distance)
         self.context.log(segments=len(ends.values) / max(len(ends), 1))
         return Outputs(segments=Segments(uid=trajectories.uid, ends=ends))
