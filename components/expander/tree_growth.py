@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.expander.tree_thoughts import with_closed_ends, with_whole_thoughts
+from components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
 from components.sampler.requests import keyed_seeds, sample_fresh, sample_from_prefix
 from components.segmenter.entropy_cuts import rank_in_row
 from components.segmenter.thought import ends_of_stop, token_pieces
@@ -136,10 +136,12 @@ def grow_uncertain(prompts: Prompts, policy: Policy, rule: UncertainRule, sampli
 
 
 def uncertainty(trajectories: Trajectories, measure: Measure) -> Jagged:
-    """Float32 over response tokens: −log-prob of the sampled token, or entropy [nats]."""
-    if measure == "entropy":
-        return trajectories.entropies
-    return trajectories.engine_logprobs.with_values(-trajectories.engine_logprobs.values)
+    """Float32 over response tokens: −log-prob of the sampled token, or entropy; in steps of 0.001 nat.
+
+    Rows of a tree often repeat each other, and their equal scores differ by rounding, which depends on the batch. In steps they are ties.
+    """
+    values = trajectories.entropies.values if measure == "entropy" else -trajectories.engine_logprobs.values
+    return trajectories.entropies.with_values((values * 1000).round() / 1000)
 
 
 def most_uncertain(score: Jagged, closed: Jagged, tree: Tensor, points: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,9 +182,16 @@ def _continue(
     policy: Policy, parents: Trajectories, prefix: Tensor, seed: Tensor, sampling: Sampling, uid: Tensor
 ) -> tuple[Trajectories, int]:
     """Continuations with exact thought ends, and the number of sampled tokens that had to be cut off for it."""
-    made = sample_from_prefix(policy, parents, prefix, seed, sampling, uid)
     if sampling.thoughts is None:
-        return made, 0
+        return sample_from_prefix(policy, parents, prefix, seed, sampling, uid), 0
+    # A prefix that ends in its last thought has one stop string left, not a thought of its own.
+    closing = in_last_thought(parents, prefix, sampling.thoughts, policy.tokenizer)
+    to_stop = dataclasses.replace(sampling, thoughts=None, stop=(sampling.thoughts.stop,))
+    parts = [
+        sample_from_prefix(policy, parents.select(rows), prefix[rows], seed[rows], how, uid[rows])
+        for rows, how in (((~closing).nonzero(as_tuple=True)[0], sampling), (closing.nonzero(as_tuple=True)[0], to_stop))
+    ]
+    made = Trajectories.concat(parts).select(torch.argsort(torch.argsort(closing.long(), stable=True)))
     whole = with_whole_thoughts(made, sampling.thoughts, policy.tokenizer)
     return whole, int(made.response_tokens.lengths.sum() - whole.response_tokens.lengths.sum())
 

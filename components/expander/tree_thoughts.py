@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from components.engine.stops import decode_rows
 from components.segmenter.thought import token_pieces
@@ -51,6 +52,15 @@ def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int]
     return ends, ""
 
 
+def in_last_thought(parents: Trajectories, prefix: Tensor, limits: ThoughtLimits, tokenizer: Any) -> Tensor:
+    """bool [N]: the first `prefix` [N] tokens end inside a thought that already holds the final string."""
+    found = []
+    for pieces, length in zip(token_pieces(tokenizer, parents.response_tokens), prefix.tolist(), strict=True):
+        ends, ended = closed_thoughts(pieces[:length], limits)
+        found.append(not ended and bool(limits.final) and limits.final in "".join(pieces[ends[-1] if ends else 0 : length]))
+    return torch.tensor(found, dtype=torch.bool)
+
+
 def with_closed_ends(trajectories: Trajectories, limits: ThoughtLimits, tokenizer: Any) -> Trajectories:
     """Only thoughts that are closed count as ends: how a prefix that will be continued must look."""
     ends = [closed_thoughts(pieces, limits)[0] for pieces in token_pieces(tokenizer, trajectories.response_tokens)]
@@ -67,11 +77,9 @@ def with_whole_thoughts(trajectories: Trajectories, limits: ThoughtLimits, token
         if not ended and (not closed or closed[-1] < size) and size:
             # An end-of-text token alone belongs to the thought before it.
             closed = [*(closed[:-1] if reason == "eos" and closed and closed[-1] == size - 1 else closed), size]
-        # The last token of a whole response says why it ended; one that had to be cut ended where the thought did.
-        keep = size == len(pieces) and reason in ("eos", "final")
         ends.append(closed)
         lengths.append(size)
-        reasons.append(reason if keep or not ended else ended)
+        reasons.append(ended or reason)
     length, start = torch.tensor(lengths, dtype=torch.int64), torch.zeros(len(lengths), dtype=torch.int64)
     tokens = trajectories.response_tokens.slice_rows(start, length)
     cut = length < trajectories.response_tokens.lengths
