@@ -1,0 +1,87 @@
+"""What the estimators of values at segment boundaries share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from components.sampler.requests import join_rows
+from pipeline.component import same_rows
+from pipeline.errors import AlignmentError
+from pipeline.jagged import Jagged
+from pipeline.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """A value at the start of each response and at each segment's end."""
+
+    values: Annotated[SegmentValues, same_rows("trajectories")]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Boundaries:
+    """All boundaries of a batch, B in number, row after row.
+
+    Attributes:
+        place: Jagged int64, response tokens before each boundary: 0, then the segment ends.
+        trunk: Jagged int32 [N rows], prompt and response.
+        start: int64 [N], prompt tokens.
+    """
+
+    place: Jagged
+    trunk: Jagged
+    start: Tensor
+
+    @property
+    def owner(self) -> Tensor:
+        """int64 [B]: the trajectory of each boundary."""
+        return self.place.row_ids
+
+    @property
+    def at(self) -> Tensor:
+        """int64 [B]: trunk tokens before each boundary."""
+        return self.start[self.owner] + self.place.values
+
+    @property
+    def last(self) -> Tensor:
+        """bool [B]: the end of a response."""
+        return self.place.positions == (self.place.lengths - 1)[self.owner]
+
+
+def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewards | None = None) -> Boundaries:
+    """The boundaries of each response; raises AlignmentError when the inputs describe different rows or other responses."""
+    check_aligned(trajectories, segments)
+    if rewards is not None:
+        check_aligned(trajectories, rewards)
+    ends, lengths = segments.ends, trajectories.response_tokens.lengths
+    place = join_rows(Jagged.from_rows([[0]] * len(trajectories), torch.int64), ends)
+    final = place.values[place.offsets[1:] - 1]
+    if not torch.equal(final, lengths):
+        row = int((final != lengths).nonzero()[0])
+        raise AlignmentError(
+            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at {int(final[row])}, "
+            f"its response has {int(lengths[row])} tokens; wanted segments that cover the response. "
+            "Wire segments made from the same trajectories."
+        )
+    trunk = join_rows(trajectories.prompt_tokens, trajectories.response_tokens)
+    return Boundaries(place=place, trunk=trunk, start=trajectories.prompt_tokens.lengths)
+
+
+def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
+    """Values whose differences are the given gains [one per segment] and whose last one is `final` [N]; float32."""
+    wide = gain.to(torch.float64)
+    total = join_rows(Jagged.from_rows([[0.0]] * len(gain), torch.float64), wide.cumsum())
+    return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())
+
+
+def branch_tokens(row: Tensor, at: Tensor, tokens: Jagged) -> int:
+    """Tokens an engine with shared trunks runs to score `tokens` [B rows] after `at` [B] tokens of trunks `row` [B]."""
+    used = tokens.lengths > 0
+    if not bool(used.any()):
+        return 0
+    reach = torch.zeros(int(row.max()) + 1, dtype=torch.int64).scatter_reduce(0, row[used], at[used], "amax")
+    return int(reach.sum() + (tokens.lengths[used] - 1).sum())
