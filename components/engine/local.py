@@ -138,12 +138,13 @@ class LocalPolicy(Policy):
             )  # fmt: skip
             text = decode_rows(self.tokenizer, done.tokens.to_lists())
         self._check_finite(done.logprobs)
+        ends = done.thought_ends if requests.sampling.thoughts else Jagged.from_rows([[]] * len(done.tokens), torch.int32)
         engine.count(sampled_tokens=len(done.tokens.values), prefill_tokens=done.prefill_tokens)
         return Completions(
-            tokens=done.tokens,
-            logprobs=done.logprobs,
-            entropies=done.entropies,
-            thought_ends=done.thought_ends if requests.sampling.thoughts else Jagged.from_rows([[]] * len(done.tokens), torch.int32),
+            tokens=_ordinary(done.tokens),
+            logprobs=_ordinary(done.logprobs),
+            entropies=_ordinary(done.entropies),
+            thought_ends=_ordinary(ends),
             finish_reason=[REASONS[r] for r in done.reason.tolist()],
             text=text,
         )
@@ -167,7 +168,7 @@ class LocalPolicy(Policy):
         self._check_finite(scores.logprobs)
         used = tokens.lengths > 0
         engine.count(scored_tokens=len(tokens.values), score_forward_tokens=int((context.lengths + tokens.lengths)[used].sum()))
-        return scores
+        return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
 
     def score_branches(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0) -> Scores:
         """Scores what follows prefixes of trunks; on the lean decoder each trunk runs once for all its branches."""
@@ -184,7 +185,7 @@ class LocalPolicy(Policy):
             )
         self._check_finite(scores.logprobs)
         engine.count(scored_tokens=len(tokens.values), score_forward_tokens=forward)
-        return scores
+        return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
 
     def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
         """Gradient × input embedding of the context tokens, through the transformers model (loaded at the first call)."""
@@ -307,3 +308,8 @@ def padding_columns(tokenizer: Any, vocab_size: int, device: str) -> Tensor | No
     mask = torch.ones(vocab_size, dtype=torch.bool)
     mask[known] = False
     return mask.to(device) if bool(mask.any()) else None
+
+
+def _ordinary(rows: Jagged) -> Jagged:
+    """A copy outside inference mode: a learner may keep it for its backward pass."""
+    return Jagged(rows.values.clone(), rows.offsets.clone())
