@@ -358,3 +358,73 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
             depth, over = end, family
         out.append(line)
     return out
+
+
+# --- counterfactuals and retries ---------------------------------------------------------------------------------------
+
+
+def levenshtein_table(first, second):
+    """The whole table of edit distances of prefixes."""
+    table = [[i + j if i == 0 or j == 0 else 0 for j in range(len(second) + 1)] for i in range(len(first) + 1)]
+    for i in range(1, len(first) + 1):
+        for j in range(1, len(second) + 1):
+            same = table[i - 1][j - 1] + (first[i - 1] != second[j - 1])
+            table[i][j] = min(same, table[i - 1][j] + 1, table[i][j - 1] + 1)
+    return table
+
+
+def edit_masks(first, second):
+    """Every (mask of first, mask of second) that some shortest alignment gives, by walking all of them; for short sequences."""
+    table, found = levenshtein_table(first, second), set()
+
+    def walk(i, j, left, right):
+        if i == j == 0:
+            found.add((tuple(k in left for k in range(len(first))), tuple(k in right for k in range(len(second)))))
+            return
+        if i and j and first[i - 1] == second[j - 1] and table[i][j] == table[i - 1][j - 1]:
+            walk(i - 1, j - 1, left, right)
+        if i and j and table[i][j] == table[i - 1][j - 1] + 1:
+            walk(i - 1, j - 1, left | {i - 1}, right | {j - 1})
+        if i and table[i][j] == table[i - 1][j] + 1:
+            walk(i - 1, j, left | {i - 1}, right)
+        if j and table[i][j] == table[i][j - 1] + 1:
+            # An insertion marks the token it goes before, or the last one.
+            walk(i, j - 1, left | {min(i, len(first) - 1)} if first else left, right | {j - 1})
+
+    walk(len(first), len(second), frozenset(), frozenset())
+    return found
+
+
+def repair_share(uids, parents, right):
+    """Share of each trajectory's revisions that are right, 0 without one."""
+    out = []
+    for uid in uids:
+        mine = [r for p, r in zip(parents, right, strict=True) if p == uid]
+        out.append(sum(mine) / len(mine) if mine else 0.0)
+    return out
+
+
+def pair_up(group, correct, valid, most, only_correct):
+    """(wrong, reference) pairs: correct siblings first, both kinds cyclically from the next row of the group on."""
+    out = []
+    for row in range(len(group)):
+        if correct[row] or not valid[row]:
+            continue
+        later = [r for r in range(row + 1, len(group)) if group[r] == group[row] and valid[r]]
+        earlier = [r for r in range(row) if group[r] == group[row] and valid[r]]
+        right = [r for r in later + earlier if correct[r]]
+        wrong = [] if only_correct else [r for r in later + earlier if not correct[r]]
+        out += [(row, r) for r in (right + wrong)[:most]]
+    return out
+
+
+def improvement_reward(reward, first, alpha):
+    """SCoRe's stage-two reward, pair by pair."""
+    return [r if f < 0 else r + alpha * (r - reward[f]) for r, f in zip(reward, first, strict=True)]
+
+
+def shaped_loss(logprobs, old, advantage, gamma, clip_low, clip_high):
+    """Critique-GRPO, token by token: −A p/(p + γ) where γ > 0, PPO's clipped loss elsewhere."""
+    plain = token_loss(logprobs, old, advantage, clip_low, clip_high)
+    rows = zip(logprobs, advantage, gamma, plain, strict=True)
+    return [-a * new.exp() / (new.exp() + g) if g else x for new, a, g, x in rows]
