@@ -10,7 +10,7 @@ from torch import Tensor
 
 from components.models.load import context_length
 from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank
-from components.value.boundaries import Boundaries, Outputs, boundaries_of, branch_tokens
+from components.value.boundaries import Boundaries, Outputs, boundaries_of, branch_tokens, shared_sequences
 from pipeline.component import Component, Context, same_rows
 from pipeline.errors import ConfigError
 from pipeline.jagged import Jagged
@@ -129,9 +129,10 @@ class AnswerLikelihood(Component):
         known = torch.ones(len(entries), dtype=torch.bool)
         known[place[~fits]] = False
         row, at, entry = row[fits], at[fits], entry[fits]
-        tokens = bank.tokens.select(entry)
-        scores = policy.score_branches(bounds.trunk, row, at, tokens, temperature)
+        once, member = shared_sequences(bounds.trunk, row, at, bank.tokens.select(entry))
+        tokens = bank.tokens.select(entry[once])
+        scores = policy.score_branches(bounds.trunk, row[once], at[once], tokens, temperature)
         probability = torch.zeros(len(place), dtype=torch.float64)
-        probability[fits] = tail_probability(scores.logprobs, bank.scored[entry], self.config.length_normalise)
+        probability[fits] = tail_probability(scores.logprobs.select(member), bank.scored[entry], self.config.length_normalise)
         found = pooled(probability, reward.values, place, len(entries), self.config.length_normalise)
-        return found, known, branch_tokens(row, at, tokens)
+        return found, known, branch_tokens(row[once], at[once], tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -76,6 +77,35 @@ def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
     wide = gain.to(torch.float64)
     total = join_rows(Jagged.from_rows([[0.0]] * len(gain), torch.float64), wide.cumsum())
     return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())
+
+
+def shared_sequences(trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged) -> tuple[Tensor, Tensor]:
+    """Branches whose prefix and tokens together are the same sequence need one scoring: that of the longest of them.
+
+    Args:
+        trunk: Jagged int32 [R rows].
+        row, at: int64 [B], trunk and branch point of each branch.
+        tokens: Jagged int32 [B rows].
+
+    Returns:
+        int64 [U], the branches to score; int64 [B], the place among them whose last tokens are those of each branch.
+    """
+    prefixes, rest = trunk.values.numpy(), tokens.values.numpy()
+    begin, cut = trunk.offsets[row].tolist(), tokens.offsets.tolist()
+    groups: dict[bytes, int] = {}
+    chosen: list[int] = []
+    member: list[int] = []
+    places = at.tolist()
+    for b, (first, length) in enumerate(zip(begin, places, strict=True)):
+        digest = hashlib.blake2b(prefixes[first : first + length].tobytes(), digest_size=16)
+        digest.update(rest[cut[b] : cut[b + 1]].tobytes())
+        group = groups.setdefault(digest.digest(), len(groups))
+        member.append(group)
+        if group == len(chosen):
+            chosen.append(b)
+        elif length < places[chosen[group]]:
+            chosen[group] = b
+    return torch.tensor(chosen, dtype=torch.int64), torch.tensor(member, dtype=torch.int64)
 
 
 def branch_tokens(row: Tensor, at: Tensor, tokens: Jagged) -> int:
