@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, process_time
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
@@ -335,7 +335,7 @@ class Executor:
 
     def _main_lane(self, lane: str, nodes: list[Node], others: list[str]) -> None:
         lanes = [lane, *others]
-        self._mark = perf_counter()
+        self._mark, self._cpu_mark = perf_counter(), process_time()
         for iteration in self._iterations(lane):
             self._post(lane, nodes, iteration)
             self._complete(iteration, lanes)
@@ -417,8 +417,9 @@ class Executor:
         if len(lanes) > 1:
             metrics.update({f"seconds/waiting_{lane}": r.waited for lane, r in reports.items()})
         metrics["seconds/executor"] = sum(r.overhead for r in reports.values()) + metrics.pop("seconds/logging", 0.0)
-        metrics["seconds/iteration"] = begin - self._mark
-        self._mark = begin
+        cpu = process_time()
+        metrics["seconds/iteration"], metrics["seconds/cpu"] = begin - self._mark, cpu - self._cpu_mark
+        self._mark, self._cpu_mark = begin, cpu
         self._log(iteration, metrics)
         self._carried = {"seconds/logging": perf_counter() - begin}
 

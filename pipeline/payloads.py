@@ -212,7 +212,7 @@ class TrainReport(Payload):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights(Payload):
-    """What a learner publishes and an engine loads: HF-named tensors, or a folder that holds them.
+    """What a learner publishes and an engine loads: HF-named tensors, or a folder that holds them; with neither, the model's own.
 
     Attributes:
         version: number of learner iterations behind these weights; 0 is the initial model.

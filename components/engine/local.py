@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from components.engine.lean import LeanDecoder, unsupported
 from components.engine.score import score
 from components.engine.stops import TokenText, decode_rows
 from components.engine.weights import WeightNames
+from components.models.load import resolve_model_path
 from pipeline.component import Component, Context
 from pipeline.errors import ConfigError, CreditgraphError, DataError
 from pipeline.jagged import Jagged
@@ -81,8 +83,10 @@ class LocalEngine(Component):
         self._twin: tuple[Any, int] | None = None
 
     def run(self, *, weights: Weights) -> Outputs:
-        """Loads `weights` and returns a policy with their version."""
+        """Loads `weights` and returns a policy with their version; weights with neither tensors nor path are the model's own."""
         start = time.perf_counter()
+        if weights.tensors is None and weights.path is None:
+            weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
         self.decoder.load(self.names.resolve(weights))
         self.version, self._weights = weights.version, weights
         self.count(seconds_load=time.perf_counter() - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg", ".html": "html"}
 
 def main(options: argparse.Namespace) -> int:
     """Draws, lists or checks; returns the exit code."""
+    sys.path.insert(0, str(Path.cwd()))  # components of the user's own
     dirs = search_dirs(options.config_dir)
     if options.list:
         return _list(dirs)
