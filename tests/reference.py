@@ -157,7 +157,7 @@ def td_advantage(values, reward, lam):
     return [sum(lam ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
 
 
-def redistribution(values, reward, residual, sizes, head, floor, temperature):
+def redistribution(values, reward, residual, sizes, head, floor, temperature, per):
     """Segment rewards and credit shares of one trajectory with at least one segment."""
     import math
 
@@ -171,6 +171,8 @@ def redistribution(values, reward, residual, sizes, head, floor, temperature):
     else:
         raw = [max(r, 0.0) if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
     uniform = [n / max(sum(sizes), 1) for n in sizes]
+    if per == "token":
+        raw = [w * n for w, n in zip(raw, sizes, strict=True)]
     shares = uniform if abs(sum(raw)) < 1e-6 else [w / sum(raw) for w in raw]
     if head == "clip_floor":
         shares = [(1 - floor) * s + floor * u for s, u in zip(shares, uniform, strict=True)]

@@ -15,6 +15,7 @@ from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajecto
 
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
+Per = Literal["token", "segment"]
 TINY = 1e-6
 
 
@@ -39,31 +40,35 @@ def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "
     return gain.with_values(gain.values + torch.where(last, rest[gain.row_ids], 0.0))
 
 
-def segment_shares(rewards: Jagged, sizes: Jagged, head: Head = "clip_floor", floor: float = 0.1, temperature: float = 0.1) -> Jagged:
+def segment_shares(
+    rewards: Jagged, sizes: Jagged, head: Head = "clip_floor", floor: float = 0.1, temperature: float = 0.1, per: Per = "token"
+) -> Jagged:
     """Share of the credit of each segment, float64, summing to 1 over a row's segments that have trained tokens.
 
-    clip_floor: (1 − floor)·max(r_k, 0)/Σ + floor·n_k/T. softmax: exp(r_k / temperature)/Σ. signed: r_k/Σ, which may be negative or above 1.
-    A row whose sum is below 1e-6 in size falls back to n_k/T, which is uniform over tokens. The published text leaves the form open;
-    these are reconstructions.
+    With w_k = max(r_k, 0) for clip_floor, exp(r_k / temperature) for softmax, r_k for signed, and n_k trained tokens of T:
+    per token, share_k = w_k n_k / Σ w n, so that equal r_k give every token the same; per segment, share_k = w_k / Σ w, which a
+    segment's tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T. A row whose sum Σ w, with
+    mean weight 1 per segment, is below 1e-6 in size falls back to n_k/T, which is uniform over tokens. The published text leaves
+    the form open; these are reconstructions.
 
     Args:
         rewards: r_k per segment.
-        sizes: n_k, int64: trained tokens per segment; segments without any get share 0.
+        sizes: n_k, int64; segments without trained tokens get share 0.
         head: the form.
         floor: part of the credit that is spread uniformly, for clip_floor.
         temperature: of softmax, in units of reward.
+        per: what equal rewards mean: equal credit per token, or per segment.
     """
     present, rows = sizes.values > 0, rewards.row_ids
     uniform = sizes.values.double() / sizes.sum().clamp(min=1).double()[rows]
     if head == "softmax":
-        logits = rewards.values.double() / temperature
-        top = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(
-            0, rows, logits.masked_fill(~present, -torch.inf), "amax"
-        )
-        raw = torch.where(present, torch.exp(logits - torch.nan_to_num(top, neginf=0.0)[rows]), 0.0)
+        logits = (rewards.values.double() / temperature).masked_fill(~present, -torch.inf)
+        top = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, logits, "amax")
+        weight = torch.exp(logits - torch.nan_to_num(top, neginf=0.0)[rows])
     else:
-        kept = rewards.values.double().clamp(min=0.0) if head == "clip_floor" else rewards.values.double()
-        raw = torch.where(present, kept, 0.0)
+        weight = rewards.values.double().clamp(min=0.0) if head == "clip_floor" else rewards.values.double()
+    count = sizes.with_values(present.long()).sum().double()[rows]
+    raw = torch.where(present, weight * (uniform * count if per == "token" else 1.0), 0.0)
     total = rewards.with_values(raw).sum()[rows]
     share = torch.where(total.abs() < TINY, uniform, raw / torch.where(total.abs() < TINY, 1.0, total))
     if head == "clip_floor":
@@ -71,12 +76,21 @@ def segment_shares(rewards: Jagged, sizes: Jagged, head: Head = "clip_floor", fl
     return rewards.with_values(share)
 
 
+def rewards_are_equal(rewards: Jagged) -> Tensor:
+    """bool [N]: rows whose r_k do not differ by more than 1e-6, so that nothing is redistributed."""
+    rows, values = rewards.row_ids, rewards.values.double()
+    low = torch.full((len(rewards),), torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amin")
+    high = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amax")
+    return high - low < TINY
+
+
 class Redistribute(Component):
     """A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1 and σ constant within a segment; A_i is the credit that is wired in.
 
-    T_i counts trained tokens. With one segment, or equal gains per token, σ = 1/T_i and the credit stays as it is (GRPO). σ comes from
-    the redistributed rewards r_k, whose sum is the return. For trajectories with A_i < 0, `negative: same` uses the same σ (so gains carry
-    the blame) and `flipped` uses −r_k (losses of value carry it); the published text does not say.
+    T_i counts trained tokens. With one segment, or equal rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ comes from
+    the redistributed rewards r_k, whose sum is the return. Two choices that the published text leaves open: for trajectories with
+    A_i < 0, `negative: flipped` uses −r_k (losses of value carry the blame) and `same` the same σ (gains carry it); a segment's reward
+    is each of its tokens' (`per: token`, as a policy gradient over segments has it) or divided among them (`segment`).
     """
 
     paper = "2606.06475"
@@ -93,7 +107,9 @@ class Redistribute(Component):
         """part of the credit spread uniformly over tokens in clip_floor"""
         temperature: float = 0.1
         """of softmax, in units of reward"""
-        negative: Literal["same", "flipped"] = "same"
+        per: Per = "token"
+        """equal rewards mean equal credit per token, or per segment (long segments then get less per token)"""
+        negative: Literal["same", "flipped"] = "flipped"
         """on trajectories with negative advantage: the same shares, or those of −r_k"""
 
         def __post_init__(self) -> None:
@@ -124,13 +140,14 @@ class Redistribute(Component):
         if settings.negative == "flipped":
             sign[credit.advantage.sum() < 0] = -1.0
         oriented = parts.with_values(parts.values * sign[parts.row_ids])
-        share = segment_shares(oriented, sizes, settings.head, settings.floor, settings.temperature)
+        share = segment_shares(oriented, sizes, settings.head, settings.floor, settings.temperature, settings.per)
         factor = share.values * sizes.sum()[share.row_ids] / sizes.values.clamp(min=1)
         advantage = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values * factor[segment].float(), 0.0)
         residual = (rewards.value.double() - increments(values.values).sum()).abs()
         self.context.log(
             residual=float(residual.mean()) if len(residual) else 0.0,
             factor_max=float(factor.abs().max()) if len(factor) else 0.0,
+            uniform_share=float(rewards_are_equal(oriented).double().mean()) if len(oriented) else 0.0,
         )
         columns = {**credit.columns, "redistributed": tokens.with_values(parts.values[segment].float())}
         return Outputs(credit=credit.replace(advantage=tokens.with_values(advantage), columns=columns))

@@ -120,22 +120,26 @@ def test_redistribution_by_hand():
     assert last.to_lists()[0] == pytest.approx([0.4, -0.2, 0.8])
     sizes = Jagged.from_rows([[1, 1, 2]], torch.int64)
     # Positive parts 0.4, 0, 0.8 → 1/3, 0, 2/3, nine tenths of them, and a tenth by length.
-    assert segment_shares(last, sizes).to_lists()[0] == pytest.approx([0.3 + 0.025, 0.025, 0.6 + 0.05])
-    assert segment_shares(last, sizes, "signed").to_lists()[0] == pytest.approx([0.4, -0.2, 0.8])
+    assert segment_shares(last, sizes, per="segment").to_lists()[0] == pytest.approx([0.3 + 0.025, 0.025, 0.6 + 0.05])
+    assert segment_shares(last, sizes, "signed", per="segment").to_lists()[0] == pytest.approx([0.4, -0.2, 0.8])
+    # Per token the third counts twice: 0.4, 0, 1.6 → 0.2, 0, 0.8; signed 0.4, −0.2, 1.6, divided by 1.8.
+    assert segment_shares(last, sizes).to_lists()[0] == pytest.approx([0.18 + 0.025, 0.025, 0.72 + 0.05])
+    assert segment_shares(last, sizes, "signed").to_lists()[0] == pytest.approx([0.4 / 1.8, -0.2 / 1.8, 1.6 / 1.8])
 
 
+@pytest.mark.parametrize("per", ["token", "segment"])
 @pytest.mark.parametrize("residual", ["equal", "last"])
 @pytest.mark.parametrize("head", ["clip_floor", "softmax", "signed"])
-def test_redistribution_slow_version(reference, head, residual):
+def test_redistribution_slow_version(reference, head, residual, per):
     sizes, ends, values, reward = _random_case(3)
     trained = [s.clone() for s in sizes]
     trained[2][0] = 0
     counts = ends.with_values(torch.cat(trained))
     parts = redistributed_rewards(values, reward, residual)
-    shares = segment_shares(parts, counts, head, 0.2, 0.5)
+    shares = segment_shares(parts, counts, head, 0.2, 0.5, per)
     for i in range(1, len(sizes)):
         slow_parts, slow_shares = reference.redistribution(
-            values.to_lists()[i], reward[i].item(), residual, trained[i].tolist(), head, 0.2, 0.5
+            values.to_lists()[i], reward[i].item(), residual, trained[i].tolist(), head, 0.2, 0.5, per
         )
         assert parts.row(i).tolist() == pytest.approx(slow_parts, abs=1e-6)
         assert shares.row(i).tolist() == pytest.approx(slow_shares, abs=1e-5)
@@ -171,8 +175,21 @@ def test_nothing_gained_falls_back_to_uniform(toolbox):
     flat = Jagged.from_rows([[-1.0, -0.5], [0.0, 0.0]], torch.float64)
     sizes = Jagged.from_rows([[1, 3], [2, 2]], torch.int64)
     assert segment_shares(flat, sizes).to_lists() == [[0.25, 0.75], [0.5, 0.5]]
-    cancelling = Jagged.from_rows([[0.5, -0.5], [0.0, 0.0]], torch.float64)
+    cancelling = Jagged.from_rows([[1.5, -0.5], [0.0, 0.0]], torch.float64)
     assert segment_shares(cancelling, sizes, "signed").to_lists() == [[0.25, 0.75], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("head", ["clip_floor", "softmax", "signed"])
+def test_equal_rewards_are_uniform_over_tokens(toolbox, case, head):
+    # No information: constant values, so the residual gives every segment r/K, whatever r is.
+    values = case["values"].values
+    full = _with_credit(toolbox, case, normalize="std")
+    full["values"] = SegmentValues(uid=case["values"].uid, values=values.with_values(torch.full_like(values.values, 0.3)))
+    node = toolbox.start(Redistribute, head=head)
+    torch.testing.assert_close(node.run(**full).credit.advantage.values, full["credit"].advantage.values)
+    assert node.context.metrics["uniform_share"] == 1.0
+    sizes = Jagged.from_rows([[1, 3]], torch.int64)
+    assert segment_shares(Jagged.from_rows([[0.5, 0.5]], torch.float64), sizes, head).to_lists() == [[0.25, 0.75]]
 
 
 def test_a_row_without_trained_tokens_gets_none(toolbox):
@@ -198,8 +215,8 @@ def test_flipped_shares_put_the_blame_on_losses(toolbox):
         "rewards": toolbox.rewards(trajectories.uid, [1.0, 0.0]),
     }
     full = _with_credit(toolbox, case, normalize="std_exact")
-    same = toolbox.start(Redistribute, floor=0.0).run(**full).credit.advantage.to_lists()
-    flipped = toolbox.start(Redistribute, floor=0.0, negative="flipped").run(**full).credit.advantage.to_lists()
+    same = toolbox.start(Redistribute, floor=0.0, negative="same").run(**full).credit.advantage.to_lists()
+    flipped = toolbox.start(Redistribute, floor=0.0).run(**full).credit.advantage.to_lists()
     assert same == [[1, 1], [-2, 0]]
     assert flipped == [[1, 1], [0, -2]]
 
