@@ -83,15 +83,14 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
     """
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, _slots(rule.branching))
     done: list[Trajectories] = []
-    discarded, first = 0, 0
+    discarded = 0
     rows, place = torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.int64)
     running: Trajectories | None = None
     for level, width in enumerate(rule.branching):
         budget = sampling.max_tokens if level == len(rule.branching) - 1 else min((level + 1) * rule.tokens, sampling.max_tokens)
         here = dataclasses.replace(sampling, max_tokens=budget)
         rows, place = rows.repeat_interleave(width), _children(place, width)
-        seed, uid = seeds[rows, first + place], context.uids(len(rows))
-        first += _slots(rule.branching[: level + 1]) - _slots(rule.branching[:level])
+        seed, uid = seeds[rows, _slots(rule.branching[:level]) + place], context.uids(len(rows))
         if running is None:
             made = sample_fresh(policy, prompts, rows, seed, here, uid)
         else:

@@ -81,6 +81,34 @@ def test_nothing_runs_to_the_second_level(toolbox):
     assert len(policy.calls) == 1
 
 
+def test_empty_continuations_are_leaves_of_their_own(toolbox):
+    _, _, out = _grow(toolbox, lambda c, n: "aaaa" if c == "Q" else "", segments=SegmentRule(branching=(1, 3), tokens=3), max_tokens=20)
+    assert out.text == ["aaa"] * 3
+    assert out.inherited.tolist() == [0, 3, 3]
+    tree = tree_of(out)
+    assert tree.ends.to_lists() == [[3, 3]] * 3
+    assert tree.parent.tolist() == [-1, 0, 0, 0]
+    node = toolbox.start(TreeSiblings, max_probability=1.0)
+    credit = node.run(trajectories=out, rewards=toolbox.rewards(out.uid, [1, 0, 0])).credit
+    assert credit.advantage.values.abs().max() == 0
+    assert credit.mask.to_lists() == [[True] * 3, [False] * 3, [False] * 3]
+    assert node.context.metrics["untrained_rows"] == 2
+
+
+def test_one_thought_chains(toolbox):
+    def script(context, n):
+        return "x\\boxed{1}</thought>"[len(context) - 1 :]
+
+    settings = {"mode": "thought", "max_tokens": 99}
+    _, _, out = _grow(toolbox, script, segments=SegmentRule(branching=(2, 2), tokens=1), **settings)
+    assert out.thought_ends.to_lists() == [[20]] * 4
+    assert out.finish_reason == ["final"] * 4
+    rule = UncertainRule(chains=1, points=1, rounds=1, branches=2, measure="entropy", not_after=("x",))
+    _, _, out = _grow(toolbox, script, rule="uncertain", uncertain=rule, **settings)
+    assert out.inherited.tolist() == [0, 0, 0]
+    assert out.thought_ends.to_lists() == [[20]] * 3
+
+
 def test_a_prompts_tree_does_not_depend_on_the_others(toolbox, tiny):
     rules = (
         {"segments": SegmentRule(branching=(2, 2, 2), tokens=10)},
