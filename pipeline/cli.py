@@ -123,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.command:
         parser.print_help()
         return 0
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # components of the user's own, named as module:Class
     try:
         module = importlib.import_module(f"pipeline.commands.{options.command.replace('-', '_')}")
         return int(module.main(options) or 0)

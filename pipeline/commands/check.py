@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 from pipeline.contract import check_component
 from pipeline.registry import load_class
@@ -12,7 +10,6 @@ from pipeline.registry import load_class
 
 def main(options: argparse.Namespace) -> int:
     """Prints every finding; 0 when there is none."""
-    sys.path.insert(0, str(Path.cwd()))
     findings = check_component(load_class(options.target))
     for finding in findings:
         print(f"- {finding}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from pipeline.errors import ConfigError
@@ -14,7 +13,6 @@ from pipeline.run_directory import write_aside
 
 def main(options: argparse.Namespace) -> int:
     """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
-    sys.path.insert(0, str(Path.cwd()))
     replay = Replay(Path(options.run), parse_settings(options.overrides))
     try:
         names = [n.name for n in replay.graph.nodes if getattr(n.cls, "final_pass", False)]

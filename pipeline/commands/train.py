@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
 from pipeline.compose import (
@@ -26,7 +25,6 @@ def main(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     for noisy in ("httpx", "urllib3", "filelock", "datasets", "transformers", "wandb", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    sys.path.insert(0, str(Path.cwd()))  # components of the user's own, named as module:Class
     if options.multirun:
         return sweep(options.overrides, options.config_dir)
     experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
