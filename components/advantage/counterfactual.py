@@ -85,7 +85,8 @@ class Counterfactual(Component):
     for a failure without a successful revision [S]. Column "gate" holds m for objective `gated_sequence`.
 
     Without revisions, and with shaping 0 and mask "off", this is `advantage.group`. A repaired trajectory of a group with few successes
-    may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is what R' gives and is left as it is.
+    may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is what R' gives, and is left as it is
+    unless `raise_edits` is false [R].
     """
 
     paper = "2605.16302"
@@ -101,6 +102,8 @@ class Counterfactual(Component):
         mask: Literal["loss", "credit", "off"] = "loss"
         """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0 but count in T_i;
         off: credit on all tokens"""
+        raise_edits: bool = True
+        """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A', 0)"""
         train_revision: bool = False
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"
@@ -134,13 +137,16 @@ class Counterfactual(Component):
         shaped = rewards.value + (settings.shaping * phi).float()
         advantage = group_advantage(shaped, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
         gate, best, own = _fewest_edits(trajectories, rewards, revisions, revision_rewards)
-        credit = self._credit(trajectories, advantage, gate)
+        repaired = torch.isin(trajectories.uid, revisions.parent[best])
+        credit = self._credit(
+            trajectories, advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage), gate
+        )
         self.context.log(
             **group_metrics(rewards.replace(value=shaped), group, zero_groups(advantage, group)),
             **shaping_statistics(
                 rewards.value[rewards.valid], shaped[rewards.valid], phi[rewards.valid], (rewards.correct & rewards.valid)[rewards.valid]
             ),
-            **_repair_metrics(trajectories, rewards, revisions, advantage, gate, share, best),
+            **_repair_metrics(rewards, torch.isin(trajectories.uid, revisions.parent), repaired, advantage, gate, share),
         )
         if not settings.train_revision or not len(best):
             return Outputs(trained=trajectories, credit=credit)
@@ -196,15 +202,13 @@ def _fewest_edits(
 
 
 def _repair_metrics(
-    trajectories: Trajectories, rewards: Rewards, revisions: Trajectories, advantage: Tensor, gate: Jagged, share: Tensor, best: Tensor
+    rewards: Rewards, revised: Tensor, repaired: Tensor, advantage: Tensor, gate: Jagged, share: Tensor
 ) -> dict[str, float]:
     wrong = rewards.valid & ~rewards.correct
-    repaired = torch.zeros(len(trajectories), dtype=torch.bool)
-    repaired[trajectories.index_of(revisions.parent[best])] = True
     count, many = max(int(wrong.sum()), 1), max(int(repaired.sum()), 1)
     return {
         "wrong": float(wrong.sum()),
-        "revised_share": float(torch.isin(trajectories.uid[wrong], revisions.parent).sum()) / count,
+        "revised_share": float(revised[wrong].sum()) / count,
         "repair_rate": float(share[wrong].sum()) / count,
         "repaired_share": float(repaired.sum()) / count,
         "edited_share": float(gate.mean()[repaired].sum()) / many if len(gate) else 0.0,

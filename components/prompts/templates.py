@@ -150,12 +150,12 @@ def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
 
 RETRY_INSTRUCTIONS = """\
 There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct it. Write the whole
-solution again, close each step with </thought>, and put the final answer in \\boxed{}.
+solution again and put the final answer in \\boxed{}.
 """
 
 CRITIQUE_INSTRUCTIONS = """\
-Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution, close each step with
-</thought>, and put the final answer in \\boxed{}.
+Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and put the final answer in
+\\boxed{}.
 """
 
 VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
@@ -178,6 +178,8 @@ def critique_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str
 
 
 def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instructions: str, tokenizer: Any) -> str:
-    if check_template(metadata.get("template", "plain")) == "chains":
+    template = check_template(metadata.get("template", "plain"))
+    if template == "chains":
         return revise_prompt(metadata, question, steps, steps, tokenizer)
-    return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}", tokenizer)
+    closing = "Close each step with </thought>.\n" if template == "thought" else ""
+    return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}{closing}", tokenizer)

@@ -232,6 +232,10 @@ def test_repaired_failures_of_a_hopeless_group_are_counted_as_raised(toolbox):
     out, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean")
     assert out.credit.advantage.row(1).tolist() == pytest.approx([0, 0, 0.45, 0])
     assert metrics["raised_edit_share"] == 1
+    blamed, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean", raise_edits=False)
+    assert blamed.credit.advantage.row(1).tolist() == [0] * 4
+    assert blamed.credit.advantage.row(0).tolist() == out.credit.advantage.row(0).tolist() == pytest.approx([-0.15] * 4)
+    assert metrics["raised_edit_share"] == 1
 
 
 def test_a_group_of_one_gets_nothing(toolbox):

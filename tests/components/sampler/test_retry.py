@@ -79,6 +79,8 @@ def test_prompts_say_as_much_as_they_may(toolbox):
     right, wrong = (critique_prompt(plain, "q?", ["one"], correct, toolbox.tokenizer()) for correct in (True, False))
     assert "The final answer of this attempt is correct." in right
     assert "The final answer of this attempt is wrong." in wrong
+    assert "</thought>" not in hedged
+    assert retry_prompt({"template": "thought"}, "q?", ["one"], toolbox.tokenizer()).endswith("Close each step with </thought>.\n\n")
     chains = {"template": "chains"}
     steps = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 \\boxed{ 5 } </thought>"]
     expected = revise_prompt(chains, "7 s1 * 4 s2 + 3", steps, steps, None)
