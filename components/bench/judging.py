@@ -88,7 +88,7 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
 
     Own tokens are those sampled for the row (not inherited) or trained on; thoughts without any, and rows whose outcome could not
     be judged, are left out. `error_share` is the mean over failed chains, with some credit and an own first wrong thought, of
-    the share of |credit| on that thought; `uniform_share` the same for equal credit on all own tokens.
+    the share of |credit| on that thought; `uniform_share` the same, over the same chains, for equal credit on all own tokens.
 
     Args:
         credit: float64 over response tokens.
@@ -108,14 +108,16 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
     failed[rows[own & wrong]] = True
     flat = own & failed[rows]
 
-    def share(size: torch.Tensor) -> float:
-        found = share_within(size[flat].numpy(), rows[flat].numpy(), wrong[flat].numpy(), len(credit))
-        return float(np.nanmean(found)) if np.isfinite(found).any() else float("nan")
+    def shares(size: torch.Tensor) -> Floats:
+        return share_within(size[flat].numpy(), rows[flat].numpy(), wrong[flat].numpy(), len(credit))
+
+    found, uniform = shares(credit.values.abs()), shares(torch.ones_like(credit.values))
+    credited = np.isfinite(found)
 
     return ThoughtCredit(
         credit=(total[kept] / count[kept]).numpy(),
         truth=truth.advantage.values[kept].numpy(),
         halves=(first.values[kept].numpy(), second.values[kept].numpy()),
-        error_share=share(credit.values.abs()),
-        uniform_share=share(torch.ones_like(credit.values)),
+        error_share=float(found[credited].mean()) if credited.any() else float("nan"),
+        uniform_share=float(uniform[credited].mean()) if credited.any() else float("nan"),
     )

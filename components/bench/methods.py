@@ -40,8 +40,10 @@ METHODS: tuple[Method, ...] = (
     BASELINE,
     Method("drgrpo", "toy_drgrpo"),
     Method("dapo", "toy_dapo"),
+    # The ratio objectives take four steps per rollout batch; this is the baseline that does so too.
+    Method("grpo_4_steps", "toy_grpo", ("learner.minibatches=4",)),
     Method("gspo", "toy_gspo"),
-    Method("grpo_lambda_recent", "toy_grpo_lambda_recent"),
+    Method("grpo_lambda", "toy_grpo_lambda"),
     Method("grpo_lambda_both", "toy_grpo_lambda_both"),
     Method("p_trace", "toy_p_trace"),
     Method("s_trace", "toy_s_trace"),

@@ -67,7 +67,8 @@ def share_within(size: Floats, row: NDArray[np.int64], inside: NDArray[np.bool_]
     """
     whole = np.bincount(row, weights=size, minlength=num_rows)
     part = np.bincount(row, weights=size * inside, minlength=num_rows)
-    return np.divide(part, whole, out=np.full(num_rows, np.nan), where=whole > 0)
+    share: Floats = np.divide(part, whole, out=np.full(num_rows, np.nan), where=whole > 0)
+    return share
 
 
 def reliability(half: float) -> float:
