@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from components.advantage.group import training_mask
 from components.advantage.segments import check_segments, increments, segment_of_token, with_final
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, identity_sum, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
@@ -41,6 +42,18 @@ def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
     return delta.with_values(padded[delta.row_ids, delta.positions].to(delta.values.dtype))
 
 
+def whitened(advantage: Jagged, mask: Jagged, all_sum: Callable[[Tensor], Tensor] = identity_sum) -> Jagged:
+    """(A − mean) / (std + 1e-8) with mean and (unbiased) std over the trained tokens of the whole batch; 0 elsewhere. Float32.
+
+    `all_sum` adds up [count, Σ A, Σ (A − mean)²] over replicas.
+    """
+    kept = torch.where(mask.values, advantage.values.double(), 0.0)
+    count, total = all_sum(torch.stack([mask.values.sum().double(), kept.sum()]))
+    centred = torch.where(mask.values, kept - total / count.clamp(min=1), 0.0)
+    variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
+    return advantage.with_values((centred / (variance.sqrt() + 1e-8)).float())
+
+
 class TDAdvantage(Component):
     """A_k = v(s_{k+1}) − v(s_k) for each segment k, the outcome reward being the value at the end; no group is needed.
 
@@ -57,6 +70,8 @@ class TDAdvantage(Component):
         """λ of generalised advantage estimation over segments: 0 is VinePPO, 1 is r − v(s_k)"""
         mask_prefix: bool = True
         """leaves inherited prefix tokens out of the loss"""
+        whiten: bool = False
+        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does; credits no longer telescope"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:
@@ -80,6 +95,9 @@ class TDAdvantage(Component):
         advantage = tokens.with_values(per_segment.values[segment_of_token(segments.ends, tokens)].float())
         advantage = advantage.with_values(torch.where(rewards.valid[tokens.row_ids], advantage.values, 0.0))
         mask = training_mask(tokens, trajectories.inherited, self.config.mask_prefix)
+        if self.config.whiten:
+            trained = mask.with_values(mask.values & rewards.valid[tokens.row_ids])
+            advantage = whitened(advantage, trained, self.context.all_sum)
         size = per_segment.values.abs()
         self.context.log(
             advantage_size=float(size.mean()) if len(size) else 0.0, zero_share=float((size < 1e-8).float().mean()) if len(size) else 0.0

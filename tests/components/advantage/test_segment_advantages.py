@@ -7,7 +7,7 @@ from components.advantage.additive import AdditiveAdvantage
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute, redistributed_rewards, segment_shares
 from components.advantage.segments import increments, segment_of_token, with_final
-from components.advantage.td import TDAdvantage, td_advantage
+from components.advantage.td import TDAdvantage, td_advantage, whitened
 from pipeline.errors import AlignmentError
 from pipeline.jagged import Jagged
 from pipeline.payloads import Segments, SegmentValues
@@ -87,6 +87,16 @@ def test_td_telescopes_and_its_limit_is_the_return_minus_the_value():
     limit = td_advantage(values, reward, 1.0)
     states = values.slice_rows(torch.zeros_like(values.lengths), values.lengths - 1)
     torch.testing.assert_close(limit.values, reward[limit.row_ids] - states.values)
+
+
+def test_whitening(toolbox, case):
+    # Trained 1, 3: mean 2, unbiased variance 2; the masked 9 does not count.
+    mask = Jagged.from_rows([[True, False], [True]], torch.bool)
+    by_hand = whitened(Jagged.from_rows([[1.0, 9.0], [3.0]], torch.float32), mask)
+    assert by_hand.to_lists() == [[pytest.approx(-(0.5**0.5)), 0.0], [pytest.approx(0.5**0.5)]]
+    out = toolbox.start(TDAdvantage, whiten=True).run(**case).credit.advantage.values
+    assert out.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert out.std().item() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_additive_by_hand_and_without_weight(toolbox, case):
