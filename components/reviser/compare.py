@@ -12,6 +12,7 @@ from components.localizer.self_localizer import question_of
 from components.localizer.thoughts import thought_texts
 from components.prompts.templates import revise_prompt
 from components.reviser.second_turn import second_turn, unended
+from components.rewards.outcome import finite_rewards
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics
 from pipeline.component import Component, same_rows
 from pipeline.payloads import Batch, Judge, Policy, Prompts, Rewards, Trajectories, check_aligned
@@ -118,7 +119,9 @@ class Compare(Component):
         table = keyed_seeds(self.context.rng(), trajectories.uid, 0, settings.references)
         uid = self.context.uids(len(wrong))
         made = second_turn(policy, prompts, firsts, asked, table[wrong, place], settings.sampling(), uid)
-        verdicts = _ended_only(judge.judge(prompts, made), made)
+        verdicts = _ended_only(finite_rewards(judge.judge(prompts, made)), made)
+        for row in (~verdicts.valid).nonzero(as_tuple=True)[0].tolist():
+            self.context.reject({"revision": int(uid[row]), "trajectory": int(firsts.uid[row])}, verdicts.detail[row])
         self._count(trajectories, rewards, wrong, shown, made, verdicts)
         references = References(uid=uid, reference=trajectories.uid[shown], correct=rewards.correct[shown])
         return Outputs(revisions=made, rewards=verdicts, references=references)

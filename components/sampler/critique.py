@@ -12,6 +12,7 @@ from components.localizer.self_localizer import question_of
 from components.localizer.thoughts import thought_texts
 from components.prompts.templates import critique_prompt
 from components.reviser.second_turn import second_turn, unended
+from components.rewards.outcome import finite_rewards
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from pipeline.component import Component
 from pipeline.payloads import Judge, Policy, Prompts, Rewards, Trajectories
@@ -94,7 +95,7 @@ class Critique(Component):
         rewards = judge.judge(prompts, originals)
         chosen, draws = self._candidates(rewards, len(prompts))
         refined = self._refine(prompts, originals, rewards, policy, chosen, seed[:, size:].reshape(-1)[draws])
-        verdicts = judge.judge(prompts, refined)
+        verdicts = finite_rewards(judge.judge(prompts, refined))
         usable = verdicts.valid & ~unended(refined) & (verdicts.correct | (not settings.only_correct))
         best = best_of(verdicts.value, usable, refined.prompt_uid)
         kept = refined.select(best)

@@ -11,6 +11,7 @@ from components.sampler.chains import Chains
 from components.verifier.exact import Exact
 from pipeline.errors import AlignmentError
 from pipeline.payloads import Sampling
+from pipeline.recording import from_arrow, to_arrow
 
 ALL = torch.ones(4, dtype=torch.bool)
 
@@ -117,14 +118,36 @@ def test_rows_without_verdict_are_neither_revised_nor_shown(toolbox):
     assert (out.revisions.parent.tolist(), out.references.reference.tolist()) == ([1001], [1000])
 
 
-def test_a_revision_that_cannot_be_judged_stays_invalid(toolbox):
+def test_a_revision_that_cannot_be_judged_stays_invalid_and_is_written_down(toolbox):
     def rule(text):
+        if "nan" in text:
+            return float("nan")
         raise RuntimeError("no verdict")
 
-    out, metrics, _ = _run(toolbox, ["fine", "bad"], [1, 0], lambda c, n: "good", rule=rule)
-    assert out.rewards.valid.tolist() == [False]
-    assert metrics["invalid"] == 1
-    assert metrics["repaired_share"] == 0
+    trajectories = toolbox.trajectories(["fine", "bad", "poor"])
+    node = toolbox.start(Compare, references=1)
+    rewards = node.run(
+        prompts=toolbox.prompts(["q"]),
+        trajectories=trajectories,
+        rewards=toolbox.rewards(trajectories.uid, [1, 0, 0]),
+        policy=toolbox.policy(lambda c, n: "nan" if "bad" in c else "good"),
+        judge=toolbox.judge(rule),
+    ).rewards
+    assert rewards.valid.tolist() == rewards.correct.tolist() == [False, False]
+    assert node.context.metrics["invalid"] == 2
+    assert node.context.metrics["repaired_share"] == 0
+    assert [(row["row"]["trajectory"], row["reason"]) for row in node.context.rejected] == [(1001, "reward is nan"), (1002, "no verdict")]
+
+
+def test_references_are_recorded_bit_for_bit(toolbox):
+    references = _run(toolbox, ["fine", "bad", "poor"], [1, 0, 0], lambda c, n: "good")[0].references
+    again = from_arrow(to_arrow(references))
+    assert type(again) is type(references)
+    assert (again.uid.tolist(), again.reference.tolist(), again.correct.tolist()) == (
+        references.uid.tolist(),
+        references.reference.tolist(),
+        references.correct.tolist(),
+    )
 
 
 def test_an_empty_wrong_response_is_revised(toolbox):

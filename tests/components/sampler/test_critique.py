@@ -12,6 +12,8 @@ VALUES = {"poor": 0.0, "half": 0.5, "good": 1.0}
 
 
 def _rule(text):
+    if "nan" in text:
+        return float("nan")
     if "?" in text:
         raise RuntimeError("no verdict")
     return next((v for k, v in VALUES.items() if k in text), 0.0)
@@ -103,6 +105,7 @@ def test_unjudged_rows(toolbox):
     assert out.text == ["poor?", "poor", "half"]
     asked = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
     assert not any("poor?" in text for text in asked)
+    assert _run(toolbox, ["poor"], ["nan", "half"])[0].text == ["poor", "half"]
 
 
 def test_only_correct(toolbox):
