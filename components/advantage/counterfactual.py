@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
+from components.advantage.edits import fewest_edits
 from components.advantage.group import Normalize, group_advantage, group_metrics, group_moments, training_mask, zero_groups
 from pipeline.component import Component, same_rows
 from pipeline.jagged import Jagged
@@ -22,26 +21,6 @@ class Outputs:
 
     trained: Trajectories
     credit: Annotated[Credit, same_rows("trained")]
-
-
-def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:
-    """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
-
-    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks the token of
-    `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair makes otherwise, and without
-    it a repair that only inserts would leave nothing to train.
-
-    >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
-    ([False, True, True], [False, True, False, True], 2)
-    """
-    left, right = [False] * len(first), [False] * len(second)
-    operations = Levenshtein.editops(first, second)
-    for step in operations:
-        if left:
-            left[min(step.src_pos, len(left) - 1)] = True
-        if step.tag != "delete":
-            right[step.dest_pos] = True
-    return left, right, len(operations)
 
 
 def repair_share(parent: Tensor, correct: Tensor, valid: Tensor, uid: Tensor) -> Tensor:
@@ -136,7 +115,7 @@ class Counterfactual(Component):
         phi = torch.where(rewards.correct | ~rewards.valid, 0.0, settings.repair_scale * share)
         shaped = rewards.value + (settings.shaping * phi).float()
         advantage = group_advantage(shaped, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
-        gate, best, own = _fewest_edits(trajectories, rewards, revisions, revision_rewards)
+        gate, best, own = fewest_edits(trajectories, rewards, revisions, revision_rewards)
         repaired = torch.isin(trajectories.uid, revisions.parent[best])
         credit = self._credit(
             trajectories, advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage), gate
@@ -177,28 +156,6 @@ class Counterfactual(Component):
         spread = chosen.response_tokens.spread(advantage)
         spread = spread.with_values(torch.where(edited.values, spread.values, 0.0))
         return chosen, Credit(uid=chosen.uid, advantage=spread, mask=edited, columns={"gate": edited})
-
-
-def _fewest_edits(
-    trajectories: Trajectories, rewards: Rewards, revisions: Trajectories, revision_rewards: Rewards
-) -> tuple[Jagged, Tensor, Jagged]:
-    """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
-
-    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of equals. A revision
-    equal to its original (a judge that changed its mind) is none.
-    """
-    tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
-    parents = trajectories.index_of(revisions.parent).tolist()
-    usable = revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
-    found: dict[int, tuple[int, int, list[bool], list[bool]]] = {}
-    for row in usable.nonzero(as_tuple=True)[0].tolist():
-        left, right, distance = edited_tokens(tokens[parents[row]], revised.row(row).tolist())
-        if distance and (parents[row] not in found or distance < found[parents[row]][0]):
-            found[parents[row]] = (distance, row, left, right)
-    masks = [found[i][2] if i in found else [True] * len(row) for i, row in enumerate(tokens)]
-    best = [found[i][1] for i in sorted(found)]
-    own = Jagged.from_rows([found[i][3] for i in sorted(found)], torch.bool)
-    return Jagged.from_rows(masks, torch.bool), torch.tensor(best, dtype=torch.int64), own
 
 
 def _repair_metrics(

@@ -2,17 +2,23 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.advantage.counterfactual import Counterfactual, edited_tokens, repair_share, shaping_statistics
+from components.advantage.counterfactual import Counterfactual, repair_share, shaping_statistics
+from components.advantage.edits import edited_tokens
 from components.advantage.group import GroupAdvantage
-from pipeline.errors import AlignmentError
+from pipeline.contract import check_component
+from pipeline.errors import AlignmentError, GraphError
+from pipeline.graph import build_graph
 
 GROUP = [7, 7, 7, 7]
+GRAPH = Path(__file__).parents[3] / "configs" / "graph" / "ibpo.yaml"
 
 
 def _run(toolbox, values, repairs, texts=("abcd", "abxd", "axxx", "aaaa"), group=GROUP, valid=None, revision_valid=None, **config):
@@ -286,3 +292,17 @@ def test_revisions_of_other_trajectories_are_refused(toolbox):
 def test_settings_are_checked(config):
     with pytest.raises(ValueError, match="wanted λ_φ of 0 or more and ρ between 0 and 1"):
         Counterfactual.Config(**config)
+
+
+def test_credit_has_the_rows_of_what_is_trained():
+    # The rows of an output may be those of another output: the contract allows it, and a graph follows it.
+    assert check_component(Counterfactual) == []
+    nodes = yaml.safe_load(GRAPH.read_text())["nodes"]
+    assert len(build_graph({"nodes": nodes})) == len(nodes)
+    nodes["learner"]["in"]["trajectories"] = "sampler.trajectories"
+    with pytest.raises(GraphError) as caught:
+        build_graph({"nodes": nodes})
+    assert caught.value.problems == [
+        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of advantage.trained and "
+        "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population."
+    ]

@@ -1,0 +1,58 @@
+"""Which tokens a revision changes: Levenshtein alignment at token level."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+
+from pipeline.jagged import Jagged
+from pipeline.payloads import Rewards, Trajectories
+
+
+def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:
+    """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
+
+    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks the token of
+    `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair makes otherwise, and without
+    it a repair that only inserts would leave nothing to train.
+
+    >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
+    ([False, True, True], [False, True, False, True], 2)
+    """
+    left, right = [False] * len(first), [False] * len(second)
+    operations = Levenshtein.editops(first, second)
+    for step in operations:
+        if left:
+            left[min(step.src_pos, len(left) - 1)] = True
+        if step.tag != "delete":
+            right[step.dest_pos] = True
+    return left, right, len(operations)
+
+
+def fewest_edits(
+    trajectories: Trajectories, rewards: Rewards, revisions: Trajectories, revision_rewards: Rewards
+) -> tuple[Jagged, Tensor, Jagged]:
+    """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
+
+    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of equals. A revision
+    equal to its original (a judge that changed its mind) is none.
+    """
+    tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
+    parents = trajectories.index_of(revisions.parent).tolist()
+    usable = revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
+    nearest: dict[int, tuple[int, int]] = {}
+    for row in usable.nonzero(as_tuple=True)[0].tolist():
+        best = nearest.get(parents[row], (sys.maxsize, -1))[0]
+        # Beyond the cutoff the search stops early; the alignment itself is only made for the chosen revision.
+        distance = Levenshtein.distance(tokens[parents[row]], revised.row(row).tolist(), score_cutoff=best)
+        if 0 < distance < best:
+            nearest[parents[row]] = (distance, row)
+    chosen = [nearest[i][1] for i in sorted(nearest)]
+    edits = {parents[row]: edited_tokens(tokens[parents[row]], revised.row(row).tolist()) for row in chosen}
+    masks = [edits[i][0] if i in edits else [True] * len(row) for i, row in enumerate(tokens)]
+    own = Jagged.from_rows([edits[parents[row]][1] for row in chosen], torch.bool)
+    return Jagged.from_rows(masks, torch.bool), torch.tensor(chosen, dtype=torch.int64), own
