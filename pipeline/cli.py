@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from pipeline.errors import CreditgraphError, did_you_mean
@@ -135,6 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("creditgraph: interrupted", file=sys.stderr)
+        if threading.active_count() > 1:
+            # The generation thread may be inside a long call; leaving through the interpreter would wait for it or crash.
+            sys.stdout.flush()
+            os._exit(130)
         return 130
     except BrokenPipeError:
         # The reader of our output went away (for example `| head`); nothing is left to say.
