@@ -1,6 +1,6 @@
 """Eligibility-trace ratios: log R_t = Σ_{k≤t} w(t,k) l_k, with w falling in t − k at d = γλ per token.
 
-OlderWeights (k, t count from 1 at the first trained token of a trajectory):
+Weights (k, t count from 1 at the first trained token of a trajectory):
 
     recent         d^{t−k}                    GRPO-λ (2510.00194) [S]
     both           max(d^{t−k}, d^{k−1})      GRPO-λ, reported better than recent [S]
