@@ -430,3 +430,25 @@ def shaped_loss(logprobs, old, advantage, gamma, clip_low, clip_high):
     plain = token_loss(logprobs, old, advantage, clip_low, clip_high)
     rows = zip(logprobs, advantage, gamma, plain, strict=True)
     return [-a * new.exp() / (new.exp() + g) if g else x for new, a, g, x in rows]
+
+
+# --- values at segment boundaries --------------------------------------------------------------------------------------
+
+
+def immediate_values(probability, prompt, response, bounds, exit_text, answers, end, normalise):
+    """v̂ at each boundary of one response from `probability(context, text)`; answers are (text, reward)."""
+    values = []
+    for bound in bounds:
+        found = []
+        for answer, reward in answers:
+            p = probability(prompt + response[:bound] + exit_text, answer + end)
+            found.append(reward * (p ** (1 / len(answer + end)) if normalise else p))
+        values.append(sum(found) / (len(found) if normalise and found else 1))
+    return values
+
+
+def exact_value(policy, prompt, state, length, reward):
+    """v(state): sum over every way to fill up a response to `length` characters."""
+    if len(state) == length:
+        return reward(state)
+    return sum(p * exact_value(policy, prompt, state + c, length, reward) for c, p in policy.next(prompt + state).items())

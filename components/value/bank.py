@@ -58,10 +58,11 @@ def encode_answer(tokenizer: Any, exit_text: str, answer: str, answer_end: str) 
     A token that holds a piece of both exit text and answer counts as answer. ([], 0) when no token carries the answer.
     """
     encoded = tokenizer(exit_text + answer + answer_end, add_special_tokens=False, return_offsets_mapping=True)
-    ends = [end for _, end in encoded["offset_mapping"]]
-    scored = sum(end > len(exit_text) for end in ends)
-    holds_answer = any(len(exit_text) < end <= len(exit_text) + len(answer) for end in ends) or (scored == 1 and len(ends) > 0)
-    return (list(encoded["input_ids"]), scored) if holds_answer and answer else ([], 0)
+    begin, end = len(exit_text), len(exit_text) + len(answer)
+    offsets = encoded["offset_mapping"]
+    if not any(first < end and last > begin for first, last in offsets):
+        return [], 0
+    return list(encoded["input_ids"]), sum(last > begin for _, last in offsets)
 
 
 def answer_bank(tokenizer: Any, prompts: Prompts, trajectories: Trajectories, rewards: Rewards | None, settings: AnswerSettings) -> Bank:
