@@ -108,7 +108,7 @@ class LocalEngine(Component):
         return model
 
     def count(self, **amounts: float) -> None:
-        """Adds to this iteration's counters and logs the sums."""
+        """Adds to this iteration's counters and logs the sums. Tokens are those that went through the model: sampled, prefilled, scored."""
         if self._counted != self.context.iteration:
             self._counters, self._counted = {}, self.context.iteration
         for name, amount in amounts.items():
@@ -171,7 +171,7 @@ class LocalPolicy(Policy):
             scores = score(engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens)
         self._check_finite(scores.logprobs)
         used = tokens.lengths > 0
-        engine.count(scored_tokens=len(tokens.values), score_forward_tokens=int((context.lengths + tokens.lengths)[used].sum()))
+        engine.count(scored_tokens=int((context.lengths + tokens.lengths)[used].sum()))
         return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
 
     def score_branches(self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0) -> Scores:
@@ -188,7 +188,7 @@ class LocalPolicy(Policy):
                 engine.decoder, trunk, row, at, tokens, temperature, engine.context.device, engine.config.score_tokens
             )
         self._check_finite(scores.logprobs)
-        engine.count(scored_tokens=len(tokens.values), score_forward_tokens=forward)
+        engine.count(scored_tokens=forward)
         return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
 
     def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
@@ -201,7 +201,7 @@ class LocalPolicy(Policy):
         with self._timed("seconds_attribute"):
             found = attribute(engine.differentiable(), context, tokens, temperature, engine.context.device, engine.config.score_tokens)
         used = tokens.lengths > 0
-        engine.count(attributed_tokens=int((context.lengths + tokens.lengths)[used].sum()))
+        engine.count(scored_tokens=int((context.lengths + tokens.lengths)[used].sum()))
         return found
 
     def _limits(self, requests: Requests) -> Limits:

@@ -49,10 +49,9 @@ def test_trunks_are_counted_once(start):
     # Branches off the first 4 and the first 6 of 8 tokens, of 3 and 1 tokens: 6 trunk tokens and 2 + 0 that predict something.
     trunk = Jagged.from_rows([[3] * 8], torch.int32)
     policy.score_branches(trunk, torch.tensor([0, 0]), torch.tensor([4, 6]), Jagged.from_rows([[5, 6, 7], [8]], torch.int32))
-    assert policy.engine._counters["score_forward_tokens"] == 8
-    assert policy.engine._counters["scored_tokens"] == 4
+    assert policy.engine._counters["scored_tokens"] == 8
     policy.score(Jagged.from_rows([[3] * 8], torch.int32), Jagged.from_rows([[5, 6]], torch.int32))
-    assert policy.engine._counters["score_forward_tokens"] == 18
+    assert policy.engine._counters["scored_tokens"] == 18
 
 
 def test_nothing_to_score(start):
