@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.advantage.segments import segment_of_token
 from components.bench.credit_run import Cost, CreditRun, first_of, run_credit, shared_outputs
 from components.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from components.bench.judging import effective_credit, per_thought
 from components.bench.methods import Method
 from components.bench.statistics import jackknife, mean_sd, reliability, spearman
-from components.bench.truth import Truth, true_values
+from components.bench.truth import State, Truth, true_values
 from components.learner.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.compose import Experiment
 from pipeline.executor import resolve_device
-from pipeline.payloads import Credit, Judge, Policy, Prompts, Sampling, Trajectories, Weights
+from pipeline.payloads import Judge, Policy, Prompts, Sampling, Trajectories, Weights
 from pipeline.replaying import Replay
 from pipeline.sockets import Wire
 from pipeline.streams import Stream
@@ -101,7 +102,7 @@ class CreditBench:
         ceilings, truths = [], []
         for seed in self.seeds:
             with run_credit(self.baseline, self.weights, seed, reference=True) as run:
-                self.policy, self.judge = first_of(run, Policy), first_of(run, Judge)
+                self.policy, self.judge, self.known = first_of(run, Policy), first_of(run, Judge), dict[State, Tensor]()
                 shared = self._share(seed, run)
                 truth, thoughts = shared.truth, self._exact_row(shared)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
@@ -145,7 +146,8 @@ class CreditBench:
     def _truth(self, seed: int, trajectories: Trajectories, run: CreditRun) -> Truth:
         prompts: Prompts = first_of(run, Prompts)
         stream = Stream("creditbench", seed)
-        return true_values(self.policy, self.judge, prompts, trajectories, sampling_of(self.baseline), self.options.samples, stream)
+        sampling, samples = sampling_of(self.baseline), self.options.samples
+        return true_values(self.policy, self.judge, prompts, trajectories, sampling, samples, stream, self.known)
 
     def _method(self, method: Method, shared: _Seed) -> _Found:
         experiment = self.experiments[method.name]
@@ -177,8 +179,6 @@ class _Found:
 
 
 def _thought_of(truth: Truth, trajectories: Trajectories) -> Tensor:
-    from components.advantage.segments import segment_of_token
-
     return segment_of_token(truth.ends, trajectories.response_tokens)
 
 
@@ -243,6 +243,3 @@ def summarise(rows: Sequence[dict[str, float]], sums: Sequence[GradientSums]) ->
     joined = pooled(sums)
     gradient = {name: (joined[name], jackknife(leave_one_out(sums, name)) if len(sums) > 1 else math.nan) for name in GRADIENT_METRICS}
     return {"seeds": list(rows), "mean": means, "gradient": gradient}
-
-
-__all__ = ["EXACT", "Credit", "CreditBench", "Options"]

@@ -14,26 +14,37 @@ from pipeline.errors import ConfigError
 from pipeline.executor import resolve_device
 from pipeline.graph import MAX_NODES, Graph
 from pipeline.node_runner import NodeRunner, set_origin
-from pipeline.payloads import Credit, Judge, Policy, Prompts, Trajectories, Weights
+from pipeline.payloads import Credit, Policy, Prompts, Trajectories, Weights
 from pipeline.sockets import Node, Wire
 from pipeline.values import as_inputs
 
-COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")
+COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens", "score_forward_tokens", "attributed_tokens")
 
 
 @dataclass
 class Cost:
-    """What a node cost: tokens by kind, and seconds of wall time."""
+    """What a node cost in tokens, as engines count them, and in seconds of wall time.
+
+    Attributes:
+        sampled_tokens: drawn.
+        prefill_tokens: of prompts and prefixes, before the first drawn token.
+        scored_tokens: teacher-forced tokens whose log-prob was asked for.
+        score_forward_tokens: tokens of the forward passes behind them, context included.
+        attributed_tokens: tokens of forward and backward passes for attribution.
+    """
 
     sampled_tokens: float = 0.0
     prefill_tokens: float = 0.0
     scored_tokens: float = 0.0
+    score_forward_tokens: float = 0.0
+    attributed_tokens: float = 0.0
     seconds: float = 0.0
 
     @property
     def processed(self) -> float:
-        """Tokens that went through the model: sampled, prefilled and scored ones."""
-        return self.sampled_tokens + self.prefill_tokens + self.scored_tokens
+        """Tokens that went through the model."""
+        scoring = max(self.score_forward_tokens, self.scored_tokens)  # an engine may count the latter only
+        return self.sampled_tokens + self.prefill_tokens + scoring + self.attributed_tokens
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
@@ -214,6 +225,3 @@ def _needed(graph: Graph, targets: set[str], given: Mapping[str, Any]) -> set[st
             found.add(name)
             open_names += [w.source for _, w in graph[name].all_wires if not w.delay and w.source not in given]
     return found
-
-
-__all__ = ["Cost", "CreditRun", "Judge", "first_of", "learner_of", "run_credit", "shared_outputs"]

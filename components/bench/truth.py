@@ -14,9 +14,11 @@ from components.sampler.requests import sample_from_prefix
 from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
 from pipeline.jagged import Jagged
 from pipeline.payloads import Judge, Policy, Prompts, Sampling, Trajectories
-from pipeline.streams import Stream
+from pipeline.streams import Stream, key_of
 
 STOP = "</thought>"
+
+State = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompt and of the response so far
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,8 +32,8 @@ class Truth:
         advantage: Jagged float64 per thought, V after it minus V before it.
         error: int64 [N], 1-based first wrong thought of an incorrect trajectory, 0 where there is none or the task cannot tell.
         correct, valid: bool [N].
-        num_states: distinct prefixes that were continued.
-        sampled_tokens: tokens of all continuations.
+        num_states: distinct prefixes.
+        sampled_tokens: tokens of the continuations that were sampled for them.
     """
 
     ends: Jagged
@@ -59,7 +61,14 @@ def thought_ends(trajectories: Trajectories, policy: Policy) -> Jagged:
 
 
 def true_values(
-    policy: Policy, judge: Judge, prompts: Prompts, trajectories: Trajectories, sampling: Sampling, samples: int, stream: Stream
+    policy: Policy,
+    judge: Judge,
+    prompts: Prompts,
+    trajectories: Trajectories,
+    sampling: Sampling,
+    samples: int,
+    stream: Stream,
+    known: dict[State, Tensor] | None = None,
 ) -> Truth:
     """Estimates V^π before every thought from `samples` continuations each; equal prefixes are continued once.
 
@@ -70,19 +79,18 @@ def true_values(
         trajectories: any rows, inherited prefixes included.
         sampling: how π samples.
         samples: continuations per distinct prefix; even, because the estimate is also given in two halves.
-        stream: keys the continuations.
+        stream: keys the continuations, together with the tokens of the state.
+        known: outcomes [samples] of states continued before with the same policy and stream; new ones are added.
     """
     if samples < 2 or samples % 2:
         raise ValueError(f"true_values: samples is {samples}; wanted an even number of at least 2.")
     ends = thought_ends(trajectories, policy)
     rewards = finite_rewards(judge.judge(prompts, trajectories))
-    row, length, state_of = _states(trajectories, ends)
-    parents = trajectories.select(row.repeat_interleave(samples))
-    draws = torch.arange(len(row)).repeat_interleave(samples), torch.arange(samples).repeat(len(row))
-    seeds = stream.seeds(draws[0] * samples + draws[1])
-    uid = torch.arange(len(parents), dtype=torch.int64)
-    made = sample_from_prefix(policy, parents, length.repeat_interleave(samples), seeds, sampling, uid)
-    outcome = finite_rewards(judge.judge(prompts, made)).value.double().view(len(row), samples)
+    known = {} if known is None else known
+    states, state_of = _states(trajectories, ends)
+    new = [(key, place) for key, place in states.items() if key not in known]
+    sampled = _continue(policy, judge, prompts, trajectories, new, sampling, samples, stream, known)
+    outcome = torch.stack([known[key] for key in states]) if states else torch.zeros(0, samples, dtype=torch.float64)
     half = samples // 2
     estimates = [outcome.mean(1), outcome[:, :half].mean(1), outcome[:, half:].mean(1)]
     values, first, second = (_at_boundaries(e[state_of], ends, rewards.value) for e in estimates)
@@ -97,27 +105,49 @@ def true_values(
         error=error,
         correct=rewards.correct,
         valid=rewards.valid,
-        num_states=len(row),
-        sampled_tokens=int((made.response_tokens.lengths - made.inherited).sum()),
+        num_states=len(states),
+        sampled_tokens=sampled,
     )
 
 
-def _states(trajectories: Trajectories, ends: Jagged) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct states before thoughts: a row and a prefix length that show each, and int64 [thoughts], the state before each thought."""
-    known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    rows: list[int] = []
-    lengths: list[int] = []
+def _states(trajectories: Trajectories, ends: Jagged) -> tuple[dict[State, tuple[int, int]], Tensor]:
+    """Distinct states before thoughts, each with a row and prefix length that show it; and int64 [thoughts], the state before each."""
+    found: dict[State, tuple[int, int]] = {}
+    place: dict[State, int] = {}
     state_of: list[int] = []
     prompt, response = trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists()
-    for i, cuts in enumerate(ends.to_lists()):
+    for row, cuts in enumerate(ends.to_lists()):
         for start in [0, *cuts[:-1]] if cuts else []:
-            key = (tuple(prompt[i]), tuple(response[i][:start]))
-            if key not in known:
-                known[key] = len(known)
-                rows.append(i)
-                lengths.append(start)
-            state_of.append(known[key])
-    return torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int64), torch.tensor(state_of, dtype=torch.int64)
+            key = (tuple(prompt[row]), tuple(response[row][:start]))
+            found.setdefault(key, (row, start))
+            state_of.append(place.setdefault(key, len(place)))
+    return found, torch.tensor(state_of, dtype=torch.int64)
+
+
+def _continue(
+    policy: Policy,
+    judge: Judge,
+    prompts: Prompts,
+    trajectories: Trajectories,
+    states: list[tuple[State, tuple[int, int]]],
+    sampling: Sampling,
+    samples: int,
+    stream: Stream,
+    known: dict[State, Tensor],
+) -> int:
+    """Continues each state `samples` times in one request batch, adds the outcomes to `known`, returns the tokens sampled."""
+    if not states:
+        return 0
+    row = torch.tensor([place[0] for _, place in states]).repeat_interleave(samples)
+    length = torch.tensor([place[1] for _, place in states]).repeat_interleave(samples)
+    # The low bits are free for the draw.
+    keys = [key_of(*prompt, "response", *response) >> 24 << 22 for (prompt, response), _ in states]
+    seeds = stream.seeds(torch.tensor(keys).repeat_interleave(samples) + torch.arange(samples).repeat(len(states)))
+    uid = torch.arange(len(row), dtype=torch.int64)
+    made = sample_from_prefix(policy, trajectories.select(row), length, seeds, sampling, uid)
+    outcome = finite_rewards(judge.judge(prompts, made)).value.double().view(len(states), samples)
+    known.update({key: outcome[i] for i, (key, _) in enumerate(states)})
+    return int((made.response_tokens.lengths - made.inherited).sum())
 
 
 def _at_boundaries(before: Tensor, ends: Jagged, outcome: Tensor) -> Jagged:

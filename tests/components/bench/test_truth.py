@@ -78,6 +78,26 @@ def test_equal_prefixes_are_continued_once(toolbox, policy, judge, rows):
     assert truth.sampled_tokens == 16 * 22 + 2 * 16 * 11
 
 
+def test_known_states_are_not_continued_again(toolbox, policy, judge, rows):
+    sampling = Sampling(max_tokens=100, thoughts=ThoughtLimits(max_thoughts=2, final="none"))
+    known = {}
+    args = (policy, judge, toolbox.prompts(["P"]))
+    true_values(*args, rows.select(torch.tensor([0])), sampling, 8, Stream(0), known)
+    assert len(known) == 2  # "", "a"
+    second = true_values(*args, rows, sampling, 8, Stream(0), known)
+    assert len(policy.calls[1].seed) == 8  # "b" only
+    assert second.sampled_tokens == 8 * 11
+    assert second.values.row(0).tolist() == [0.5, 0.75, 1.0]
+
+
+def test_continuations_depend_on_the_state_and_not_on_the_batch(toolbox, policy, judge, rows):
+    measured(toolbox, policy, judge, rows, samples=4)
+    measured(toolbox, policy, judge, rows.select(torch.tensor([2])), samples=4)
+    whole, part = policy.calls
+    assert len(set(whole.seed.tolist())) == 12
+    assert part.seed.tolist() == whole.seed[torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])].tolist()
+
+
 def test_halves_average_to_the_value(toolbox, policy, judge, rows):
     truth = measured(toolbox, policy, judge, rows, samples=4)
     first, second = truth.halves
