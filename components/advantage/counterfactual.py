@@ -63,7 +63,7 @@ class Counterfactual(Component):
     the tokens of a repaired trajectory that its successful revision with the fewest edits changes; all ones for a right trajectory and
     for a failure without a successful revision [S]. Column "gate" holds m for objective `gated_sequence`.
 
-    Without revisions, and with shaping 0 and mask "off", this is `advantage.group`. A repaired trajectory of a group with few successes
+    Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group with few successes
     may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is what R' gives, and is left as it is
     unless `raise_edits` is false [R].
     """
@@ -78,9 +78,9 @@ class Counterfactual(Component):
         """λ_φ, reward of a fully repairable failure; 0 is none"""
         repair_scale: float = 1.0
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
-        mask: Literal["loss", "credit", "off"] = "loss"
+        mask: Literal["loss", "credit", "none"] = "loss"
         """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0 but count in T_i;
-        off: credit on all tokens"""
+        none: credit on all tokens"""
         raise_edits: bool = True
         """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A', 0)"""
         train_revision: bool = False
@@ -135,7 +135,7 @@ class Counterfactual(Component):
     def _credit(self, trajectories: Trajectories, advantage: Tensor, gate: Jagged) -> Credit:
         spread = trajectories.response_tokens.spread(advantage)
         mask = training_mask(trajectories.response_tokens, trajectories.inherited)
-        if self.config.mask == "off":
+        if self.config.mask == "none":
             gate = gate.with_values(torch.ones_like(gate.values))
         if self.config.mask == "loss":
             mask = mask.with_values(mask.values & gate.values)

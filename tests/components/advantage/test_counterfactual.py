@@ -118,8 +118,8 @@ def test_shaped_rewards_by_hand(toolbox):
 
 
 def test_the_single_reference_form_halves_the_share(toolbox):
-    half, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], repair_scale=0.5, normalize="mean", mask="off")
-    whole, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], normalize="mean", mask="off")
+    half, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], repair_scale=0.5, normalize="mean", mask="none")
+    whole, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], normalize="mean", mask="none")
     assert half.credit.advantage.row(1)[0].item() == pytest.approx(0.3 - 1.3 / 4)
     assert whole.credit.advantage.row(1)[0].item() == pytest.approx(0.6 - 1.6 / 4)
 
@@ -156,7 +156,7 @@ def test_no_wrong_trajectory_and_no_shaping_are_grpo(toolbox, normalize):
         ([1, 0, 0, 0], [], {}),  # nothing was revised
         ([1, 1, 1, 1], [], {}),  # nothing was wrong
         ([1, 0, 0, 0], [(1, "abzd", False)], {}),  # nothing was repaired
-        ([1, 0, 0, 0], repairs, {"shaping": 0.0, "mask": "off"}),
+        ([1, 0, 0, 0], repairs, {"shaping": 0.0, "mask": "none"}),
     ]:
         out, _ = _run(toolbox, values, revised, normalize=normalize, **config)
         trajectories = toolbox.trajectories(["abcd", "abxd", "axxx", "aaaa"], group=GROUP)
@@ -175,7 +175,7 @@ def test_no_shaping_keeps_the_advantage_and_moves_it_to_the_edits(toolbox):
 def test_masks(toolbox):
     loss, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)])
     credit, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="credit")
-    off, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="off")
+    off, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="none")
     assert loss.credit.advantage.equal(credit.credit.advantage)
     assert loss.credit.mask.sum().tolist() == [4, 1, 4, 4]
     assert credit.credit.mask.sum().tolist() == [4, 4, 4, 4]
