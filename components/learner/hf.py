@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from components.learner.metrics import mismatch_meters
 from components.learner.model import LearnerModel, Lora
 from components.learner.objective import Inputs, Meters, Objective, aggregate, counts, loss_terms, prepare
 from components.learner.optimizer import Optimizer, OptimizerSettings
-from components.learner.packing import PackedBatch, check_rows, pack, plan
+from components.learner.packing import PackedBatch, check_rows, join, pack, plan
+from components.learner.prefix import Sorted, plan_shared, unique_tokens
 from pipeline.component import Component, Context, identity_sum, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Credit, TrainReport, Trajectories, Weights, check_aligned
@@ -62,6 +64,9 @@ class HFLearner(Component):
         skip_zero_rows: bool = True
         """leave rows without any credit out of the passes when neither KL nor entropy bonus acts on them; same gradient, but
         entropy, ratio and mismatch metrics then describe the other rows only"""
+        share_prefixes: bool = True
+        """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and gradient.
+        Without effect for a model that does not take packed sequences"""
 
         def __post_init__(self) -> None:
             if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:
@@ -143,6 +148,9 @@ class _Pass:
         check_rows(trajectories.prompt_tokens, trajectories.response_tokens, learner.max_context)
         self.prompt, self.response = trajectories.prompt_tokens.to(device), trajectories.response_tokens.to(device)
         self.lengths = torch.where(self.response.lengths > 0, self.prompt.lengths + self.response.lengths - 1, 0)
+        share = self.config.share_prefixes and not self.model.padded
+        self.tree = Sorted.of(join(self.prompt, self.response)) if share else None
+        self.work = Counter[str]()
         self.prompt_uid = trajectories.prompt_uid
         self.temperature = trajectories.temperature  # ratios are 1 at equal weights only at the temperature of the sampler
         engine = trajectories.engine_logprobs.to(device)
@@ -179,7 +187,6 @@ class _Pass:
         has_credit = self.inputs.advantage.with_values(credited).sum() > 0
         pulled = c.objective.kl.coefficient > 0 or c.objective.entropy_bonus != 0 or not c.skip_zero_rows
         useful = torch.ones_like(has_credit) if pulled else has_credit
-        slots = tokens = 0
         before = dict(self.totals)
         for epoch in range(c.epochs):
             for rows in self._minibatches(epoch):
@@ -190,16 +197,17 @@ class _Pass:
                     self.totals["skipped_zero_credit"] += 1
                     self.meters.add("lr", torch.tensor(self.optimizer.skip(), dtype=torch.float64), torch.ones(()))
                     continue
-                a, b = self._step(rows[useful[rows]], denominators[:2])
-                slots, tokens = slots + a, tokens + b
+                self._step(rows[useful[rows]], denominators[:2])
                 self.totals["tokens"] += int(self.inputs.mask.select(rows).values.sum())
         metrics = self.meters.values(self.context.all_sum)
         metrics |= {k: float(self.totals[k] - before[k]) for k in ("steps", "skipped_zero_credit", "skipped_nonfinite")}
-        metrics |= {"trained_tokens": float(self.totals["tokens"] - before["tokens"]), "forward_tokens": float(tokens)}
+        metrics |= {"trained_tokens": float(self.totals["tokens"] - before["tokens"]), "forward_tokens": float(self.work["tokens"])}
+        if self.tree is not None:
+            metrics |= {f"{k}_tokens": float(self.work[k]) for k in ("unique", "shared")}
         return metrics | {
             "trained_tokens_total": float(self.totals["tokens"]),
             "zero_credit_rows": float((~has_credit).double().mean()) if len(has_credit) else 0.0,
-            "pack_waste": 1.0 - tokens / slots if slots else 0.0,
+            "pack_waste": 1.0 - self.work["tokens"] / self.work["slots"] if self.work["slots"] else 0.0,
             "policy_lag": self.lag,
             "version": float(self.version + 1),
         }
@@ -221,14 +229,27 @@ class _Pass:
     @torch.no_grad()
     def _score_all(self, score: Any) -> Jagged:
         out = torch.zeros_like(self.inputs.engine_logprobs.values)
-        for index in plan(self.lengths, self.config.micro_batch_tokens, self.model.padded):
+        for index in self._plan(torch.arange(len(self.lengths), device=self.lengths.device)):
             found = score(self._pack(index))
             starts = self.response.offsets[:-1][index]
             out[starts[found.row_ids] + found.positions] = found.values
         return self.response.with_values(out)
 
     def _pack(self, index: Tensor) -> PackedBatch:
-        return pack(self.prompt, self.response, index, self.model.padded)
+        return pack(self.prompt, self.response, index, self.model.padded, share=self.tree is not None)
+
+    def _plan(self, rows: Tensor) -> list[Tensor]:
+        """Micro-batches of some rows, those without a response left out."""
+        budget = self.config.micro_batch_tokens
+        if self.tree is None:
+            return [rows[p] for p in plan(self.lengths[rows], budget, self.model.padded)]
+        return plan_shared(self._subtree(rows), self.lengths, budget)
+
+    def _subtree(self, rows: Tensor) -> Sorted:
+        assert self.tree is not None
+        keep = torch.zeros_like(self.lengths, dtype=torch.bool)
+        keep[rows] = True
+        return self.tree.restrict(keep & (self.lengths > 0))
 
     def _minibatches(self, epoch: int) -> list[Tensor]:
         """Row indices per optimiser step: prompts shuffled by a keyed stream and split evenly; one mini-batch keeps the order."""
@@ -242,13 +263,14 @@ class _Pass:
         part = place[which] * count // max(1, len(uids))
         return [(part == i).nonzero(as_tuple=True)[0].to(self.lengths.device) for i in range(count)]
 
-    def _step(self, rows: Tensor, denominators: Tensor) -> tuple[int, int]:
-        """One optimiser step; returns token places computed and real tokens among them."""
+    def _step(self, rows: Tensor, denominators: Tensor) -> None:
+        """One optimiser step."""
         meters = Meters()
-        slots = tokens = 0
         loss = torch.zeros((), dtype=torch.float64, device=self.lengths.device)
         with self.clock("forward_backward"):
-            pieces = [rows[p] for p in plan(self.lengths[rows], self.config.micro_batch_tokens, self.model.padded)]
+            pieces = self._plan(rows)
+            if self.tree is not None:
+                self.work["unique"] += unique_tokens(self._subtree(rows), self.lengths)
             for index in pieces:
                 batch = self._pack(index)
                 logprobs, entropies = self.model.logprobs(batch, self.temperature)
@@ -256,14 +278,13 @@ class _Pass:
                 share.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.collect()
                 loss += share.detach()
-                slots, tokens = slots + batch.slots, tokens + batch.tokens
+                self.work.update(slots=batch.slots, tokens=batch.tokens, shared=batch.saved)
             if not pieces:
                 # A replica without rows in this step still names the same metrics, which are then summed over replicas.
                 empty = self.inputs.select(rows)
                 self._loss(empty.replace(entropies=empty.old_entropies), rows, denominators, meters)
         with self.clock("optimizer"):
             self._finish(self.context.all_sum(loss), meters)
-        return slots, tokens
 
     def _loss(self, part: Inputs, index: Tensor, denominators: Tensor, meters: Meters) -> Tensor:
         terms = loss_terms(part, self.config.objective)

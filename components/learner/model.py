@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.learner.attention import register
+from components.learner.attention import Gather, register
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing import PackedBatch, pack
 from pipeline.jagged import Jagged
@@ -95,8 +95,12 @@ class LearnerModel:
             yield
 
     def _score(self, model: Any, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
-        hidden = hidden_states(model, batch).index_select(0, batch.predict)
-        logprobs, entropies = token_logprobs(hidden, batch.targets.values, Head.of(model), temperature)
+        hidden = hidden_states(model, batch)
+        gather: Any = Gather.apply
+        chosen = hidden.index_select(0, batch.predict) if batch.bags is None else gather(hidden, batch.predict, *batch.bags)
+        logprobs, entropies = token_logprobs(chosen, batch.wanted, Head.of(model), temperature)
+        if batch.spread is not None:
+            logprobs, entropies = logprobs.index_select(0, batch.spread), entropies.index_select(0, batch.spread)
         return batch.targets.with_values(logprobs), batch.targets.with_values(entropies)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from components.learner.attention import Layout, make_layout
+from components.learner.prefix import bags, overlaps, paths, without_last, worthwhile
 from pipeline.errors import DataError
 from pipeline.jagged import Jagged
 
@@ -23,10 +24,15 @@ class PackedBatch:
         input_ids, position_ids: int64, [1, total] when packed, [rows, longest] when padded.
         attention_mask: [rows, longest] when padded, else None.
         layout: of the sequences when packed, else None.
-        predict: int64 [targets], place in the flattened hidden states that predicts each response token.
+        predict: int64 [pairs], place in the flattened hidden states that predicts each pair's token.
+        wanted: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share is one pair, and
+            the last token of a prefix predicts a different token for each continuation: one pair for each.
+        bags: for each place in the hidden states, the pairs it predicts; None without shared prefixes.
         targets: Jagged int64, the response tokens of the rows.
+        spread: int64 [targets], the pair of each response token; None when they are the same.
         slots: token places computed, padding included.
         tokens: of them, real ones.
+        saved: tokens not computed, because another row did.
     """
 
     input_ids: Tensor
@@ -34,9 +40,13 @@ class PackedBatch:
     attention_mask: Tensor | None
     layout: Layout | None
     predict: Tensor
+    wanted: Tensor
+    bags: tuple[Tensor, Tensor] | None = None
     targets: Jagged
+    spread: Tensor | None = None
     slots: int
     tokens: int
+    saved: int = 0
 
 
 def join(left: Jagged, right: Jagged) -> Jagged:
@@ -95,10 +105,22 @@ def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
     return cuts
 
 
-def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False) -> PackedBatch:
-    """Lays out the rows `index`, each with a non-empty prompt and response."""
+def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False, share: bool = False) -> PackedBatch:
+    """Lays out the rows `index`, each with a non-empty prompt and response.
+
+    Args:
+        prompt, response: token rows.
+        index: int64, the rows to take.
+        padded: as a padded grid instead of end to end.
+        share: compute the common prefix of each row and the row before it in `index` once; pays when the order is that of `Sorted`.
+    """
     prompts, targets = prompt.select(index), response.select(index).to(torch.int64)
     whole = join(prompts, targets)
+    if share and not padded:
+        overlap = overlaps(whole)
+        inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)
+        if bool(inputs_overlap.any()):
+            return _pack_shared(prompts, targets, whole, overlap, inputs_overlap)
     inputs = whole.slice_rows(torch.zeros_like(whole.lengths), whole.lengths - 1)
     places = inputs.positions
     # Response token t of a row with P prompt tokens is predicted at place P + t − 1.
@@ -114,6 +136,7 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False) 
             attention_mask=mask.long(),
             layout=None,
             predict=targets.row_ids * longest + before,
+            wanted=targets.values,
             targets=targets,
             slots=rows * longest,
             tokens=tokens,
@@ -124,7 +147,46 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False) 
         attention_mask=None,
         layout=make_layout(inputs.lengths),
         predict=inputs.offsets[:-1][targets.row_ids] + before,
+        wanted=targets.values,
         targets=targets,
         slots=tokens,
         tokens=tokens,
+    )
+
+
+def _pack_shared(prompts: Jagged, targets: Jagged, whole: Jagged, overlap: Tensor, inputs_overlap: Tensor) -> PackedBatch:
+    # Two trees: that of inputs (rows without their last token), whose nodes are computed, and that of whole rows, whose nodes are
+    # the distinct (path, next token) pairs.
+    lengths = whole.lengths - 1
+    keys = paths(inputs_overlap, lengths)
+    starts, own = whole.offsets[:-1], lengths - inputs_overlap
+    computed = whole.slice_rows(inputs_overlap, lengths)
+    places = computed.positions + inputs_overlap[computed.row_ids]
+
+    node = paths(torch.minimum(overlap, inputs_overlap + 1), whole.lengths)
+    at = prompts.lengths[targets.row_ids] + targets.positions
+    pair = node.values[starts[targets.row_ids] + at]
+    used = torch.zeros(int(node.values.max()) + 1, dtype=torch.int64, device=pair.device)
+    used[pair] = 1
+    spread = (used.cumsum(0) - 1)[pair]
+    predict, wanted = (spread.new_empty(int(used.sum())) for _ in range(2))
+    predict[spread] = keys.values[keys.offsets[:-1][targets.row_ids] + at - 1]
+    wanted[spread] = targets.values
+
+    tokens = len(computed.values)
+    # A row that adds nothing of its own has no queries.
+    kept = (own > 0).nonzero(as_tuple=True)[0]
+    return PackedBatch(
+        input_ids=computed.values.long()[None],
+        position_ids=places[None],
+        attention_mask=None,
+        layout=make_layout(own[kept], keys.select(kept)),
+        predict=predict,
+        wanted=wanted,
+        bags=bags(predict, tokens),
+        targets=targets,
+        spread=spread,
+        slots=tokens,
+        tokens=tokens,
+        saved=len(keys.values) - tokens,
     )

@@ -93,10 +93,26 @@ def test_model_that_refuses_gets_padded_batches(reference, device, caplog):
 
 
 def test_layout_by_hand():
-    layout = make_layout(torch.tensor([2, 1, 3]))
-    # Rows of a 3 × 3 grid: places 0 1 . | 3 . . | 6 7 8
-    assert layout.places.tolist() == [0, 1, 3, 6, 7, 8]
-    assert layout.offsets.tolist() == [0, 2, 3, 6]
+    layout = make_layout(torch.tensor([3, 1, 4]))
+    assert layout.offsets.tolist() == layout.key_offsets.tolist() == [0, 3, 4, 8]
+    # A 1 × 1 grid for row 1, then a 2 × 4 grid for rows 0 and 2: slots 0 | 1 2 3 . | 5 6 7 8
+    grids = layout.grids
+    assert [(g.rows, g.queries, g.keys) for g in grids.grids] == [(1, 1, 1), (2, 4, 4)]
+    assert grids.slots.tolist() == [1, 2, 3, 0, 5, 6, 7, 8]
+    assert grids.unused.tolist() == [4]
+    assert grids.tokens.tolist() == [3, 0, 1, 2, 0, 4, 5, 6, 7]
+
+
+def test_layout_with_a_shared_prefix_by_hand():
+    # A B C computed whole; D E at the end of the path A B D E.
+    layout = make_layout(torch.tensor([3, 2]), Jagged.from_rows([[0, 1, 2], [0, 1, 3, 4]]))
+    assert layout.starts.tolist() == [0, 2]
+    assert layout.key_offsets.tolist() == [0, 3, 7]
+    root, branch = layout.grids.grids
+    assert root.mask(None) is None
+    assert branch.mask(None)[0, 0].tolist() == [[True, True, True, False], [True] * 4]
+    assert branch.mask(2)[0, 0].tolist() == [[False, True, True, False], [False, False, True, True]]
+    assert layout.grids.key_tokens.tolist() == [0, 1, 2, 0, 1, 3, 4]
 
 
 def test_pack_by_hand():
