@@ -60,7 +60,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the figure: rank correlation, share on the first error, gradient noise at equal sampled tokens."""
+    """Writes the figure: correlations, share on the first error, gradient noise at equal sampled tokens; blue: given rollouts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -72,24 +72,26 @@ def draw(result: dict[str, Any], path: Path) -> None:
     places = list(range(len(names)))
     colors = ["tab:gray" if e.get("own_rollouts") is None else "tab:orange" if e["own_rollouts"] else "tab:blue" for e in entries.values()]
     for axes, key, title in (
-        (left, "spearman", "rank correlation with the true advantage"),
-        (middle, "error_share", "share of |credit| on the first wrong thought"),
+        (left, "pearson", "correlation with the true advantage"),
+        (middle, "error_share", "share of |credit| on the 1st wrong thought"),
     ):
         pairs = [e["mean"][key] for e in entries.values()]
         spread = [0.0 if math.isnan(sd) else sd for _, sd in pairs]
         axes.barh(places, [0.0 if math.isnan(m) else m for m, _ in pairs], xerr=spread, color=colors)
         axes.set_title(title, fontsize=10)
+    left.plot([e["mean"]["spearman"][0] for e in entries.values()], places, "kD", markersize=4, label="of ranks")
     uniform = [e["mean"]["uniform_share"][0] for e in entries.values()]
     middle.plot(uniform, places, "k|", markersize=12, label="uniform credit")
-    middle.legend(fontsize=8)
     ceiling = [c for c in result["ceiling"] if not math.isnan(c)]
     if ceiling:
-        left.axvline(sum(ceiling) / len(ceiling), color="k", linestyle=":", linewidth=0.8)
+        left.axvline(sum(ceiling) / len(ceiling), color="k", linestyle=":", linewidth=0.8, label="of ranks, at best")
     noise = [e["tokens_relative"] for e in entries.values()]
     right.scatter([x if x > 0 else math.nan for x in noise], places, color=colors)
     right.set_xscale("log")
     right.axvline(1, color="k", linewidth=0.8)
-    right.set_title("tokens at which gradient noise equals signal, baseline = 1", fontsize=10)
+    right.set_title("tokens to signal = noise, baseline = 1", fontsize=10)
+    for axes in (left, middle):
+        axes.legend(fontsize=8, loc="lower right")
     left.set_yticks(places, names)
     left.invert_yaxis()
     for axes in (left, middle, right):

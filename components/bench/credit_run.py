@@ -18,7 +18,7 @@ from pipeline.payloads import Credit, Policy, Prompts, Trajectories, Weights
 from pipeline.sockets import Node, Wire
 from pipeline.values import as_inputs
 
-COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens", "score_forward_tokens", "attributed_tokens")
+COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")
 
 
 @dataclass
@@ -28,23 +28,18 @@ class Cost:
     Attributes:
         sampled_tokens: drawn.
         prefill_tokens: of prompts and prefixes, before the first drawn token.
-        scored_tokens: teacher-forced tokens whose log-prob was asked for.
-        score_forward_tokens: tokens of the forward passes behind them, context included.
-        attributed_tokens: tokens of forward and backward passes for attribution.
+        scored_tokens: of teacher-forced passes, context included.
     """
 
     sampled_tokens: float = 0.0
     prefill_tokens: float = 0.0
     scored_tokens: float = 0.0
-    score_forward_tokens: float = 0.0
-    attributed_tokens: float = 0.0
     seconds: float = 0.0
 
     @property
     def processed(self) -> float:
         """Tokens that went through the model."""
-        scoring = max(self.score_forward_tokens, self.scored_tokens)  # an engine may count the latter only
-        return self.sampled_tokens + self.prefill_tokens + scoring + self.attributed_tokens
+        return self.sampled_tokens + self.prefill_tokens + self.scored_tokens
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})

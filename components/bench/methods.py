@@ -18,11 +18,13 @@ class Method:
         name: shown in tables.
         recipe: name in configs/recipe.
         overrides: further settings, as on the command line.
+        trained: whether tools/compare trains it when no methods are named; the others are estimators that only creditbench judges.
     """
 
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
+    trained: bool = True
 
     def overridden(self, *more: str) -> list[str]:
         """The command line's overrides for this method."""
@@ -52,6 +54,9 @@ METHODS: tuple[Method, ...] = (
     Method("srpo", "toy_srpo"),
     Method("srpo_oracle", "toy_srpo_oracle"),
     Method("rredcot", "toy_rredcot"),
+    Method("grpo_vps", "toy_grpo_vps"),
+    Method("attribution", "toy_rredcot", ("value.use=value.gradient_attribution", "~value.value", "advantage.head=softmax"), trained=False),
+    Method("leave_one_out", "toy_rredcot", ("value.use=value.leave_one_out", "~value.value", "advantage.head=softmax"), trained=False),
     Method("vineppo", "toy_vineppo"),
     Method("spo_tree", "toy_spo_tree"),
     Method("treerl", "toy_treerl"),
@@ -61,15 +66,18 @@ METHODS: tuple[Method, ...] = (
 )
 
 
-def choose_methods(names: Sequence[str] | None, config_dirs: Sequence[str | Path] = ()) -> tuple[list[Method], list[str]]:
+def choose_methods(
+    names: Sequence[str] | None, config_dirs: Sequence[str | Path] = (), to_train: bool = False
+) -> tuple[list[Method], list[str]]:
     """The named methods, the baseline first; and the names of listed methods whose recipe is not there.
 
     A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas ("vineppo,value.samples=5").
-    None takes all of `METHODS`.
+    None takes all of `METHODS`, or those that are `trained`.
     """
     recipes = list_choices("recipe", search_dirs(config_dirs))
     if names is None:
-        return [m for m in METHODS if m.recipe in recipes], [m.name for m in METHODS if m.recipe not in recipes]
+        wanted = [m for m in METHODS if m.trained or not to_train]
+        return [m for m in wanted if m.recipe in recipes], [m.name for m in wanted if m.recipe not in recipes]
     listed = {m.name: m for m in METHODS}
     found = [BASELINE]
     for text in names:
