@@ -13,6 +13,8 @@ from pipeline.payloads import Scores
 
 # Places of one attention mask [rows, branch tokens, all tokens]; a longer row goes alone.
 MASK_ELEMENTS = 1 << 26
+# Tokens from which on a batch of its own costs less than padding.
+WORTH_A_PASS = 1024
 
 
 def check_branches(trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, context_length: int) -> None:
@@ -58,7 +60,8 @@ def score_branches(
     trunks, owner = torch.unique_consecutive(row[used], return_inverse=True)
     reach = torch.zeros(len(trunks), dtype=torch.int64).scatter_reduce(0, owner, at[used], "amax")
     inner = torch.zeros(len(trunks), dtype=torch.int64).index_add_(0, owner, tokens.lengths[used] - 1)
-    order = torch.argsort(reach + inner)
+    order = torch.argsort(reach, stable=True)
+    order = order[torch.argsort(inner[order], stable=True)]
     for part in _parts(reach[order].tolist(), inner[order].tolist(), batch_tokens):
         rows = order[part]
         local = torch.full((len(trunks),), -1)
@@ -107,13 +110,17 @@ def _run(decoder: LeanDecoder, trunk: Jagged, host: Tensor, at: Tensor, tokens: 
 
 
 def _parts(reach: list[int], inner: list[int], batch_tokens: int) -> list[slice]:
-    """Cuts trunks, sorted by size, into batches whose padded tokens and attention mask stay within their limits."""
-    parts, start, width = [], 0, 0
-    for end in range(len(reach)):
-        wider, longest = max(width, inner[end]), max(reach[start : end + 1])
-        rows, size = end + 1 - start, longest + wider
-        if end > start and (rows * size > batch_tokens or rows * wider * size > MASK_ELEMENTS):
+    """Cuts trunks, sorted by branch tokens, into batches whose padded tokens and attention mask stay within their limits.
+
+    A batch that is worth a pass of its own is also cut where padding would make up more than half of it.
+    """
+    parts: list[slice] = []
+    start = longest = real = 0
+    for end, (length, width) in enumerate(zip(reach, inner, strict=True)):
+        longest, real, rows = max(longest, length), real + length + width, end + 1 - start
+        padded = rows * (longest + width)
+        full = padded > batch_tokens or padded * width > MASK_ELEMENTS
+        if end > start and (full or (padded > 2 * real and real > WORTH_A_PASS)):
             parts.append(slice(start, end))
-            start, wider = end, inner[end]
-        width = wider
+            start, longest, real = end, length, length + width
     return [*parts, slice(start, len(reach))] if reach else []
