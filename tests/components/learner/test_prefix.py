@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 
+from components.learner.hf import HFLearner
 from components.learner.model import LearnerModel, Lora
 from components.learner.objective import Objective
 from components.learner.optimizer import OptimizerSettings
@@ -195,36 +196,22 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget):
 
 
 @pytest.mark.parametrize("recipe", ["toy_grpo", "toy_srpo"])
-def test_computed_tokens_of_real_batches(recipe, tmp_path):
-    from components.learner.hf import HFLearner
-
-    values = compose(
-        [
-            f"recipe={recipe}",
-            "run.iterations=1",
-            "prompts.batch=2",
-            "evaluator.every=0",
-            "learner.skip_zero_rows=false",
-            f"run.root={tmp_path}",
-        ]
-    )
-    experiment = build_experiment(values)
+def test_computed_tokens_of_real_batches(recipe, tmp_path, monkeypatch):
+    changes = ["run.iterations=1", "prompts.batch=2", "evaluator.every=0", "evaluator.num_problems=1", f"run.root={tmp_path}"]
+    experiment = build_experiment(compose([f"recipe={recipe}", *changes]))
     seen = []
     original = HFLearner.run
-
-    def run(self, *, trajectories, credit):
-        out = original(self, trajectories=trajectories, credit=credit)
-        seen.append((trajectories, out.report.metrics))
-        return out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HFLearner, "run", run)
-        executor = Executor(experiment.graph, experiment.run, model=experiment.model, data=experiment.data)
-        executor.setup()
-        executor.restore()
-        executor.run()
-    ((trajectories, metrics),) = seen
-    rows = join(trajectories.prompt_tokens, trajectories.response_tokens).to_lists()
-    assert metrics["unique_tokens"] == nodes([r[:-1] for r in rows]) > 0
-    assert metrics["forward_tokens"] <= 1.05 * metrics["unique_tokens"]
-    assert metrics["shared_tokens"] == sum(len(r) - 1 for r in rows) - metrics["forward_tokens"]
+    monkeypatch.setattr(HFLearner, "run", lambda self, **inputs: (seen.append(inputs["trajectories"]), original(self, **inputs))[1])
+    executor = Executor(experiment.graph, experiment.run, model=experiment.model, data=experiment.data)
+    executor.setup()
+    executor.restore()
+    executor.run()
+    prompts, responses = seen[0].prompt_tokens, seen[0].response_tokens
+    whole = join(prompts, responses)
+    tree = Sorted.of(whole)
+    unique = nodes([r[:-1] for r in whole.to_lists()])
+    assert unique_tokens(tree, whole.lengths - 1) == unique
+    for budget in (0, 16384):
+        pieces = plan_shared(tree, whole.lengths - 1, budget)
+        assert sum(pack(prompts, responses, piece, share=True).tokens for piece in pieces) <= 1.05 * unique
+    assert unique < 0.8 * (len(whole.values) - len(whole))
