@@ -1,0 +1,42 @@
+"""Pages of papers: the sections a reader looks for, pictures that are current, and recipes and tests that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.compose import CONFIG_DIR, list_choices, read_yaml
+from pipeline.draw import mermaid
+from pipeline.graph import build_graph
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {p.stem: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs" / "papers").glob("*.md"))}
+RATIO_PAGES = ("dapo", "drgrpo", "entropy_8020", "grpo", "grpo_lambda", "gspo", "srpo", "trace")
+GRAPH_PAGES = [name for name, text in PAGES.items() if "```mermaid" in text]
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return {mermaid(build_graph(read_yaml(file))).strip() for file in list_choices("graph", [CONFIG_DIR]).values()}
+
+
+@pytest.mark.parametrize("page", GRAPH_PAGES)
+def test_picture_is_that_of_a_shipped_graph(page, pictures):
+    found = re.findall(r"^```mermaid\n(.*?)^```$", PAGES[page], re.M | re.S)
+    assert all(picture.strip() in pictures for picture in found), f"draw docs/papers/{page}.md anew: creditgraph graph graph=NAME"
+
+
+@pytest.mark.parametrize("page", RATIO_PAGES)
+def test_sections(page):
+    found = re.findall(r"^## (.*)$", PAGES[page], re.M)
+    assert found == ["What the paper claims", "The graph", "What we read into it", "Our test of it", "Measured", "Settings"]
+    assert re.search(r"arxiv.org/abs/\d{4}\.\d{5}", PAGES[page])
+
+
+@pytest.mark.parametrize("page", RATIO_PAGES)
+def test_named_files_and_recipes_exist(page):
+    for path in re.findall(r"`((?:tests|tools|components)/[\w/.]+)", PAGES[page]):
+        assert (ROOT / path).exists(), path
+    recipes = list_choices("recipe", [CONFIG_DIR])
+    for name in re.findall(r"`(toy_\w+|\w+_(?:qwen|deepseek|olmo)\w+)`", PAGES[page]):
+        assert name in recipes or any(r.endswith(name) for r in recipes), name
