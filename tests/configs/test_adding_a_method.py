@@ -63,7 +63,6 @@ def test_every_command_of_the_page(inside, capfd):
     assert "maxrl:MaxRL" in (inside / "maxrl.mmd").read_text()
     assert "held-out accuracy" in said[2]
     assert "held-out accuracy" in said[4]
-    assert "advantage/largest" not in said[5]
     assert "largest = 2" in said[5]
 
 

@@ -206,7 +206,10 @@ def test_graphs_differ_by_one_node(left, right, node):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """(trajectories, credit) of one iteration of toy_s_trace on the embedded task, read back from its records."""
+    """(trajectories, credit) of one iteration of toy_s_trace on the embedded task, read back from its records.
+
+    The iteration also trains on what the engine gave, which no Parquet file has touched: a trace saves offsets for its backward pass.
+    """
     chosen = [f"run.root={tmp_path_factory.mktemp('runs')}", "run.iterations=1", "run.device=cpu", "prompts.batch=8"]
     made = experiment("toy_s_trace", *chosen, "evaluator.num_problems=1")
     with (
