@@ -67,6 +67,7 @@ class Replay:
         self.experiment = open_run(path, changes)
         self.graph = self.experiment.graph
         self.notes: list[str] = []
+        self._iterations = self.experiment.run.iterations
         self._values: dict[tuple[str, str, int], Any] = {}
         self._runners: list[NodeRunner] = []
 

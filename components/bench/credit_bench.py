@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from components.advantage.segments import segment_of_token
-from components.bench.credit_run import Cost, CreditRun, first_of, run_credit, shared_outputs
+from components.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs
 from components.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from components.bench.judging import effective_credit, per_thought
 from components.bench.methods import Method
@@ -67,7 +67,7 @@ def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel,
         replay = Replay(run)
         try:
             iteration = replay.newest_checkpoint()
-            weights: Weights = replay.value(Wire("learner", "weights"), iteration, "creditbench")
+            weights: Weights = replay.value(Wire(learner_of(replay.graph).name, "weights"), iteration, "creditbench")
         finally:
             replay.close()
         if weights.tensors is not None:

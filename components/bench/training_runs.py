@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ class Plan:
     Attributes:
         budget: sampled tokens per run, evaluation not counted.
         folder: holds the run directories and logs.
-        pilot: iterations of a run's first round, from which the rest is planned.
+        pilot: iterations of the first round of a method's first run, from which the rest is planned.
         overrides: settings for every run, as on the command line.
         config_dirs: further folders with recipes.
     """
@@ -44,6 +45,14 @@ class Plan:
     def curve(self, method: Method, seed: int) -> Curve:
         """What the run has reached so far."""
         return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
+
+    def first_round(self, method: Method, seeds: Sequence[int]) -> int:
+        """Iterations of a new run's first round: what other seeds of the method needed per token, 5 % more; `pilot` without any."""
+        others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
+        if not others:
+            return self.pilot
+        per_iteration = sum(c.total_tokens for c in others) / sum(c.iterations for c in others)
+        return max(1, math.ceil(1.05 * self.budget / per_iteration))
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The command line that trains, or continues, to so many iterations."""
@@ -64,14 +73,24 @@ def is_finished(curve: Curve, budget: float) -> bool:
     return len(curve.tokens) > 0 and bool(curve.tokens[-1] >= budget)
 
 
-def train_one(plan: Plan, method: Method, seed: int, launch: Callable[[list[str], Path], int], say: Callable[[str], None]) -> str:
-    """Trains one run in rounds until its curve covers the budget; returns "" or what went wrong."""
+def train_one(
+    plan: Plan,
+    method: Method,
+    seed: int,
+    launch: Callable[[list[str], Path], int],
+    say: Callable[[str], None],
+    seeds: Sequence[int] = (),
+) -> str:
+    """Trains one run in rounds until its curve covers the budget; returns "" or what went wrong.
+
+    `launch` runs a command line with its output in a file and returns the exit code; `seeds` are those of the comparison.
+    """
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
     for _ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
         if is_finished(curve, plan.budget):
             return ""
-        wanted = next_iterations(curve, plan.budget, plan.pilot)
+        wanted = next_iterations(curve, plan.budget, plan.first_round(method, seeds) if not curve.iterations else plan.pilot)
         say(f"{plan.name(method, seed)}: {curve.iterations} → {wanted} iterations ({curve.total_tokens:.0f} of {plan.budget:.0f} tokens)")
         code = launch(plan.command(method, seed, wanted), log)
         if code:
@@ -86,7 +105,9 @@ def train_all(plan: Plan, methods: Sequence[Method], seeds: Sequence[int], jobs:
     (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
     failures = Failures()
     with ThreadPoolExecutor(max_workers=jobs) as pool, _children() as launch:  # the launcher ends first, then the pool
-        waiting = {plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say) for seed in seeds for method in methods}
+        waiting = {
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds) for seed in seeds for method in methods
+        }
         for name, future in waiting.items():
             problem = future.result()
             if problem:

@@ -158,6 +158,14 @@ def test_a_run_goes_on_until_its_curve_covers_the_budget_and_is_then_kept(tmp_pa
     assert plan.curve(BASELINE, 0).at(1000) == pytest.approx(0.5)
 
 
+def test_a_further_seed_is_planned_from_those_before(tmp_path):
+    calls = []
+    plan = Plan(budget=1000, folder=tmp_path, pilot=3)
+    train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None, seeds=[0, 1])
+    train_one(plan, BASELINE, 1, fake_launch(calls), lambda text: None, seeds=[0, 1])
+    assert calls == [3, 11, 11]  # 1.05 · 1000 / 100 = 10.5 → 11 at once
+
+
 def test_a_failing_run_says_where_its_log_is(tmp_path):
     problem = train_one(Plan(budget=10, folder=tmp_path), BASELINE, 3, lambda command, log: 2, lambda text: None)
     assert problem == f"exit code 2, see {tmp_path}/logs/grpo-s3.log"
