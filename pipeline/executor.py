@@ -220,6 +220,8 @@ class Executor:
 
     def run(self) -> Outcome:
         """Runs the remaining iterations and the final evaluation pass; call `setup` and `restore` before."""
+        if self._start < 0:
+            raise RuntimeError("Executor.run: call setup() and restore() first; restore() also sets the values that '@k' wires start from.")
         with self._signals():
             self._run_lanes()
             if self._stop:

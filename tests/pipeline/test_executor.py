@@ -243,3 +243,10 @@ def test_weights_published_are_snapshots():
     kept = executor._values._values["learner", "weights", 1].tensors["w"]
     assert torch.equal(kept, executor.components["learner"].weights)
     assert kept is not executor.components["learner"].weights
+
+
+def test_running_before_restore_is_refused():
+    with Executor(toy.make_graph(1), RunSettings(iterations=1)) as executor:
+        executor.setup()
+        with pytest.raises(RuntimeError, match="call setup\\(\\) and restore\\(\\) first"):
+            executor.run()
