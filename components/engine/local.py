@@ -54,6 +54,8 @@ class LocalEngine(Component):
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
         """lean: own forward of supported models; transformers: the model's own forward; auto: lean where it gives the same logits"""
+        attributions: bool = False
+        """keeps the weights a second time, for gradients (value.gradient_attribution); the transformers decoder needs no second copy"""
 
         def __post_init__(self) -> None:
             for name in ("max_rows", "max_batch_tokens", "score_tokens"):
@@ -88,7 +90,7 @@ class LocalEngine(Component):
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
         self.decoder.load(self.names.resolve(weights))
-        self.version, self._weights = weights.version, weights
+        self.version, self._weights = weights.version, weights if self.config.attributions else None
         self.count(seconds_load=time.perf_counter() - start)
         return Outputs(policy=LocalPolicy(self, weights.version))
 
@@ -96,13 +98,18 @@ class LocalEngine(Component):
         """The transformers model with the current weights; its inputs, not its parameters, carry gradients."""
         if isinstance(self.decoder, TransformersDecoder):
             return self.decoder.model
+        if not self.config.attributions:
+            raise ConfigError(
+                f"node '{self.context.node}': gradients were asked for, but attributions is off; wanted it on: the lean decoder has "
+                f"none. Set {self.context.node}.attributions=true (a second copy of the weights) or decoder=transformers."
+            )
         from components.models.load import load_causal_lm
 
         if self._twin is None:
             self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)
         model, version = self._twin
         if version != self.version:
-            assert self._weights is not None, "run comes before any use of a policy"
+            assert self._weights is not None, "kept by run"
             model.load_state_dict(self.names.resolve(self._weights))
             self._twin = (model, self.version)
         return model

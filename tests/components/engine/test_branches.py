@@ -82,7 +82,7 @@ def test_bad_branches(start, row, at, length, found):
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_attribution_by_finite_differences(start, kind):
-    policy, model = start(kind)
+    policy, model = start(kind, attributions=kind == "qwen2")
     context = Jagged.from_rows([[3, 9, 12, 5], [7], [8, 8, 20]], torch.int32)
     tokens = Jagged.from_rows([[6, 11], [4, 5, 6], []], torch.int32)
     found = policy.attribute(context, tokens)
@@ -106,5 +106,8 @@ def test_attribution_by_finite_differences(start, kind):
 
 def test_engines_without_gradients_say_so(start):
     policy, _ = start("qwen2")
+    context, tokens = Jagged.from_rows([[3]], torch.int32), Jagged.from_rows([[4]], torch.int32)
     with pytest.raises(CreditgraphError, match="gives no gradients; wanted an engine that can attribute"):
-        Policy.attribute(policy, Jagged.from_rows([[3]], torch.int32), Jagged.from_rows([[4]], torch.int32))
+        Policy.attribute(policy, context, tokens)
+    with pytest.raises(CreditgraphError, match=r"attributions is off; wanted it on.* Set node\.attributions=true"):
+        policy.attribute(context, tokens)
