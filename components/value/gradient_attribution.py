@@ -21,9 +21,9 @@ class GradientAttribution(Component):
     """Gain of segment k = Σ_{t in k} Σ_d (∂ log P(y* | response) / ∂e_{t,d}) e_{t,d}, averaged over references; the last value is 0.
 
     A first-order estimate of what the segment's tokens do to the log-prob of the answer behind the exit text (`length_normalise`: per
-    answer token), in nats. One forward and backward pass per reference. Needs an engine with gradients: engine.local with attributions on. Rows without a
-    reference, or without room for it in the context, get 0. Redistribute it with `head: softmax`, or compare its ranks: nats are not
-    rewards.
+    answer token), in nats. One forward and backward pass per reference. Needs an engine with gradients: engine.local with
+    `attributions` on. Rows without a reference, or without room for it in the context, get 0. Redistribute it with `head: softmax`, or
+    compare its ranks: nats are not rewards.
     """
 
     paper = "2606.06475"
