@@ -14,7 +14,7 @@ from torch import Tensor
 from components.advantage.segments import segment_of_token
 from components.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs
 from components.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
-from components.bench.judging import effective_credit, per_thought
+from components.bench.judging import LEAST_EFFECT, effective_credit, per_thought
 from components.bench.methods import Method
 from components.bench.statistics import jackknife, mean_sd, reliability, spearman
 from components.bench.truth import State, Truth, true_values
@@ -123,9 +123,8 @@ class CreditBench:
         for name, found_own in own.items():
             methods[name]["own_rollouts"] = found_own
             methods[name]["costs"] = [{n: vars(c) for n, c in seed.items()} for seed in costs[name]]
-        base = methods[self.methods[0].name]["gradient"]["tokens"][0]
-        for entry in methods.values():
-            entry["tokens_relative"] = entry["gradient"]["tokens"][0] / base if base else math.nan
+        for name, entry in methods.items():
+            entry["tokens_relative"] = relative_tokens(sums[name], sums[self.methods[0].name])
         return {"ceiling": ceilings, "truth": truths, "methods": methods}
 
     def _share(self, seed: int, run: CreditRun) -> _Seed:
@@ -222,7 +221,7 @@ def describe_truth(truth: Truth) -> dict[str, float]:
     inner = values.positions < truth.ends.lengths[values.row_ids]
     dead = inner & (error > 0) & (values.positions >= error)
     alive = inner & ((error == 0) | (values.positions < error))
-    big = truth.advantage.values.abs() >= 0.1
+    clear = truth.advantage.values.abs() >= LEAST_EFFECT
 
     def mean(where: Tensor) -> float:
         return float(values.values[where].mean()) if bool(where.any()) else math.nan
@@ -233,8 +232,18 @@ def describe_truth(truth: Truth) -> dict[str, float]:
         "accuracy": float(truth.correct.double().mean()),
         "value_sound": mean(alive),
         "value_after_error": mean(dead),
-        "clear_share": float(big.double().mean()),
+        "clear_share": float(clear.double().mean()),
     }
+
+
+def relative_tokens(sums: Sequence[GradientSums], baseline: Sequence[GradientSums]) -> tuple[float, float]:
+    """Tokens at which noise equals signal over those of the baseline, and the jackknife standard error over seeds."""
+
+    def ratio(a: float, b: float) -> float:
+        return a / b if b > 0 else math.nan
+
+    parts = zip(leave_one_out(sums, "tokens"), leave_one_out(baseline, "tokens"), strict=True)
+    return ratio(pooled(sums)["tokens"], pooled(baseline)["tokens"]), jackknife([ratio(a, b) for a, b in parts])
 
 
 def summarise(rows: Sequence[dict[str, float]], sums: Sequence[GradientSums]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def table(result: dict[str, Any]) -> str:
         mean = entry["mean"]
         cells = [name, {True: "own", False: "given"}.get(entry.get("own_rollouts"), "given")]
         cells += [cell(entry[part][key], digits) for _, (part, key), digits in COLUMNS]
-        cells.append(cell((entry["tokens_relative"], math.nan), 2))
+        cells.append(cell(entry["tokens_relative"], 2))
         if "rollout_tokens" in mean:
             sampled = mean["rollout_tokens"][0] + mean["credit_sampled"][0]
             cells += [thousands(sampled), *(thousands(mean[f"credit_{k}"][0]) for k in ("sampled", "scored", "processed"))]
@@ -85,7 +85,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     ceiling = [c for c in result["ceiling"] if not math.isnan(c)]
     if ceiling:
         left.axvline(sum(ceiling) / len(ceiling), color="k", linestyle=":", linewidth=0.8, label="of ranks, at best")
-    noise = [e["tokens_relative"] for e in entries.values()]
+    noise = [e["tokens_relative"][0] for e in entries.values()]
     right.scatter([x if x > 0 else math.nan for x in noise], places, color=colors)
     right.set_xscale("log")
     right.axvline(1, color="k", linewidth=0.8)
