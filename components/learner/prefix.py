@@ -18,6 +18,8 @@ from pipeline.jagged import Jagged
 
 # A smaller share of a row is computed again rather than looked up: it saves nothing, and a row without prefix has plain causal attention.
 SMALLEST_SHARE = 1 / 32
+# Attention copies the keys and values of a row's whole path. A micro-batch holds at most this many budgets of path tokens.
+PATH_BUDGETS = 8
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,19 +81,21 @@ def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
     Args:
         rows: rows with something to predict.
         lengths: int64, input tokens of every row, by row index.
-        budget: computed tokens per micro-batch; 0 puts all rows in one. A longer row gets a micro-batch of its own.
+        budget: computed tokens per micro-batch, and 1 / `PATH_BUDGETS` of its path tokens; 0 puts all rows in one. A longer row gets
+            a micro-batch of its own.
 
     Returns:
         row indices per micro-batch.
     """
     sizes = lengths[rows.order]
     own = (sizes - worthwhile(without_last(rows.overlap, sizes + 1), sizes)).tolist()
-    pieces, start, used = [], 0, 0
+    pieces, start, used, path = [], 0, 0, 0
     for i, size in enumerate(sizes.tolist()):
-        if budget and i > start and used + own[i] > budget:
+        if budget and i > start and (used + own[i] > budget or path + size > PATH_BUDGETS * budget):
             pieces.append(rows.order[start:i])
-            start, used = i, 0
+            start, used, path = i, 0, 0
         used += size if i == start else own[i]
+        path += size
     return [*pieces, rows.order[start:]] if start < len(rows.order) else pieces
 
 

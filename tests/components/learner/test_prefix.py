@@ -150,6 +150,13 @@ def test_plan_covers_every_row_once_within_budget(budget):
         assert budget == 0 or tokens <= budget or len(piece) == 1
 
 
+def test_plan_bounds_the_copied_paths():
+    # 40 continuations of one token on 50: computed tokens would fit in one micro-batch of 100, their paths, 40 × 51, need 3 of 800.
+    prompts, responses = Jagged.from_rows([list(range(50))] * 40), Jagged.from_rows([[i, 0] for i in range(40)])
+    whole = join(prompts, responses)
+    assert [len(p) for p in plan_shared(Sorted.of(whole), whole.lengths - 1, 100)] == [15, 15, 10]
+
+
 def test_plan_of_nothing():
     tree = Sorted.of(Jagged.from_rows([[1], [2]]))
     assert plan_shared(tree.restrict(torch.zeros(2, dtype=torch.bool)), torch.tensor([0, 0]), 5) == []
