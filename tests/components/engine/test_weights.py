@@ -76,8 +76,8 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
         load(good | {"model.norm.weight": torch.zeros(3)})
     with pytest.raises(DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"):
         load(good | {"lm_head.weight": good["lm_head.weight"] + 1})
-    with pytest.raises(DataError, match=r"neither tensors nor a path; wanted exactly one"):
-        load()
+    with pytest.raises(DataError, match=r"both tensors and a path; wanted exactly one"):
+        load(good, path=str(tmp_path))
     with pytest.raises(DataError, match=r"no \*.safetensors file; wanted a folder"):
         load(path=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
@@ -88,3 +88,11 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
 def test_settings_are_checked():
     with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
         LocalEngine.Config(max_rows=0)
+
+
+def test_weights_with_neither_tensors_nor_path_are_the_models_own(pair):
+    policy, model = pair
+    policy.engine.run(weights=Weights(version=1, tensors=halved(model)))
+    fresh = policy.engine.run(weights=Weights(version=0)).policy
+    own = {k: v.clone() for k, v in model.state_dict().items()}
+    torch.testing.assert_close(scores(fresh), expected(model, own), rtol=0, atol=1e-5)
