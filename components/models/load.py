@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,12 +81,28 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
         )
     check_context(spec, config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
-        )
+        with _quiet_unless_watched():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+            )
     except Exception as error:  # safetensors, the hub client and remote code each raise their own types
         raise _failure("weights", spec.path, error) from error
     return model.to(device).eval()
+
+
+@contextmanager
+def _quiet_unless_watched() -> Iterator[None]:
+    """Without a terminal, transformers' progress bars only fill log files."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def context_length(spec: ModelSpec) -> int:
