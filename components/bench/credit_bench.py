@@ -21,7 +21,9 @@ from components.bench.truth import State, Truth, true_values
 from components.learner.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.compose import Experiment
+from pipeline.errors import CreditgraphError
 from pipeline.executor import resolve_device
+from pipeline.node_runner import NodeFailure
 from pipeline.payloads import Judge, Policy, Prompts, Sampling, Trajectories, Weights
 from pipeline.replaying import Replay
 from pipeline.sockets import Wire
@@ -94,11 +96,12 @@ class CreditBench:
         self.model, self.weights = load_policy(self.baseline, options.run)
 
     def measure(self) -> dict[str, Any]:
-        """Name → metrics per seed, their mean and spread; the exact row first."""
+        """Name → metrics per seed, their mean and spread; the exact row first. A method that fails is named under "failed"."""
         rows: dict[str, list[dict[str, float]]] = {EXACT: [], **{m.name: [] for m in self.methods}}
         sums: dict[str, list[GradientSums]] = {name: [] for name in rows}
         costs: dict[str, list[dict[str, Cost]]] = {m.name: [] for m in self.methods}
         own: dict[str, bool] = {}
+        failed: dict[str, str] = {}
         ceilings, truths = [], []
         for seed in self.seeds:
             with run_credit(self.baseline, self.weights, seed, reference=True) as run:
@@ -113,19 +116,28 @@ class CreditBench:
                     f"seed {seed}: {len(run.trajectories)} rollouts, {truth.num_states} states, {truth.sampled_tokens} tokens for truth"
                 )
                 for method in self.methods:
-                    found = self._method(method, shared)
+                    if method.name in failed:
+                        continue
+                    try:
+                        found = self._method(method, shared)
+                    except (CreditgraphError, NodeFailure) as error:
+                        failed[method.name] = str(error)
+                        self.say(f"seed {seed}: {method.name} failed: {error}")
+                        continue
                     rows[method.name].append(found.metrics)
                     sums[method.name].append(found.sums)
                     costs[method.name].append(found.costs)
                     own[method.name] = found.own
                     self.say(f"seed {seed}: {method.name} " + " ".join(f"{k} {v:.3g}" for k, v in list(found.metrics.items())[:4]))
-        methods = {name: summarise(rows[name], sums[name]) for name in rows}
+        methods = {name: summarise(rows[name], sums[name]) for name in rows if name not in failed}
         for name, found_own in own.items():
+            if name in failed:
+                continue
             methods[name]["own_rollouts"] = found_own
             methods[name]["costs"] = [{n: vars(c) for n, c in seed.items()} for seed in costs[name]]
         for name, entry in methods.items():
             entry["tokens_relative"] = relative_tokens(sums[name], sums[self.methods[0].name])
-        return {"ceiling": ceilings, "truth": truths, "methods": methods}
+        return {"ceiling": ceilings, "truth": truths, "methods": methods, "failed": failed}
 
     def _share(self, seed: int, run: CreditRun) -> _Seed:
         truth = self._truth(seed, run.trajectories, run)

@@ -56,6 +56,7 @@ def table(result: dict[str, Any]) -> str:
         f"True values cost {thousands(average['sampled_tokens'])} tokens per seed over {average['states']:.0f} states. "
         + (f"Noise in them keeps even perfect credit at a Spearman of about {sum(ceiling) / len(ceiling):.2f}." if ceiling else ""),
     ]
+    lines += [f"Failed: {name} ({problem})." for name, problem in result["failed"].items()]
     return "\n".join(lines)
 
 

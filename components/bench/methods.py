@@ -55,7 +55,12 @@ METHODS: tuple[Method, ...] = (
     Method("srpo_oracle", "toy_srpo_oracle"),
     Method("rredcot", "toy_rredcot"),
     Method("grpo_vps", "toy_grpo_vps"),
-    Method("attribution", "toy_rredcot", ("value.use=value.gradient_attribution", "~value.value", "advantage.head=softmax"), trained=False),
+    Method(
+        "attribution",
+        "toy_rredcot",
+        ("value.use=value.gradient_attribution", "~value.value", "advantage.head=softmax", "engine.attributions=true"),
+        trained=False,
+    ),
     Method("leave_one_out", "toy_rredcot", ("value.use=value.leave_one_out", "~value.value", "advantage.head=softmax"), trained=False),
     Method("vineppo", "toy_vineppo"),
     Method("spo_tree", "toy_spo_tree"),

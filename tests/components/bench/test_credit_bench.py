@@ -116,6 +116,16 @@ def test_the_whole_bench(tmp_path):
     json.dumps(result)
 
 
+def test_a_failing_method_is_named_and_the_others_are_judged():
+    # A kind of engine without attribution: the node refuses while it runs.
+    broken = Method("broken", "toy_rredcot", ("value.use=value.gradient_attribution", "~value.value", "engine.attributions=false"))
+    options = Options(samples=2, overrides=("prompts.batch=2", "data.train.size=40"))
+    result = CreditBench([BASELINE, broken], [0], options).measure()
+    assert list(result["methods"]) == [EXACT, "grpo"]
+    assert "gradients were asked for" in result["failed"]["broken"]
+    assert "Failed: broken (value (value.gradient_attribution)" in table(result)
+
+
 def test_cells():
     assert cell((0.414, 0.026), 2) == "0.41 ±0.03"
     assert cell((0.414, math.nan), 2) == "0.41"
