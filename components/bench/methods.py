@@ -76,7 +76,7 @@ def choose_methods(
 ) -> tuple[list[Method], list[str]]:
     """The named methods, the baseline first; and the names of listed methods whose recipe is not there.
 
-    A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas ("vineppo,value.samples=5").
+    A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas ("vineppo,value.continuations=20").
     None takes all of `METHODS`, or those that are `trained`.
     """
     recipes = list_choices("recipe", search_dirs(config_dirs))
