@@ -22,9 +22,9 @@ make_environment() {
         }
     fi
     echo "Installing creditgraph[$extras] and the tested versions of tools/constraints.txt into .venv (a few minutes the first time)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25" "setuptools>=77" || return 1
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade "pip>=25" "setuptools>=77" || return 1
     # torch first and pinned: a pinned version takes a local CPU build where pip's find-links offers one.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' tools/constraints.txt)" || return 1
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint tools/constraints.txt --editable ".[$extras]" || return 1
+    .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' tools/constraints.txt)" || return 1
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint tools/constraints.txt --editable ".[$extras]" || return 1
     echo "$wanted" >"$stamp"
 }
