@@ -49,6 +49,7 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
     iterations = 0
     for row in rows:
         seconds = {k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/") and not math.isnan(v)}
+        seconds.pop("cpu", None)  # a second clock, not a phase
         if "iteration" in seconds:
             iterations += 1
         # The final pass has no iteration around it.

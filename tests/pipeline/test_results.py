@@ -14,6 +14,7 @@ ROWS = [
         "seconds/learner": 1.0,
         "seconds/waiting_learning": 0.5,
         "seconds/iteration": 3.5,
+        "seconds/cpu": 3.0,
         **({"evaluator/accuracy": 0.2} if i == 0 else {}),
     }
     for i in range(20)
