@@ -1,12 +1,14 @@
-"""Segmented decayed sums z_t = x_t + d·z_{t−1}, restarted at each row: blocked, forward and backward, no loop over tokens.
+"""Linear maps of whole rows, such as the decayed sum z_t = x_t + d·z_{t−1}: blocked, forward and backward, no loop over tokens.
 
-Rows are laid out in a [rows, longest] grid and cut into blocks of 64. Inside a block the scan is one matrix product with the
-triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same problem on rows 64 times shorter. The adjoint
-(the backward pass) is the same scan run from the end.
+Rows are laid out in a [rows, width] grid, zero after a row's end, and cut into blocks of 64. Inside a block the scan is one matrix
+product with the triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same problem on rows 64 times
+shorter. The adjoint (the backward pass) is the same scan run from the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from pipeline.jagged import Jagged
 
 BLOCK = 64
 
+# (grid [rows, width], reverse) ↦ another such grid: a linear map of each row, or its transpose. It must not change its argument.
+RowMap = Callable[[Tensor, bool], Tensor]
+
 
 def decayed_sum(x: Jagged, decay: float) -> Jagged:
     """z_t = x_t + decay·z_{t−1} within each row; 0 ≤ decay ≤ 1; differentiable.
@@ -24,39 +29,43 @@ def decayed_sum(x: Jagged, decay: float) -> Jagged:
     >>> decayed_sum(Jagged.from_rows([torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0])]), 0.5).values.tolist()
     [1.0, 1.5, 1.75, 1.0]
     """
-    if decay == 0 or len(x.values) == 0:
+    return x if decay == 0 else map_rows(x, partial(scan, decay))
+
+
+def map_rows(x: Jagged, row_map: RowMap) -> Jagged:
+    """Applies a linear map to every row; differentiable through its transpose, and autograd records nothing inside."""
+    if len(x.values) == 0:
         return x
-    apply: Any = _DecayedSum.apply
-    return x.with_values(apply(x.values, x.offsets, decay))
+    apply: Any = _RowMap.apply
+    return x.with_values(apply(x.values, x.offsets, row_map))
 
 
-class _DecayedSum(torch.autograd.Function):
+class _RowMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, decay: float) -> Tensor:
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, row_map: RowMap) -> Tensor:
         ctx.save_for_backward(offsets)
-        ctx.decay, ctx.longest = decay, int(offsets.diff().max())
-        return _on_grid(values, offsets, ctx.longest, decay, reverse=False)
+        ctx.row_map, ctx.longest = row_map, int(offsets.diff().max())
+        return _on_grid(values, offsets, ctx.longest, row_map, reverse=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (offsets,) = ctx.saved_tensors
-        return _on_grid(grads[0].contiguous(), offsets, ctx.longest, ctx.decay, reverse=True), None, None
+        return _on_grid(grads[0].contiguous(), offsets, ctx.longest, ctx.row_map, reverse=True), None, None
 
 
-def _on_grid(values: Tensor, offsets: Tensor, longest: int, decay: float, reverse: bool) -> Tensor:
+def _on_grid(values: Tensor, offsets: Tensor, longest: int, row_map: RowMap, reverse: bool) -> Tensor:
     rows = len(offsets) - 1
     if rows * longest == len(values):
-        return _scan(values.view(rows, longest), decay, reverse).reshape(-1)
+        return row_map(values.view(rows, longest), reverse).reshape(-1)
     width = longest if longest <= BLOCK else -(-longest // BLOCK) * BLOCK
     grid = torch.ops.aten._jagged_to_padded_dense_forward(values[:, None], [offsets], [width], 0.0).squeeze(2)
-    # Unused places hold zeros and lie after a row's end, so neither direction carries anything out of them.
-    out = _scan(grid, decay, reverse)
+    out = row_map(grid, reverse)
     flat: Tensor = torch.ops.aten._padded_dense_to_jagged_forward(out[:, :, None], [offsets], len(values)).squeeze(1)
     return flat
 
 
-def _scan(grid: Tensor, decay: float, reverse: bool) -> Tensor:
-    """Along the second dimension of [rows, length]."""
+def scan(decay: float, grid: Tensor, reverse: bool) -> Tensor:
+    """Decayed sums along the second dimension of [rows, length], in reverse from its end; a fresh tensor."""
     rows, length = grid.shape
     if length <= BLOCK:
         return grid @ _triangle(length, decay, reverse, grid)
@@ -64,7 +73,7 @@ def _scan(grid: Tensor, decay: float, reverse: bool) -> Tensor:
     blocks = (F.pad(grid, (0, extra)) if extra else grid).reshape(rows, -1, BLOCK)
     triangle = _triangle(BLOCK, decay, reverse, grid)
     local = blocks @ triangle
-    carried = _scan(local[:, :, 0 if reverse else -1], decay**BLOCK, reverse)
+    carried = scan(decay**BLOCK, local[:, :, 0 if reverse else -1], reverse)
     powers = decay * triangle[-1 if reverse else 0]
     if reverse:
         local[:, :-1] += carried[:, 1:, None] * powers

@@ -23,8 +23,7 @@ With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,79 +32,97 @@ from components.learner.objective.base import AllSum, Inputs, Meters, Terms
 from components.learner.objective.config import Objective, Trace
 from components.learner.objective.entropy_mask import COLUMN
 from components.learner.objective.ratio import clipped_loss, ratio_meters, safe_exp
-from components.learner.objective.scan import decayed_sum
+from components.learner.objective.scan import map_rows, scan
 from pipeline.jagged import Jagged
 
-SCALE_COLUMN = "trace_scale"
+SCALE_COLUMN, START_COLUMN = "trace_scale", "trace_start"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OlderWeights:
-    """What older tokens weigh beside the recent ones; all per token t, numbers relative to t, so that rows can be selected.
-
-    Attributes:
-        back: int64, how many tokens before t the last older token lies.
-        old, dropped: float32, weight of the cumulative sum up to there, and d^back, what is left of `recent` there; 0 without older tokens.
-        early: float32, d^{k−1} of style "both", else 1.
-    """
-
-    back: Tensor
-    old: Tensor
-    dropped: Tensor
-    early: Tensor
-
-    NAMES: ClassVar[tuple[str, ...]] = ("back", "old", "dropped", "early")
-
-    @staticmethod
-    def of(columns: dict[str, Jagged]) -> OlderWeights | None:
-        """From the columns that `prepare` made."""
-        found = {n: columns[f"trace_{n}"].values for n in OlderWeights.NAMES if f"trace_{n}" in columns}
-        return OlderWeights(**found) if found else None
-
-
-def trace_sum(x: Jagged, settings: Trace, weights: OlderWeights | None = None) -> Jagged:
-    """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row; linear and differentiable.
+def trace_sum(x: Jagged, settings: Trace, start: Tensor | None = None, past_only: bool = False) -> Jagged:
+    """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row, or Σ_{k<t}; linear and differentiable.
 
     Args:
         x: float values, zero where a token is not traced and before the token that counts as k = 1.
         settings: decay, style and floor.
-        weights: see `older_weights`; made here when missing, with k counted from the row's start.
+        start: int64 [rows], place of that token, 0 where missing; only style "both" depends on it.
+        past_only: leaves out k = t, whose weight is 1.
     """
-    recent = decayed_sum(x, settings.decay)
-    if settings.style == "recent":
-        return recent
-    w = older_weights(x.positions, settings) if weights is None else weights
-    old = decayed_sum(x.with_values(x.values * w.early), 1.0)
-    index = (torch.arange(len(w.back), device=w.back.device) - w.back).clamp_(min=0)
-    return x.with_values(recent.values + w.old * old.values.index_select(0, index) - w.dropped * recent.values.index_select(0, index))
+    row_map = partial(_weigh, settings, past_only)
+    if settings.style != "both" or start is None or not bool(start.any()):
+        return map_rows(x, row_map)
+    # What lies before `start` becomes a row of its own.
+    begin = x.offsets[:-1]
+    offsets = torch.cat([torch.stack([begin, begin + start], dim=1).flatten(), x.offsets[-1:]])
+    return x.with_values(map_rows(Jagged(x.values, offsets), row_map).values)
 
 
-def older_weights(place: Tensor, settings: Trace) -> OlderWeights:
-    """For styles beside "recent"; `place` is int64, k − 1 of each token, negative before the first trained one."""
-    early = old = torch.ones_like(place, dtype=torch.float32)
+def _weigh(settings: Trace, past_only: bool, grid: Tensor, reverse: bool) -> Tensor:
+    """W or Wᵀ on [rows, length], the first column being k = 1."""
     if settings.style == "both":
-        # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on: older tokens take d^{k−1}, a plain cumulative sum.
-        cut = torch.div(place + 1, 2, rounding_mode="floor")
-        early = _power(settings.decay, place)
+        out = (_both_transposed if reverse else _both)(settings.decay, grid)
+    elif settings.style == "weight_floor" and _span(settings) < grid.shape[1]:
+        out = (_floor_transposed if reverse else _floor)(settings, grid)
     else:
-        # d^{t−k} ≥ floor for t − k ≤ n: older tokens take the floor.
-        cut = place - _span(settings)
-        old = old * settings.floor
-    has_old = cut > 0
-    # `cut` tokens from k = 1 on are older; the last of them lies place − cut + 1 before t.
-    back = (place - cut + 1).clamp(min=0)
-    dropped = _power(settings.decay, back)
-    return OlderWeights(back=back, old=torch.where(has_old, old, 0.0), dropped=torch.where(has_old, dropped, 0.0), early=early)
+        out = scan(settings.decay, grid, reverse)
+    return out.sub_(grid) if past_only else out
 
 
-def _power(decay: float, exponent: Tensor) -> Tensor:
-    return torch.pow(torch.tensor(decay, dtype=torch.float64, device=exponent.device), exponent.clamp(min=0)).float()
+def _both(decay: float, x: Tensor) -> Tensor:
+    # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on. The m = ⌊t/2⌋ older tokens take d^{k−1}, a plain cumulative sum c, in place of what
+    # the decayed sum z gives them: y_t = z_t + c_m − d^{t−m} z_m, for the two t of each m.
+    half = x.shape[1] // 2
+    powers = _powers(decay, half + 1, x)
+    z = scan(decay, x, False)
+    older = scan(1.0, x[:, :half] * powers[:-1], False)
+    lost = z[:, :half] * powers[1:]
+    z[:, 1::2] += older - lost
+    z[:, 2::2] += older.sub_(lost, alpha=decay)[:, : (x.shape[1] - 1) // 2]
+    return z
+
+
+def _both_transposed(decay: float, y: Tensor) -> Tensor:
+    half = y.shape[1] // 2
+    powers = _powers(decay, half + 1, y)
+    even, odd = y[:, 1::2], y[:, 2::2]
+    older, lost = even.clone(), even.clone()
+    older[:, : odd.shape[1]] += odd
+    lost[:, : odd.shape[1]].add_(odd, alpha=decay)
+    z = y.clone()
+    z[:, :half] -= lost.mul_(powers[1:])
+    x = scan(decay, z, True)
+    x[:, :half] += scan(1.0, older, True).mul_(powers[:-1])
+    return x
+
+
+def _floor(settings: Trace, x: Tensor) -> Tensor:
+    # d^{t−k} ≥ floor for t − k < n: older tokens take the floor, y_t = z_t + floor·c_{t−n} − d^n z_{t−n}.
+    n = _span(settings)
+    z = scan(settings.decay, x, False)
+    older = scan(1.0, x[:, :-n], False).mul_(settings.floor).sub_(z[:, :-n], alpha=settings.decay**n)
+    z[:, n:] += older
+    return z
+
+
+def _floor_transposed(settings: Trace, y: Tensor) -> Tensor:
+    n = _span(settings)
+    z = y.clone()
+    z[:, :-n].sub_(y[:, n:], alpha=settings.decay**n)
+    x = scan(settings.decay, z, True)
+    x[:, :-n].add_(scan(1.0, y[:, n:], True), alpha=settings.floor)
+    return x
+
+
+def _powers(decay: float, count: int, like: Tensor) -> Tensor:
+    """d^0 … d^{count−1}, made in float64."""
+    exponents = torch.arange(count, dtype=torch.float64, device=like.device)
+    return torch.pow(torch.full_like(exponents, decay), exponents).to(like.dtype)
 
 
 def _span(settings: Trace) -> int:
+    """How many tokens, t itself included, keep their own weight above the floor."""
     if settings.decay >= 1 or settings.floor <= 0:
         return 1 << 40
-    return 0 if settings.decay <= 0 else math.floor(math.log(settings.floor) / math.log(settings.decay) + 1e-9)
+    return 1 if settings.decay <= 0 else 1 + math.floor(math.log(settings.floor) / math.log(settings.decay) + 1e-9)
 
 
 def _first_trained(mask: Jagged) -> Tensor:
@@ -121,44 +138,57 @@ def _traced(inputs: Inputs, objective: Objective) -> Tensor:
     return inputs.mask.values if high is None or objective.entropy_mask.where == "loss" else inputs.mask.values & high.values
 
 
-def _trace(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """History Σ_{k<t} w l_k and own part w(t,t) l_t of log R_t (both over Σ w when normalised); linear in l."""
-    settings = objective.trace
-    traced, weights = _traced(inputs, objective), OlderWeights.of(inputs.columns)
-    own = torch.where(traced, log_ratio.values, 0.0)
-    total = trace_sum(log_ratio.with_values(own), settings, weights).values
+def _own(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
+    # log_ratio is zero outside the mask already.
+    traced = _traced(inputs, objective)
+    return log_ratio if traced is inputs.mask.values else log_ratio.with_values(torch.where(traced, log_ratio.values, 0.0))
+
+
+def _sum(x: Jagged, inputs: Inputs, settings: Trace, past_only: bool = False) -> Tensor:
+    column = inputs.columns.get(START_COLUMN)
+    begin = x.offsets[:-1].clamp(max=max(len(x.values) - 1, 0))
+    start = None if column is None or len(x.values) == 0 else torch.where(x.lengths > 0, column.values[begin], 0)
+    return trace_sum(x, settings, start, past_only).values
+
+
+def _traced_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
+    """log R_t of log ratios that are zero outside the mask; linear in them."""
+    settings, own = objective.trace, _own(log_ratio, inputs, objective)
+    total, last = _sum(own, inputs, settings), own.values
     if settings.clip == "normalised":
-        ones = trace_sum(log_ratio.with_values(traced.to(own.dtype)), settings, weights).values
-        norm = ones.clamp(min=1e-30)
-        total, own = total / norm, own / norm
-    past = total - own
-    return past.detach() if settings.history == "stop_gradient" else past, own
+        ones = own.with_values(_traced(inputs, objective).to(last.dtype))
+        norm = _sum(ones, inputs, settings).clamp(min=1e-30)
+        total, last = total / norm, last / norm
+    return (total - last).detach() + last if settings.history == "stop_gradient" else total
+
+
+def _history(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
+    """Σ_{k<t} w(t,k) l_k of log ratios that are zero outside the mask."""
+    past = _sum(_own(log_ratio, inputs, objective), inputs, objective.trace, past_only=True)
+    return past.detach() if objective.trace.history == "stop_gradient" else past
 
 
 def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
     """Adds column "trace_scale": C_k / A on-policy, the factor by which the trace scales ∇log π(y_k)."""
-    settings = objective.trace
-    if settings.style != "recent":
-        mask = inputs.mask
-        weights = older_weights(mask.positions - mask.spread(_first_trained(mask)).values, settings)
-        made = {f"trace_{n}": mask.with_values(getattr(weights, n)) for n in OlderWeights.NAMES}
-        inputs = inputs.replace(columns=inputs.columns | made)
+    settings, mask = objective.trace, inputs.mask
+    if settings.style == "both":
+        inputs = inputs.replace(columns=inputs.columns | {START_COLUMN: mask.spread(_first_trained(mask))})
     with torch.enable_grad():
         leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
-        log_ratio = inputs.old_logprobs.with_values(leaf)
+        log_ratio = mask.with_values(torch.where(mask.values, leaf, 0.0))
         if settings.clip == "eps_weight":
-            traced = torch.where(_traced(inputs, objective), leaf, 0.0)
-            total = trace_sum(log_ratio.with_values(traced), settings, OlderWeights.of(inputs.columns)).values
-        else:
-            past, own = _trace(log_ratio, inputs, objective)
+            total = _sum(_own(log_ratio, inputs, objective), inputs, settings)
+        elif settings.clip == "current":
             # P-A's current ratio is whole whatever the entropy mask says.
-            total = past + (leaf if settings.clip == "current" else own)
-        (scale,) = torch.autograd.grad(torch.where(inputs.mask.values, total, 0.0).sum(), leaf)
-    sums = all_sum(torch.stack([torch.where(inputs.mask.values, scale, 0.0).double().sum(), inputs.mask.values.sum().double()]))
+            total = _history(log_ratio, inputs, objective) + log_ratio.values
+        else:
+            total = _traced_ratio(log_ratio, inputs, objective)
+        (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
+    sums = all_sum(torch.stack([torch.where(mask.values, scale, 0.0).double().sum(), mask.values.sum().double()]))
     mean = float(sums[0] / sums[1].clamp(min=1))
-    columns = {SCALE_COLUMN: inputs.mask.with_values(scale)}
+    columns = {SCALE_COLUMN: mask.with_values(scale)}
     if settings.normalise:
-        columns["trace_mean_scale"] = inputs.mask.with_values(torch.full_like(scale, mean if mean > 0 else 1.0))
+        columns["trace_mean_scale"] = mask.with_values(torch.full_like(scale, mean if mean > 0 else 1.0))
     return inputs.replace(columns=inputs.columns | columns)
 
 
@@ -183,14 +213,14 @@ def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor,
     if settings.clip == "inside":
         low, high = math.log(max(1 - objective.clip_low, 1e-8)), math.log(1 + objective.clip_high)
         clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
-        ratio = safe_exp(torch.add(*_trace(clipped, inputs, objective)), mask, meters)
+        ratio = safe_exp(_traced_ratio(clipped, inputs, objective), mask, meters)
         lost = (log_ratio.values < low) | (log_ratio.values > high)
         meters.share("clip_fraction", lost, mask)
         meters.mean("ratio_mean", ratio, mask)
         meters.top("ratio_max", ratio, mask)
         return -ratio * advantage
     if settings.clip in ("traced", "normalised"):
-        ratio = safe_exp(torch.add(*_trace(log_ratio, inputs, objective)), mask, meters)
+        ratio = safe_exp(_traced_ratio(log_ratio, inputs, objective), mask, meters)
         ratio_meters(meters, ratio, advantage, mask, objective)
         return clipped_loss(ratio, advantage, objective)
     ratio = safe_exp(log_ratio.values, mask, meters)
@@ -198,7 +228,7 @@ def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor,
     loss = clipped_loss(ratio, advantage, objective)
     if settings.clip == "eps_weight":
         return loss * scale
-    history = safe_exp(_trace(log_ratio, inputs, objective)[0], mask, meters)
+    history = safe_exp(_history(log_ratio, inputs, objective), mask, meters)
     meters.mean("trace_weight", history, mask)
     meters.top("trace_weight_max", history, mask)
     return loss * history
