@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,18 @@ def test_a_read_only_directory_is_a_sentence(small_disk):
         RunDirectory.open(small_disk / "r", CONFIG)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_forbidden_directory_is_a_sentence(tmp_path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(RunError, match=r"cannot be written \(Permission denied\): it may not be written; choose another place"):
-        RunDirectory.open(tmp_path / "r", CONFIG)
+def test_a_forbidden_directory_is_a_sentence():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        was_root = os.geteuid() == 0
+        if was_root:
+            os.seteuid(65534)  # root may write anywhere, nobody may not
+        try:
+            with pytest.raises(RunError, match=r"cannot be written \(Permission denied\): it may not be written; choose another place"):
+                RunDirectory.open(Path(name) / "r", CONFIG)
+        finally:
+            if was_root:
+                os.seteuid(0)
 
 
 @pytest.mark.parametrize("filled", ["at once", "while running"])
