@@ -125,7 +125,7 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], budget: float, threshold: fl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12, 6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     palette = colormaps["tab20"]
@@ -143,7 +143,7 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], budget: float, threshold: fl
     left.axhline(threshold, color="k", linestyle=":", linewidth=0.8)
     left.set(xlabel="sampled tokens", ylabel="held-out accuracy, greedy")
     right.set(xlabel="seconds of training on one core")
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8)
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.savefig(path, format="png")
