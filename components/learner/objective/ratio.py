@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,25 @@ from components.learner.objective.config import Objective
 
 def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     """exp with |log ratio| clamped to 20; the share of clamped trained tokens is metric "ratio_overflow"."""
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    meters.share("ratio_overflow", log_ratio.detach().abs() > MAX_LOG_RATIO, mask)
-    return clamped.exp()
+    lost = ~(log_ratio.detach().abs() <= MAX_LOG_RATIO)
+    meters.share("ratio_overflow", lost, mask)
+    apply: Any = _SafeExp.apply
+    ratio: Tensor = apply(log_ratio, lost)
+    return ratio
+
+
+class _SafeExp(torch.autograd.Function):
+    # Beyond the clamp, and where the log ratio is NaN, the gradient is 0 as that of clamp is.
+    @staticmethod
+    def forward(ctx: Any, log_ratio: Tensor, lost: Tensor) -> Tensor:
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+        ctx.save_for_backward(ratio, lost)
+        return ratio
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ratio, lost = ctx.saved_tensors
+        return (grads[0] * ratio).masked_fill_(lost, 0.0), None
 
 
 def clipped_loss(ratio: Tensor, advantage: Tensor, objective: Objective) -> Tensor:

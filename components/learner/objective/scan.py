@@ -76,9 +76,9 @@ def scan(decay: float, grid: Tensor, reverse: bool) -> Tensor:
     carried = scan(decay**BLOCK, local[:, :, 0 if reverse else -1], reverse)
     powers = decay * triangle[-1 if reverse else 0]
     if reverse:
-        local[:, :-1] += carried[:, 1:, None] * powers
+        local[:, :-1].addcmul_(carried[:, 1:, None], powers)
     else:
-        local[:, 1:] += carried[:, :-1, None] * powers
+        local[:, 1:].addcmul_(carried[:, :-1, None], powers)
     return local.reshape(rows, -1)[:, :length]
 
 

@@ -139,9 +139,8 @@ def _traced(inputs: Inputs, objective: Objective) -> Tensor:
 
 
 def _own(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
-    # log_ratio is zero outside the mask already.
-    traced = _traced(inputs, objective)
-    return log_ratio if traced is inputs.mask.values else log_ratio.with_values(torch.where(traced, log_ratio.values, 0.0))
+    # where, not a product: a token outside may hold inf.
+    return log_ratio.with_values(torch.where(_traced(inputs, objective), log_ratio.values, 0.0))
 
 
 def _sum(x: Jagged, inputs: Inputs, settings: Trace, past_only: bool = False) -> Tensor:
@@ -152,7 +151,7 @@ def _sum(x: Jagged, inputs: Inputs, settings: Trace, past_only: bool = False) ->
 
 
 def _traced_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
-    """log R_t of log ratios that are zero outside the mask; linear in them."""
+    """log R_t, linear in the log ratios."""
     settings, own = objective.trace, _own(log_ratio, inputs, objective)
     total, last = _sum(own, inputs, settings), own.values
     if settings.clip == "normalised":
@@ -163,7 +162,7 @@ def _traced_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Te
 
 
 def _history(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
-    """Σ_{k<t} w(t,k) l_k of log ratios that are zero outside the mask."""
+    """Σ_{k<t} w(t,k) l_k over traced tokens."""
     past = _sum(_own(log_ratio, inputs, objective), inputs, objective.trace, past_only=True)
     return past.detach() if objective.trace.history == "stop_gradient" else past
 
@@ -175,16 +174,17 @@ def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
         inputs = inputs.replace(columns=inputs.columns | {START_COLUMN: mask.spread(_first_trained(mask))})
     with torch.enable_grad():
         leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
-        log_ratio = mask.with_values(torch.where(mask.values, leaf, 0.0))
+        log_ratio = mask.with_values(leaf)
         if settings.clip == "eps_weight":
             total = _sum(_own(log_ratio, inputs, objective), inputs, settings)
         elif settings.clip == "current":
             # P-A's current ratio is whole whatever the entropy mask says.
-            total = _history(log_ratio, inputs, objective) + log_ratio.values
+            total = _history(log_ratio, inputs, objective) + leaf
         else:
             total = _traced_ratio(log_ratio, inputs, objective)
         (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
-    sums = all_sum(torch.stack([torch.where(mask.values, scale, 0.0).double().sum(), mask.values.sum().double()]))
+    scale = torch.where(mask.values, scale, 0.0)
+    sums = all_sum(torch.stack([scale.double().sum(), mask.values.sum().double()]))
     mean = float(sums[0] / sums[1].clamp(min=1))
     columns = {SCALE_COLUMN: mask.with_values(scale)}
     if settings.normalise:
@@ -200,8 +200,9 @@ def terms(inputs: Inputs, objective: Objective) -> Terms:
     if settings.min_advantage is not None:
         advantage = advantage.clamp(min=settings.min_advantage)
     scale = inputs.columns[SCALE_COLUMN].values
-    meters.mean("gradient_scale", scale, mask)
-    log_ratio = inputs.logprobs.with_values(torch.where(mask, inputs.logprobs.values - inputs.old_logprobs.values, 0.0))
+    # The column is 0 where masked.
+    meters.add("gradient_scale", scale.sum(), torch.count_nonzero(mask))
+    log_ratio = inputs.logprobs.with_values(inputs.logprobs.values - inputs.old_logprobs.values)
     loss = _placed(log_ratio, inputs, advantage, scale, objective, meters)
     if settings.normalise:
         loss = loss / inputs.columns["trace_mean_scale"].values
