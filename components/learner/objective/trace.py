@@ -132,15 +132,11 @@ def _first_trained(mask: Jagged) -> Tensor:
     return torch.where(first >= 1 << 40, 0, first.long())
 
 
-def _traced(inputs: Inputs, objective: Objective) -> Tensor:
-    # bool over tokens: those that enter the history.
+def _own(x: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
+    """What enters the history, of values that are zero outside the mask: with an entropy mask only tokens of high entropy."""
     high = inputs.columns.get(COLUMN)
-    return inputs.mask.values if high is None or objective.entropy_mask.where == "loss" else inputs.mask.values & high.values
-
-
-def _own(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Jagged:
-    # where, not a product: a token outside may hold inf.
-    return log_ratio.with_values(torch.where(_traced(inputs, objective), log_ratio.values, 0.0))
+    # A product, not where: on a CPU, branches on scattered tokens cost more than the rest of the trace.
+    return x if high is None or objective.entropy_mask.where == "loss" else x.with_values(x.values * high.values)
 
 
 def _sum(x: Jagged, inputs: Inputs, settings: Trace, past_only: bool = False) -> Tensor:
@@ -151,18 +147,18 @@ def _sum(x: Jagged, inputs: Inputs, settings: Trace, past_only: bool = False) ->
 
 
 def _traced_ratio(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
-    """log R_t, linear in the log ratios."""
+    """log R_t of log ratios that are zero outside the mask; linear in them."""
     settings, own = objective.trace, _own(log_ratio, inputs, objective)
     total, last = _sum(own, inputs, settings), own.values
     if settings.clip == "normalised":
-        ones = own.with_values(_traced(inputs, objective).to(last.dtype))
+        ones = _own(inputs.mask.to(last.dtype), inputs, objective)
         norm = _sum(ones, inputs, settings).clamp(min=1e-30)
         total, last = total / norm, last / norm
     return (total - last).detach() + last if settings.history == "stop_gradient" else total
 
 
 def _history(log_ratio: Jagged, inputs: Inputs, objective: Objective) -> Tensor:
-    """Σ_{k<t} w(t,k) l_k over traced tokens."""
+    """Σ_{k<t} w(t,k) l_k of log ratios that are zero outside the mask."""
     past = _sum(_own(log_ratio, inputs, objective), inputs, objective.trace, past_only=True)
     return past.detach() if objective.trace.history == "stop_gradient" else past
 
@@ -174,12 +170,12 @@ def prepare(inputs: Inputs, objective: Objective, all_sum: AllSum) -> Inputs:
         inputs = inputs.replace(columns=inputs.columns | {START_COLUMN: mask.spread(_first_trained(mask))})
     with torch.enable_grad():
         leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
-        log_ratio = mask.with_values(leaf)
+        log_ratio = mask.with_values(torch.where(mask.values, leaf, 0.0))
         if settings.clip == "eps_weight":
             total = _sum(_own(log_ratio, inputs, objective), inputs, settings)
         elif settings.clip == "current":
             # P-A's current ratio is whole whatever the entropy mask says.
-            total = _history(log_ratio, inputs, objective) + leaf
+            total = _history(log_ratio, inputs, objective) + log_ratio.values
         else:
             total = _traced_ratio(log_ratio, inputs, objective)
         (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
@@ -202,7 +198,8 @@ def terms(inputs: Inputs, objective: Objective) -> Terms:
     scale = inputs.columns[SCALE_COLUMN].values
     # The column is 0 where masked.
     meters.add("gradient_scale", scale.sum(), torch.count_nonzero(mask))
-    log_ratio = inputs.logprobs.with_values(inputs.logprobs.values - inputs.old_logprobs.values)
+    # where, not a product: a masked token may hold inf or NaN.
+    log_ratio = inputs.logprobs.with_values(torch.where(mask, inputs.logprobs.values - inputs.old_logprobs.values, 0.0))
     loss = _placed(log_ratio, inputs, advantage, scale, objective, meters)
     if settings.normalise:
         loss = loss / inputs.columns["trace_mean_scale"].values

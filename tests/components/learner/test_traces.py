@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
-from components.learner.objective import EntropyMask, Inputs, Objective, Trace, aggregate, counts, loss_terms, prepare
+from components.learner.objective import EntropyMask, Inputs, Meters, Objective, Trace, aggregate, counts, loss_terms, prepare
 from components.learner.objective.entropy_mask import kth_largest
+from components.learner.objective.ratio import safe_exp
 from components.learner.objective.scan import decayed_sum
 from components.learner.objective.trace import trace_sum
 from pipeline.component import identity_sum
@@ -101,7 +102,58 @@ def test_trace_sum_equals_loop(reference, style, floor, decay):
         torch.testing.assert_close(found.row(row), torch.tensor(wanted), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.995, 1.0])
+@pytest.mark.parametrize("past_only", [False, True])
+@pytest.mark.parametrize(("lengths", "start"), [([1, 1], [0, 0]), ([2, 3], [0, 0]), ([130], [0]), ([64, 0, 129], [5, 0, 0])])
+def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, past_only, lengths, start):
+    g = torch.Generator().manual_seed(0)
+    x = Jagged.from_lengths(torch.randn(sum(lengths), dtype=torch.float64, generator=g), torch.tensor(lengths))
+    x = x.with_values((x.values * (x.positions >= x.spread(torch.tensor(start)).values)).requires_grad_())
+    found = trace_sum(x, Trace(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
+    u = x.with_values(torch.randn(sum(lengths), dtype=torch.float64, generator=g))
+    (adjoint,) = torch.autograd.grad((found.values * u.values).sum(), x.values)
+    for row, (length, first) in enumerate(zip(lengths, start, strict=True)):
+        matrix = torch.zeros(length, length, dtype=torch.float64)
+        for t in range(1, length - first + 1):
+            for k in range(1, t if past_only else t + 1):
+                matrix[first + t - 1, first + k - 1] = reference.trace_weight(t, k, decay, style, floor)
+        close = {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(found.row(row).detach(), matrix @ x.row(row).detach(), **close)
+        torch.testing.assert_close(x.with_values(adjoint).row(row)[first:], (matrix.T @ u.row(row))[first:], **close)
+
+
+@pytest.mark.parametrize(("style", "floor"), STYLES)
+def test_trace_sum_in_float32_is_exact_enough(style, floor):
+    x = torch.randn(4 * 8192, generator=torch.Generator().manual_seed(0)) * 0.01
+    rows, trace = Jagged.from_lengths(x, torch.full((4,), 8192)), Trace(decay=0.99, style=style, floor=floor)
+    wide = trace_sum(rows.to(torch.float64), trace).values
+    assert float((trace_sum(rows, trace).values - wide).abs().max()) < 1e-5
+
+
 # --- traces ---
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(("style", "floor"), STYLES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_masked_tokens_may_hold_anything(clip, style, floor, value):
+    objective = Objective(kind="trace", trace=Trace(style=style, floor=floor, clip=clip))
+    inputs = make_inputs()
+    odd = inputs.replace(logprobs=inputs.logprobs.with_values(inputs.logprobs.values.detach().masked_fill(~inputs.mask.values, value)))
+    odd.logprobs.values.requires_grad_()
+    torch.testing.assert_close(gradient(odd, objective), gradient(inputs, objective))
+
+
+def test_safe_exp_by_hand():
+    x = torch.tensor([0.0, 1.0, 20.0, 21.0, -30.0, math.inf, math.nan], requires_grad=True)
+    meters = Meters()
+    found = safe_exp(x, torch.ones(7, dtype=torch.bool), meters)
+    edge = math.exp(20)
+    assert found.tolist() == pytest.approx([1.0, math.e, edge, edge, math.exp(-20), edge, math.nan], nan_ok=True)
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    assert slope.tolist() == pytest.approx([1.0, math.e, edge, 0, 0, 0, 0])
+    assert meters.values()["ratio_overflow"] == pytest.approx(4 / 7)
 
 
 def test_traced_by_hand():
