@@ -145,7 +145,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {' '.join(overrides)}: {_first_lines(error)}") from error
     return finish(values, parsed)
 

@@ -71,7 +71,11 @@ class RunSettings:
 
 
 def resolve_device(name: str) -> str:
-    """ "auto" becomes cuda when torch sees it, else cpu."""
+    """ "auto" becomes cuda when torch sees it, else cpu; raises ConfigError for a device that is not there."""
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"run.device: found '{name}'; wanted auto, cpu, cuda or cuda:N.")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"run.device: found '{name}', but torch sees no CUDA device here; run on a GPU machine or set run.device=cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 

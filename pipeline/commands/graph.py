@@ -32,7 +32,10 @@ def main(options: argparse.Namespace) -> int:
     if output is None:
         print(text)
     else:
-        output.write_text(text, encoding="utf-8")
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"-o {output}: cannot be written ({error.strerror}); wanted a file in a folder that exists.") from error
         print(f"wrote {output}")
     return 0
 
@@ -41,7 +44,14 @@ def _list(dirs: list[Path]) -> int:
     for group in ("recipe", "graph", "model", "data", "engine", "learner"):
         print(f"{group}:")
         for name, file in sorted(list_choices(group, dirs).items()):
-            comment = next((line[2:] for line in file.read_text().splitlines() if line.startswith("# ") and "@package" not in line), "")
+            comment = next(
+                (
+                    line[2:]
+                    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+                    if line.startswith("# ") and "@package" not in line
+                ),
+                "",
+            )
             print(f"  {name:24} {comment}")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from typing import Any
 
@@ -84,8 +85,13 @@ def sweep(overrides: list[str], config_dirs: list[str]) -> int:
         values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
         chosen = [o.lstrip("+") for o in HydraConfig.get().overrides.task]
         codes.append(train(build_experiment(finish(values, parse_overrides(chosen, dirs)), " ".join(chosen))))
+        if codes[-1] == 130:
+            raise KeyboardInterrupt  # Ctrl-C ends the sweep, not one run of it
+        if codes[-1]:
+            raise SystemExit(codes[-1])
 
     composed = hydra_overrides(parse_overrides(overrides, dirs), dirs)
     sys.argv = ["creditgraph", "--multirun", *composed]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then hands our sentences on as they are
     job()
     return max(codes, default=0)

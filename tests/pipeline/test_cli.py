@@ -82,6 +82,8 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path, capsys: pytest.Capture
         (["run-node", "advantage.group"], ["missing input", "trajectories=… (Trajectories)"]),
         (["run-node", "advantage.group", "trajectorie=x"], ["no such socket", "Did you mean 'trajectories'?"]),
         (["graph", "recipe=toy_srpo", "-o", "x.txt"], ["ending '.txt'", ".svg"]),
+        (["graph", "recipe=toy_srpo", "-o", "/nowhere/x.svg"], ["/nowhere/x.svg: cannot be written", "a folder that exists"]),
+        (["train", "-m", "recipe=toy_grpo", "run.seed=0,1", "sampler.group_sze=4"], ["sampler.group_sze", "Did you mean 'group_size'?"]),
     ],
 )
 def test_a_wrong_command_gets_a_sentence(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,6 +252,7 @@ def test_overlap_gives_the_same_bits(tmp_path: Path) -> None:
         (["model.path=/nowhere"], ["/nowhere"]),
         (["model.path={empty}"], ["{empty}", "tokenizer"]),
         (["run.root=/proc/nowhere"], ["/proc/nowhere"]),
+        (["run.device=tpu"], ["run.device: found 'tpu'", "wanted auto, cpu, cuda"]),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, override: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,3 +263,22 @@ def test_what_is_missing_is_named(tmp_path: Path, override: list[str], parts: li
     assert main(toy(tmp_path, "run.iterations=1", *filled)) == 2
     text = errors(capsys)
     assert all(part.replace("{empty}", str(empty)) in text for part in parts), text
+
+
+def test_recipe_files_that_are_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "configs" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (folder / "open.yaml").write_text("# @package _global_\ndefaults: [toy_grpo\nx: [")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "recipe=bytes", "--check"]) == 2
+    assert "can't decode byte 0xff" in errors(capsys)
+    assert main(["train", "recipe=open", "--check"]) == 2
+    assert "open.yaml" in errors(capsys)
+    assert main(["graph", "--list"]) == 0
+
+
+def test_a_missing_gpu_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*toy(tmp_path), "run.device=cuda"]) == 2
+    assert "torch sees no CUDA device here" in errors(capsys)
