@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, Count, same_rows
 from pipeline.payloads import Judge, Prompts, Rewards, Trajectories, check_aligned
 
 
@@ -32,7 +32,7 @@ class Outcome(Component):
         for row in (~rewards.valid).nonzero(as_tuple=True)[0].tolist():
             self.context.reject({"trajectory": int(rewards.uid[row]), "prompt": int(trajectories.prompt_uid[row])}, rewards.detail[row])
         count, invalid = max(len(rewards), 1), int((~rewards.valid).sum())
-        self.context.log(mean=float(rewards.value.sum()) / count, correct=float(rewards.correct.sum()) / count, invalid=invalid)
+        self.context.log(mean=float(rewards.value.sum()) / count, correct=float(rewards.correct.sum()) / count, invalid=Count(invalid))
         return Outputs(rewards=rewards)
 
 

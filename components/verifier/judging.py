@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -36,12 +37,18 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Outcome of one item: reward, whether it is right, and why (`valid=False`: it could not be judged)."""
+    """Outcome of one item: reward, whether it is right, and why.
+
+    Attributes:
+        valid: False when it could not be judged.
+        keep: False when another try may judge it, as after a network failure: it is not remembered.
+    """
 
     value: float
     correct: bool
     valid: bool = True
     detail: str = ""
+    keep: bool = True
 
 
 RIGHT = Verdict(value=1.0, correct=True)
@@ -62,7 +69,7 @@ class MemoJudge(Judge):
     """Remembers verdicts by (prompt uid, text), so a row judged twice costs once. Subclasses decide on batches of new items."""
 
     def __init__(self) -> None:
-        self._memory: OrderedDict[tuple[int, str], Verdict] = OrderedDict()
+        self._memory: OrderedDict[tuple[int, bytes], Verdict] = OrderedDict()
 
     @abstractmethod
     def verdicts(self, items: list[Item]) -> list[Verdict]:
@@ -71,11 +78,13 @@ class MemoJudge(Judge):
     def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory, aligned with it."""
         rows = prompts.index_of(trajectories.prompt_uid).tolist()
-        keys = list(zip(trajectories.prompt_uid.tolist(), trajectories.text, strict=True))
-        new: dict[tuple[int, str], Item] = {}
-        for key, row in zip(keys, rows, strict=True):
+        # Digests: some responses are a megabyte long.
+        digests = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in trajectories.text]
+        keys = list(zip(trajectories.prompt_uid.tolist(), digests, strict=True))
+        new: dict[tuple[int, bytes], Item] = {}
+        for key, row, text in zip(keys, rows, trajectories.text, strict=True):
             if key not in self._memory and key not in new:
-                new[key] = Item(text=key[1], answer=prompts.answer[row], metadata=prompts.metadata[row])
+                new[key] = Item(text=text, answer=prompts.answer[row], metadata=prompts.metadata[row])
         known = {key: self._memory[key] for key in keys if key in self._memory}
         known.update(zip(new, self.verdicts(list(new.values())) if new else [], strict=True))
         self._remember({key: known[key] for key in new})
@@ -88,8 +97,8 @@ class MemoJudge(Judge):
             detail=[v.detail for v in found],
         )
 
-    def _remember(self, new: dict[tuple[int, str], Verdict]) -> None:
+    def _remember(self, new: dict[tuple[int, bytes], Verdict]) -> None:
         # A verdict that failed is kept as well: the same text would hang or raise again.
-        self._memory.update(new)
+        self._memory.update({key: verdict for key, verdict in new.items() if verdict.keep})
         while len(self._memory) > MEMORY:
             self._memory.popitem(last=False)

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from components.verifier.judging import RIGHT, WRONG, Item, MemoJudge, Verdict, unjudged, wrong
+from components.verifier.math_text import free_answer
 from components.verifier.workers import WorkerPool
 from pipeline.component import Component
 from pipeline.payloads import Judge
+
+MAX_ANSWER = 10_000
+_GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,24 +27,48 @@ class Outputs:
 
 
 class MathJudge(MemoJudge):
-    """Right when math-verify finds the extracted answer equal to the reference; equal strings need no worker."""
+    """Right when the extracted answer equals the reference as text, as a number, or by math-verify in a worker.
 
-    def __init__(self, pool: WorkerPool) -> None:
+    Attributes:
+        pool: the workers.
+        killed: items that ran into a limit so far.
+        text_only: items so far of which math-verify could read the reference or the answer not at all, compared as text.
+    """
+
+    def __init__(self, pool: WorkerPool, free_form: bool = False) -> None:
         super().__init__()
-        self.pool = pool
+        self.pool, self.killed, self.text_only = pool, 0, 0
+        self._free_form = free_form
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
         """One verdict per item; an item that raises or hangs is `valid=False` with the reason, and no other item suffers."""
-        found = [item.extracted() for item in items]
+        found = [self._answer(item) for item in items]
         out = [_quick(item, answer) for item, answer in zip(items, found, strict=True)]
-        open_items = [i for i, verdict in enumerate(out) if verdict is None]
-        replies = self.pool.run([{"gold": items[i].answer, "answer": found[i]} for i in open_items])
-        for i, reply in zip(open_items, replies, strict=True):
-            if "error" in reply:
-                out[i] = unjudged(str(reply["error"]))
-            else:
-                out[i] = RIGHT if reply["correct"] else WRONG
+        # Equal questions are asked once: a batch holds many samples of the same prompt.
+        asked: dict[tuple[str, str], list[int]] = {}
+        for i, verdict in enumerate(out):
+            if verdict is None:
+                asked.setdefault((items[i].answer, found[i] or ""), []).append(i)
+        replies = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in asked])
+        for rows, reply in zip(asked.values(), replies, strict=True):
+            verdict = _verdict(reply)
+            self.killed += len(rows) * bool(reply.get("error", "").startswith(("timed out", "took more")))
+            self.text_only += len(rows) * bool(reply.get("text"))
+            for i in rows:
+                out[i] = verdict
         return [verdict for verdict in out if verdict is not None]
+
+    def _answer(self, item: Item) -> str | None:
+        found = item.extracted()
+        return free_answer(item.text) if found is None and self._free_form else found
+
+
+def _verdict(reply: dict[str, Any]) -> Verdict:
+    if "error" in reply:
+        return unjudged(str(reply["error"]))
+    if reply["correct"]:
+        return RIGHT
+    return wrong("compared as text") if reply.get("text") else WRONG
 
 
 def _quick(item: Item, answer: str | None) -> Verdict | None:
@@ -48,20 +77,24 @@ def _quick(item: Item, answer: str | None) -> Verdict | None:
         return unjudged("the prompt has no reference answer")
     if not answer:
         return wrong("no answer in the response")
-    return RIGHT if answer.strip() == item.answer.strip() else None
+    if answer.strip() == item.answer.strip():
+        return RIGHT
+    if len(answer) > MAX_ANSWER:
+        return wrong(f"an answer of {len(answer)} characters; at most {MAX_ANSWER} are read")
+    return None
 
 
-def worker_command(memory_gb: float, seconds: float) -> Sequence[str]:
+def worker_command(memory_gb: float, seconds: float, cpu_seconds: float) -> Sequence[str]:
     """Starts one math-verify worker."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(memory_gb), str(seconds)]
+    return [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(memory_gb), str(seconds), str(cpu_seconds)]
 
 
 class Math(Component):
-    """Judges by mathematical equality (numbers, expressions, sets, intervals, equations), with a hard limit of time and memory per item.
+    """Judges by mathematical equality: numbers, expressions, sets, intervals, equations, quantities with units, several answers.
 
-    math-verify runs in child processes, started with the first answer that needs them. One that hangs is killed and replaced; its item
-    is invalid (zero credit) and the reason is kept. Words count as products of letters, so any order of them is equal: for choices and
-    names use verifier.exact.
+    Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of them. One that hangs
+    is ended by the kernel; its item is invalid (zero credit) and the reason is kept. What math-verify cannot read is compared as text
+    and counted. A unit or percent sign that only one side has is taken as understood; lists match in any order, tuples do not.
     """
 
     paper = "math-verify"
@@ -71,15 +104,19 @@ class Math(Component):
         """Limits."""
 
         seconds: float = 5.0
-        """hard limit per item; beyond it the item is invalid"""
+        """hard limit per item by the clock; beyond it the item is invalid"""
+        cpu_seconds: float = 0.5
+        """hard limit per item of processor time, which a busy host does not use up; beyond it the item is invalid"""
         workers: int = 0
         """processes; 0 takes one per core, at most 8"""
-        memory_gb: float = 8.0
+        memory_gb: float = 4.0
         """address space per process; an item that needs more is invalid"""
+        free_form: bool = False
+        """without a \\boxed{} take the last "answer is …", formula or number of the response; off: such a response is wrong"""
 
         def __post_init__(self) -> None:
-            if self.seconds <= 0 or self.memory_gb <= 0 or self.workers < 0:
-                raise ValueError("seconds and memory_gb must be above 0, workers 0 or more.")
+            if min(self.seconds, self.cpu_seconds, self.memory_gb) <= 0 or self.workers < 0:
+                raise ValueError("seconds, cpu_seconds and memory_gb must be above 0, workers 0 or more.")
 
     config: Config
     _judge: MathJudge | None = None
@@ -89,9 +126,12 @@ class Math(Component):
         if self._judge is None:
             settings = self.config
             count = settings.workers or min(len(os.sched_getaffinity(0)), 8)
-            self._judge = MathJudge(WorkerPool(worker_command(settings.memory_gb, settings.seconds), count, settings.seconds))
-        self.context.log(worker_restarts=self._judge.pool.restarts)
-        return Outputs(judge=self._judge)
+            command = worker_command(settings.memory_gb, settings.seconds, settings.cpu_seconds)
+            # The worker ends a hanging item itself; the pool's later limit is for a worker that cannot.
+            self._judge = MathJudge(WorkerPool(command, count, settings.seconds + _GRACE_SECONDS), settings.free_form)
+        judge = self._judge
+        self.context.log(worker_restarts=judge.pool.restarts, killed=judge.killed, text_only=judge.text_only)
+        return Outputs(judge=judge)
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -22,6 +22,7 @@ MAX_FAILED_STARTS = 3
 class _Worker:
     process: subprocess.Popen[bytes]
     deadline: float
+    sent: float = 0.0
     ready: bool = False
     item: int | None = None
     unread: bytearray = field(default_factory=bytearray)
@@ -40,6 +41,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self.restarts = 0
+        self.longest = 0.0  # seconds of the slowest item so far
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One reply per request, in order."""
@@ -87,7 +89,8 @@ class WorkerPool:
             self._workers.remove(worker)
             _kill(worker)
             return
-        worker.item, worker.deadline = waiting.popleft(), time.monotonic() + self._seconds
+        worker.item, worker.sent = waiting.popleft(), time.monotonic()
+        worker.deadline = worker.sent + self._seconds
 
     def _readable(self) -> list[_Worker]:
         """Workers with output or a closed pipe, waiting at most until the next deadline."""
@@ -114,6 +117,7 @@ class WorkerPool:
             if not worker.ready:
                 worker.ready, self._failed_starts = True, 0
             elif worker.item is not None:
+                self.longest = max(self.longest, time.monotonic() - worker.sent)
                 replies[worker.item], worker.item = json.loads(line), None
 
     def _lost(self, worker: _Worker, replies: list[dict[str, Any]], reason: str) -> None:
@@ -122,6 +126,7 @@ class WorkerPool:
         if worker.item is not None:
             replies[worker.item] = {"error": reason}
             self.restarts += 1
+            self.longest = max(self.longest, time.monotonic() - worker.sent)
             return
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:

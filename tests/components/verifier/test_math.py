@@ -52,7 +52,8 @@ def test_one_bad_item_leaves_the_others_alone(fake_pool):
     assert verdicts[1].detail == verdicts[6].detail == "timed out after 0.5 s"
     assert verdicts[3].detail == "the worker ended with exit code 7"
     assert verdicts[4].detail == "ZeroDivisionError: division by zero"
-    assert fake_pool.restarts == 3
+    assert fake_pool.restarts == 2  # the same question is asked once
+    assert judge.killed == 2
     assert judge.verdicts(_items("r3"))[0].correct
 
 
@@ -80,7 +81,7 @@ def test_a_worker_that_cannot_start_is_told(tmp_path):
 
 @pytest.fixture(scope="module")
 def node():
-    component = Math(Math.Config(workers=1, seconds=20))
+    component = Math(Math.Config(workers=1, seconds=20, cpu_seconds=10))
     yield component
     component.close()
 
@@ -133,5 +134,64 @@ def test_the_same_row_is_judged_once(toolbox, fake_pool):
 
 
 def test_impossible_limits_are_told():
-    with pytest.raises(ValueError, match="seconds and memory_gb must be above 0"):
+    with pytest.raises(ValueError, match="seconds, cpu_seconds and memory_gb must be above 0"):
         Math.Config(seconds=0)
+
+
+def test_labelled_pairs(toolbox, node):
+    """The verifier as a whole, workers included, on pairs that are known to be equal or not."""
+    from tests.components.verifier.pairs import all_pairs, generated
+
+    table = all_pairs()
+    assert len(table) >= 300
+    assert all_pairs() == table
+    # Pairs of another seed, which nobody looked at while the rules were written.
+    for pairs in (table, generated(count=10, seed=1)):
+        prompts = toolbox.prompts(["p"] * len(pairs), answers=[gold for gold, *_ in pairs])
+        trajectories = toolbox.trajectories([f"\\boxed{{{answer}}}" for _, answer, _ in pairs], prompt_uid=prompts.uid)
+        correct = node.run().judge.judge(prompts, trajectories).correct.tolist()
+        wrong = [(gold, answer) for (gold, answer, equal), found in zip(pairs, correct, strict=True) if found != equal]
+        assert 1 - len(wrong) / len(pairs) >= 0.99, wrong
+
+
+def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
+    component = Math(Math.Config(workers=1, seconds=4.0, cpu_seconds=0.3, memory_gb=2))
+    try:
+        judge = component.run().judge
+        answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
+        prompts = toolbox.prompts(["p"] * 4, answers=["\\sqrt{12}"] * 4)
+        rewards = judge.judge(prompts, toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid))
+        assert rewards.correct.tolist() == [True, False, False, True]
+        assert not rewards.valid[2]
+        assert "0.3 s of computing" in rewards.detail[2] or "MemoryError" in rewards.detail[2]
+        assert judge.pool.restarts == 0  # no import of math-verify was paid again
+    finally:
+        component.close()
+
+
+def test_what_cannot_be_read_is_compared_as_text_and_counted(toolbox, node):
+    answers = ["\\foo{a}{b}", "\\foo{a}{c}", "x" * 5000, "y" * 1_000_000, "7" * 1_000_000]
+    golds = ["\\foo{a} {b}", "\\foo{a}{b}", "1", "1", "7"]
+    prompts = toolbox.prompts(["p"] * 5, answers=golds)
+    before = node.run().judge.text_only
+    trajectories = toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid)
+    rewards = node.run().judge.judge(prompts, trajectories)
+    assert rewards.correct.tolist() == [True, False, False, False, False]
+    assert rewards.valid.tolist() == [True] * 5
+    assert rewards.detail[2] == "compared as text"
+    assert rewards.detail[3] == "an answer of 1000000 characters; at most 10000 are read"
+    assert node.run().judge.text_only > before
+    node.run()
+    assert node.context.metrics["text_only"] == node.run().judge.text_only
+
+
+def test_free_form_answers(toolbox):
+    component = Math(Math.Config(workers=1, free_form=True, seconds=20, cpu_seconds=10))
+    try:
+        texts = ["The answer is $x = \\frac{1}{2}$.", "so we get 3 and 0.5", "I do not know", "no \\boxed{2}, the answer is 0.5"]
+        prompts = toolbox.prompts(["p"] * 4, answers=["1/2"] * 4)
+        rewards = component.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+        assert rewards.correct.tolist() == [True, True, False, False]
+        assert rewards.detail[2] == "no answer in the response"
+    finally:
+        component.close()

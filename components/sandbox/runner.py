@@ -1,0 +1,276 @@
+"""What runs inside the sandbox: one program, once per test. Standard library only; it is never told what the right answers are.
+
+The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for each test
+{"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line, "result": text}.
+Each test is a fork of this process, so the interpreter starts once per program. Whatever a test leaves running is killed after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing would cost a fifth of the start
+    import io
+    from typing import Any, NoReturn
+
+CHUNK = 1 << 16
+
+
+def main() -> None:
+    """Runs one job."""
+    job = json.loads(_read_all(0))
+    if job["processes"]:
+        _limit(resource.RLIMIT_NPROC, job["processes"])
+    _limit(resource.RLIMIT_CORE, 0)
+    if job["uid"]:
+        # Root is exempt from the limit of processes, and no limit of one program may touch another: each has a user id of its own.
+        os.setgroups([])
+        os.setresgid(job["uid"], job["uid"], job["uid"])
+        os.setresuid(job["uid"], job["uid"], job["uid"])
+    results = os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    os.set_blocking(wake_read, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write)
+    _send(results, {"ready": True})
+    timeouts = 0
+    for test in job["tests"]:
+        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test, wake_read)
+        timeouts += reply["status"] == "timeout"
+        _send(results, reply)
+
+
+def _send(results: io.BufferedWriter, reply: dict[str, Any]) -> None:
+    results.write(json.dumps(reply).encode() + b"\n")
+    results.flush()
+
+
+def _read_all(fd: int) -> bytes:
+    chunks = []
+    while chunk := os.read(fd, 1 << 20):
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+class _Test:
+    """The parent's side of one running test."""
+
+    def __init__(self, job: dict[str, Any], pid: int, ends: list[int], data: memoryview) -> None:
+        self.job, self.pid, self.data = job, pid, data
+        self.stdin, self.streams = ends[0], {ends[1]: bytearray(), ends[2]: bytearray(), ends[3]: bytearray()}
+        self.out, self.err, self.result = ends[1:]
+        self.open = set(self.streams)
+        self.status: tuple[str, int] | None = None
+        self.reaped = False
+
+    def read(self, fd: int) -> bool:
+        """One chunk; False when there is none."""
+        try:
+            chunk = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.open.discard(fd)
+            return False
+        self.streams[fd] += chunk
+        if sum(map(len, self.streams.values())) > self.job["output"]:
+            self.status = self.status or ("output", 0)
+            return False
+        return True
+
+    def write(self) -> None:
+        """Sends what the test takes of its standard input."""
+        try:
+            sent = os.write(self.stdin, self.data[:CHUNK])
+            self.data = self.data[sent:]
+        except BlockingIOError:
+            return
+        except OSError:  # it closed its standard input
+            self.data = memoryview(b"")
+        if not self.data:
+            os.close(self.stdin)
+            self.stdin = -1
+
+
+def _run(job: dict[str, Any], test: dict[str, Any], wake: int) -> dict[str, Any]:
+    pairs = [os.pipe() for _ in range(4)]  # stdin, stdout, stderr, result
+    theirs = [pairs[0][0]] + [p[1] for p in pairs[1:]]
+    ours = [pairs[0][1]] + [p[0] for p in pairs[1:]]
+    try:
+        pid = os.fork()
+    except OSError as error:
+        for fd in theirs + ours:
+            os.close(fd)
+        return {"status": "signal", "code": 0, "out": "", "err": str(error), "result": ""}
+    if pid == 0:
+        _child(job, test, theirs)
+    for fd in theirs:
+        os.close(fd)
+    for fd in ours:
+        os.set_blocking(fd, False)
+    state = _Test(job, pid, ours, memoryview(test.get("input", "").encode("utf-8", "replace")))
+    _watch(state, time.monotonic() + job["seconds"], wake)
+    _kill_rest(job, pid)
+    if not state.reaped:
+        os.waitpid(pid, 0)
+    status, code = state.status or ("timeout", 0)
+    usable = (status, code) == ("exit", 0)
+    for fd in [*state.streams, *([state.stdin] if state.stdin >= 0 else [])]:
+        os.close(fd)
+    return {
+        "status": status,
+        "code": code,
+        "out": state.streams[state.out].decode("utf-8", "replace") if usable and not job["function"] else "",
+        "err": _last_line(state.streams[state.err]),
+        "result": state.streams[state.result].decode("utf-8", "replace") if usable else "",
+    }
+
+
+def _watch(state: _Test, deadline: float, wake: int) -> None:
+    """Feeds and drains the test until it ends, or has to."""
+    if not state.data:
+        os.close(state.stdin)
+        state.stdin = -1
+    while state.status is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            state.status = ("timeout", 0)
+            return
+        readable, writable, _ = select.select([wake, *state.open], [state.stdin] if state.stdin >= 0 else [], [], left)
+        for fd in readable:
+            if fd != wake:
+                state.read(fd)
+        if writable:
+            state.write()
+        if wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 512)
+            pid, code = os.waitpid(state.pid, os.WNOHANG)
+            if pid:
+                for fd in list(state.open):  # what it wrote before it ended; others may hold the pipe open for ever
+                    while state.read(fd):
+                        pass
+                status = ("signal", os.WTERMSIG(code)) if os.WIFSIGNALED(code) else ("exit", os.WEXITSTATUS(code))
+                state.status, state.reaped = state.status or status, True
+
+
+def _kill_rest(job: dict[str, Any], pid: int) -> None:
+    """Kills what the test started. In a process namespace of its own that is everything but this process and the namespace's init."""
+    try:
+        if job["isolated"] and os.getpid() < 10:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _last_line(err: bytearray) -> str:
+    lines = [line for line in err[-4000:].decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].strip().removesuffix(":")[:200] if lines else ""
+
+
+def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoReturn:
+    """The test's process: limits, descriptors, then the program. Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for target, fd in enumerate(ends):
+            os.dup2(fd, target + 100)
+        for target in range(4):
+            os.dup2(target + 100, target)
+        os.closerange(4, 1024)
+        _limit(resource.RLIMIT_NOFILE, 64)
+        _limit(resource.RLIMIT_FSIZE, job["files"])
+        _limit(resource.RLIMIT_CPU, int(job["seconds"]) + 2)
+        _limit(resource.RLIMIT_STACK, min(64 << 20, job["memory"] // 4))
+        _limit(resource.RLIMIT_AS, job["memory"])
+        code = _execute(job, test)
+    except BaseException as error:
+        code = _report(error)
+    finally:
+        os._exit(code)
+
+
+def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
+    import _sitebuiltins
+    import atexit
+    import builtins
+
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(50_000)
+    sys.path[:] = [p for p in sys.path if p and not p.startswith("/sandbox")] + job["packages"]
+    sys.argv = ["program.py"]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    try:
+        # As in the interpreter: threads that are no daemons are waited for, then the exit functions run.
+        try:
+            exec(compile(job["source"], "program.py", "exec"), module.__dict__)
+            if job["function"]:
+                _call(module, job["function"], test["args"])
+        finally:
+            if "threading" in sys.modules:
+                sys.modules["threading"]._shutdown()
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except SystemExit as stop:
+        sys.stdout.flush()
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 255
+        sys.stderr.write(f"{stop.code}\n")
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+def _call(module: types.ModuleType, name: str, arguments: list[Any]) -> None:
+    """Calls Solution().name or name, and writes the value it returns as JSON to descriptor 3."""
+    solution = getattr(module, "Solution", None)
+    function = getattr(solution(), name, None) if solution is not None else None
+    if function is None:
+        function = getattr(module, name, None)
+    if function is None:
+        raise NameError(f"no function '{name}' in the program")
+    data = memoryview(json.dumps(function(*arguments)).encode())
+    while data:
+        data = data[os.write(3, data) :]
+
+
+def _report(error: BaseException) -> int:
+    with contextlib.suppress(BaseException):  # the program may have closed or replaced it
+        sys.stdout.flush()
+    try:
+        # Not traceback: importing it takes descriptors and memory that the program may have used up.
+        lines = f"{type(error).__name__}: {error}".split("\n")
+        os.write(2, ("\n" + " ".join(lines)[:2000]).encode("utf-8", "replace"))
+    except BaseException:
+        os.write(2, f"\n{type(error).__name__}".encode("utf-8", "replace"))
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""A way to isolate programs, found once."""
+
+import shutil
+
+import pytest
+
+from components.sandbox.isolation import INSTALL, find_isolation
+
+
+@pytest.fixture(scope="session")
+def way():
+    if shutil.which("bwrap") is None:
+        pytest.skip(f"bubblewrap is not installed. {INSTALL}")
+    return find_isolation()

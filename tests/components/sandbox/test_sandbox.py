@@ -1,0 +1,188 @@
+"""Running programs: outputs, limits, refusals, both ways of isolating."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components.sandbox import isolation, seccomp
+from components.sandbox.isolation import Isolation, find_isolation, plain
+from components.sandbox.limits import Limits
+from components.sandbox.pool import Program, Test, run_programs
+from pipeline.errors import RunError
+
+LIMITS = Limits(seconds=4.0, memory_mb=192, processes=8, files_mb=4, output_kb=64)
+
+
+def run(way, source, *inputs, function="", limits=LIMITS):
+    tests = tuple(Test(args=tuple(i)) if function else Test(input=i) for i in inputs)
+    return run_programs([Program(source=source, tests=tests, function=function)], way, limits, workers=1)[0]
+
+
+def test_standard_input_to_standard_output(way):
+    results = run(way, "print(sum(map(int, input().split())))", "1 2", "30 4\n", "x")
+    assert [(r.out, r.reason[:11]) for r in results] == [("3\n", ""), ("34\n", ""), ("", "exit code 1")]
+    assert results[2].error == "ValueError: invalid literal for int() with base 10: 'x'"
+
+
+def test_functions_and_solutions(way):
+    source = "class Solution:\n    def twice(self, x, y=0):\n        return (x, {'k': y})"
+    results = run(way, source, [1, 2], [[3]], function="twice")
+    assert [r.result for r in results] == ['[1, {"k": 2}]', '[[3], {"k": 0}]']
+    assert run(way, "def f(): return 'ä'", [], function="f")[0].result == '"\\u00e4"'
+
+
+def test_what_ordinary_programs_do(way):
+    source = """
+import sys, threading, collections, heapq, itertools, math, re, random, decimal, fractions, bisect, functools, string, tempfile, dataclasses
+sys.setrecursionlimit(20000)
+threading.stack_size(2**25)
+@dataclasses.dataclass
+class P:
+    x: int
+def main():
+    data = sys.stdin.read().split()
+    with tempfile.TemporaryFile("w+") as f:
+        f.write(data[0]); f.seek(0); print(f.read(), P(1), hash("a") == hash("a"))
+    if __name__ == "__main__":
+        exit()
+threading.Thread(target=main).start()
+"""
+    result = run(way, source, "hello")[0]
+    assert (result.reason, result.out) == ("", "hello P(x=1) True\n")
+
+
+def test_tests_do_not_see_each_other_and_big_inputs_arrive(way):
+    results = run(
+        way,
+        "import builtins, sys\ndata = sys.stdin.read()\nprint(len(data), hasattr(builtins, 'seen'))\nbuiltins.seen = 1",
+        "a" * 3_000_000,
+        "b",
+    )
+    assert [r.out for r in results] == ["3000000 False\n", "1 False\n"]
+
+
+def test_after_a_time_out_the_other_tests_are_not_run(way):
+    limits = Limits(seconds=0.7, memory_mb=192, processes=8, timeouts=2)
+    started = time.monotonic()
+    results = run(way, "while input() == 'hang': pass\nprint(1)", *["hang\nhang\n" * 10**5] * 3, "ok", limits=limits)
+    assert [r.status for r in results] == ["timeout", "timeout", "skipped", "skipped"] or results[0].status == "exit"
+    assert time.monotonic() - started < 10
+
+
+def test_a_time_out_is_told_and_what_was_printed_does_not_count(way):
+    limits = Limits(seconds=0.7, memory_mb=192, processes=8)
+    results = run(way, "print(1, flush=True)\nwhile True: pass", "", "", limits=limits)
+    assert [(r.status, r.out) for r in results] == [("timeout", ""), ("skipped", "")]
+    assert results[0].reason == "timed out after 0.7 s"
+    assert results[1].reason == "not run after an earlier time-out"
+
+
+def test_results_keep_their_order(way):
+    programs = [Program(source=f"print({i})", tests=(Test(),)) for i in range(12)]
+    assert [r[0].out for r in run_programs(programs, way, LIMITS, workers=3)] == [f"{i}\n" for i in range(12)]
+    assert run_programs([], way, LIMITS, workers=2) == []
+
+
+def test_packages_are_given_read_only(tmp_path, way):
+    (tmp_path / "given.py").write_text("value = 5")
+    source = "import given\nprint(given.value)\nopen(given.__file__, 'a')"
+    tmp_path.chmod(0o700)
+    with pytest.raises(RunError, match=r"is closed to other users, as whom programs run; wanted mode 755"):
+        find_isolation(packages=(str(tmp_path),))
+    tmp_path.chmod(0o755)
+    result = run(find_isolation(packages=(str(tmp_path),)), source, "")[0]
+    assert "Read-only file system" in result.error or "Permission denied" in result.error
+    assert (tmp_path / "given.py").read_text() == "value = 5"
+    with pytest.raises(RunError, match=r"packages: /nowhere is not a folder"):
+        find_isolation(packages=("/nowhere",))
+
+
+def test_a_host_that_cannot_isolate_is_refused(monkeypatch):
+    monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
+    with pytest.raises(RunError) as error:
+        isolation.find_isolation.__wrapped__()
+    assert str(error.value).startswith(
+        "sandbox: this host cannot isolate generated programs (bubblewrap (bwrap) is not installed); wanted bubblewrap with namespaces of "
+        "its own for processes, mounts and network. Install it with `apt-get install bubblewrap`, or set allow_unsandboxed: true"
+    )
+
+
+def test_a_bubblewrap_that_fails_or_does_not_isolate_is_refused(tmp_path, monkeypatch):
+    fake = tmp_path / "bwrap"
+    monkeypatch.setattr(isolation.shutil, "which", lambda name: str(fake))
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(RunError, match=r"\(the sandbox did not start \(bwrap: No permissions to create new namespace\)\)"):
+        isolation.find_isolation.__wrapped__()
+
+
+def test_the_probe_notices_a_missing_isolation():
+    from components.sandbox.probe import PROBE
+
+    # Run as it is, it would make files for a moment; what it says of a process namespace is enough here.
+    source = PROBE.split("for place in")[0] + "print(json.dumps(found))"
+    said = subprocess.run([sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True).stdout
+    assert "it sees the host's processes" in said
+
+
+def test_without_isolation_limits_still_hold():
+    limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
+    programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
+    found = run_programs([Program(source=p, tests=(Test(input="1"),)) for p in programs], plain(), limits, workers=2)
+    assert [r[0].reason for r in found] == ["", "timed out after 1 s", "exit code 1: MemoryError", "wrote more than 64 kB"]
+    assert found[0][0].out == "2\n"
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root, to become an ordinary user, and /usr/bin/python3"
+)
+def test_an_ordinary_user_isolates_with_a_user_namespace(way):
+    root = Path(__file__).resolve().parents[3]
+    python = os.path.realpath("/usr/bin/python3")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from components.sandbox.isolation import find_isolation\n"
+        "from components.sandbox.limits import Limits\n"
+        "from components.sandbox.pool import Program, Test, run_programs\n"
+        "way = find_isolation()\n"
+        "print(way.user_namespace, run_programs([Program(source='print(7)', tests=(Test(),))], way, Limits(), 1)[0][0].out)\n"
+    )
+    command = [shutil.which("setpriv"), "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-B", "-c", script, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+    if "cannot isolate" in done.stderr:
+        pytest.skip(f"this host gives ordinary users no namespaces: {done.stderr.strip().splitlines()[-1]}")
+    assert (done.stdout, done.returncode) == ("True 7\n\n", 0), done.stderr
+
+
+def test_filters_of_both_processors():
+    for machine in ("x86_64", "aarch64"):
+        program = seccomp.filter_program(machine)
+        assert len(program) % 8 == 0
+        assert len(program) < 4096 * 8
+    assert not seccomp.available("riscv64")
+    with pytest.raises(KeyError):
+        seccomp.filter_program("riscv64")
+
+
+def test_impossible_limits_are_told():
+    with pytest.raises(ValueError, match="seconds, files_mb must be above 0"):
+        Limits(seconds=0, files_mb=0)
+    with pytest.raises(ValueError, match="memory_mb: found 16; wanted at least 64"):
+        Limits(memory_mb=16)
+    with pytest.raises(ValueError, match="processes: found 2; wanted at least 4"):
+        Limits(processes=2)
+
+
+def test_isolation_command_has_no_host_folder_but_the_interpreter():
+    way = Isolation(bubblewrap="/usr/bin/bwrap", user_namespace=True, interpreter="/opt/python/bin/python3", packages=())
+    command = way.command(LIMITS, -1)
+    bound = {command[i + 1] for i, word in enumerate(command) if word == "--ro-bind"}
+    assert not any(path.startswith(("/home", "/etc/passwd", "/var", "/proc")) for path in bound)
+    assert "--unshare-net" in command
+    assert "--unshare-pid" in command
+    assert "--seccomp" not in command

@@ -1,0 +1,112 @@
+"""Programs judged by tests, and the comparison of outputs."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+
+from components.sandbox.isolation import INSTALL
+from components.sandbox.limits import Limits
+from components.verifier.code import Code
+from components.verifier.code_tests import extract_code, read_tests, same_output, same_value
+
+
+@pytest.fixture(scope="module")
+def node(toolbox):
+    if shutil.which("bwrap") is None:
+        pytest.skip(f"bubblewrap is not installed. {INSTALL}")
+    return toolbox.start(Code, workers=1, limits=Limits(seconds=5.0, memory_mb=192, processes=8))
+
+
+UIDS = itertools.count(1_000_000)
+
+
+def judge(toolbox, node, program, tests, **metadata):
+    prompts = toolbox.prompts(["p"], answers=[""], first_uid=next(UIDS), metadata=[{"template": "plain", "tests": tests, **metadata}])
+    rewards = node.run().judge.judge(prompts, toolbox.trajectories([f"So:\n```python\n{program}\n```"], prompt_uid=prompts.uid))
+    return rewards.value.item(), rewards.correct.item(), rewards.valid.item(), rewards.detail[0]
+
+
+SQUARES = [{"input": "2\n", "output": "4\n", "public": True}, {"input": "3", "output": "9"}, {"input": "-4", "output": "16"}]
+
+
+def test_share_of_tests(toolbox, node):
+    assert judge(toolbox, node, "print(int(input()) ** 2)", SQUARES) == (1.0, True, True, "")
+    value, correct, valid, detail = judge(toolbox, node, "x = int(input())\nprint(x * x if x > 0 else 0)", SQUARES)
+    assert (round(value, 6), correct, valid) == (round(2 / 3, 6), False, True)
+    assert detail == "2 of 3 tests passed; test 3: wrong output '0'"
+    assert judge(toolbox, node, "1 / 0", SQUARES)[3] == "0 of 3 tests passed; test 1: exit code 1: ZeroDivisionError: division by zero"
+
+
+def test_all_or_nothing_and_hidden_tests(toolbox):
+    program = "print(4)"
+    one = toolbox.start(Code, workers=1, reward="all")
+    assert judge(toolbox, one, program, SQUARES)[:2] == (0.0, False)
+    public = toolbox.start(Code, workers=1, tests="public")
+    assert judge(toolbox, public, program, SQUARES)[:2] == (1.0, True)
+    private = toolbox.start(Code, workers=1, tests="private")
+    assert judge(toolbox, private, program, SQUARES)[3].startswith("0 of 2 tests passed")
+    assert judge(toolbox, private, program, SQUARES[:1])[2:] == (False, "the prompt has no private tests")
+    first = toolbox.start(Code, workers=1, max_tests=1)
+    assert judge(toolbox, first, program, SQUARES)[:2] == (1.0, True)
+
+
+def test_functions_in_the_columns_of_livecodebench(toolbox, node):
+    tests = json.dumps({"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[1, 2, 3]", "[0]"], "fn_name": "join"})
+    program = "class Solution:\n    def join(self, values, last):\n        return values + [last]"
+    assert judge(toolbox, node, program, tests)[:2] == (1.0, True)
+    assert judge(toolbox, node, "def join(a, b): return a", tests)[3] == "0 of 2 tests passed; test 1: wrong value [1, 2]"
+    listed = [{"input": [[1], 2], "output": [1, 2]}]
+    assert judge(toolbox, node, program, listed, fn_name="join")[:2] == (1.0, True)
+
+
+def test_prompts_without_tests_are_invalid_and_responses_without_code_wrong(toolbox, node):
+    assert judge(toolbox, node, "pass", None)[2:] == (False, "the prompt has no tests")
+    assert judge(toolbox, node, "pass", "[")[3].startswith("the prompt's tests are not JSON")
+    assert judge(toolbox, node, "pass", {"inputs": ["1"], "outputs": []})[3] == "the prompt's tests need as many inputs as outputs"
+    assert judge(toolbox, node, "pass", [{"input": 1}])[3] == "each of the prompt's tests needs an input and an output"
+    prompts = toolbox.prompts(["p"], metadata=[{"template": "plain", "tests": SQUARES}])
+    rewards = node.run().judge.judge(prompts, toolbox.trajectories(["no code", "```python\n" + "#" * 300_000 + "\n```"]))
+    assert rewards.valid.tolist() == [True, True]
+    assert rewards.detail == ["no code block in the response", "a program of 300001 characters; at most 200000 are run"]
+
+
+def test_code_blocks():
+    assert extract_code("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
+    assert extract_code("```python\na\n```\n```bash\nls\n```") == "a\n"
+    assert extract_code("```\na\n```") == "a\n"
+    assert extract_code("```python\nunfinished") == "unfinished"
+    assert extract_code("````python\n```\nx\n````") == "```\nx\n"
+    assert extract_code("~~~python\na\r\n~~~") == "a\n"
+    assert extract_code("print(1)") is None
+
+
+def test_outputs_are_compared_by_line_and_number():
+    assert same_output("1\n2 \n\n", "1\n2", 0.0)
+    assert same_output("0.30000000000000004", "0.3", 1e-6)
+    assert not same_output("0.30000000000000004", "0.3", 0.0)
+    assert same_output("1e3 YES", "1000 YES", 0.0)
+    for found in ("1 2", "2\n1", "", "1", "1\n2\n3", "１\n2", "1_0", "nan", "inf", "sNaN", "1\n2" + "0" * 5000):
+        assert not same_output(found, "1\n2", 1e-6)
+    assert not same_output("nan", "nan ", 0.0) or same_output("nan", "nan", 0.0)
+    assert not same_output("1" * 5000, "2", 1e-6)
+
+
+def test_values_are_compared_by_type():
+    assert same_value("[1, 2.0000000001]", [1, 2.0], 1e-6)
+    assert same_value('{"a": [1]}', {"a": (1,)}, 0.0)
+    for found, wanted in (("true", 1), ("1", True), ("1.0000001", 1), ('"1"', 1), ("null", 0), ("[1]", [1, 2]), ("NaN", 1.0), ("x", 1)):
+        assert not same_value(found, wanted, 1e-6)
+
+
+def test_tests_as_lines_of_a_list():
+    found = read_tests({"tests": [{"input": ["1", "2"], "output": ["3"]}]}, "all")
+    assert found.tests[0].input == "1\n2"
+
+
+def test_impossible_settings_are_told():
+    with pytest.raises(ValueError, match="max_tests must be 0 or more, workers 0 to 64"):
+        Code.Config(workers=65)
+    with pytest.raises(ValueError, match="tolerance: found 2; wanted 0 to 1"):
+        Code.Config(tolerance=2)

@@ -1,0 +1,55 @@
+"""Weighted sums of verifiers, with format and length."""
+
+import pytest
+
+from components.verifier.composite import Composite
+from pipeline.errors import ConfigError
+from pipeline.settings import build_config
+
+
+def start(toolbox, **values):
+    config, problems = build_config(Composite.Config, values, "verifier")
+    assert problems == []
+    return toolbox.start(Composite, **{name: getattr(config, name) for name in values})
+
+
+def test_terms_add_up(toolbox):
+    node = start(
+        toolbox,
+        parts=[
+            {"use": "verifier.exact", "weight": 1.0},
+            {"use": "verifier.regex", "weight": 0.5, "decides": False, "config": {"pattern": "because", "compare": False}},
+        ],
+        format={"pattern": r"\A<t>.*</t>", "weight": 0.25},
+        length={"max_tokens": 40, "buffer": 20, "weight": 2.0},
+    )
+    texts = ["<t>because</t> \\boxed{7}", "\\boxed{7}", "\\boxed{8}", "x" * 30, "\\boxed{7}"]
+    prompts = toolbox.prompts(["p"] * 5, answers=["7", "7", "7", "7", ""])
+    rewards = node.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    # 24 tokens: 2·(20 − 24)/20 = −0.4; 30 tokens: 2·(20 − 30)/20 = −1.
+    assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25 - 0.4, 1, 0, -1, 0])
+    assert rewards.correct.tolist() == [True, True, False, False, False]
+    assert rewards.valid.tolist() == [True] * 4 + [False]
+    assert rewards.detail[2] == "exact: answered '8'; regex: the pattern does not match the response; format: the pattern does not match"
+    assert rewards.detail[3].endswith("length: -1")
+    assert rewards.detail[4].startswith("exact: the prompt has no reference answer")
+    node.close()
+
+
+def test_mistakes_are_told(toolbox):
+    _, problems = build_config(Composite.Config, {"parts": [{"use": "verifier.exact", "decides": False}]}, "verifier")
+    assert problems == ["verifier: parts: no verifier decides what is correct; wanted at least one part with decides: true."]
+    with pytest.raises(ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"):
+        start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
+    with pytest.raises(ConfigError, match="gives no judge; wanted a verifier"):
+        start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoJudge"}]).run()
+
+
+from components.verifier.exact import Exact  # noqa: E402
+
+
+class NoJudge(Exact):
+    """A component that is no verifier."""
+
+    def run(self):
+        return None

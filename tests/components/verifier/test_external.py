@@ -1,0 +1,121 @@
+"""A verifier behind HTTP: a real server that answers, fails, hangs and talks nonsense."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from components.verifier.external import External
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((body, self.headers.get("Authorization")))
+            how = self.server.script.pop(0) if self.server.script else "answer"
+        if how == "hang":
+            time.sleep(1.5)
+        results = [{"value": float(i["extracted"] == i["answer"]), "detail": "seen"} for i in body["items"]]
+        reply = {"answer": json.dumps({"results": results}), "short": json.dumps({"results": results[1:]}), "nonsense": "<html>"}.get(how)
+        if how == "values":
+            reply = json.dumps({"results": [{"value": v} for v in (None, True, float("nan"), 0.5)][: len(results)]})
+        data = (reply or "busy").encode()
+        self.send_response(200 if reply else 503 if how == "busy" else 400 if how == "refuse" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        try:
+            self.wfile.write(data)
+        except OSError:
+            return
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.requests, found.script, found.lock = [], [], threading.Lock()
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    found.url = f"http://127.0.0.1:{found.server_port}/judge"
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def ask(toolbox, server, texts, node=None, **settings):
+    node = node or toolbox.start(External, url=server.url, **{"wait": 0.01, **settings})
+    prompts = toolbox.prompts(["p"] * len(texts), answers=["1"] * len(texts))
+    rewards = node.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    return rewards, node
+
+
+def test_batches_keep_their_order(toolbox, server):
+    texts = [f"\\boxed{{{i % 3}}} {i}" for i in range(20)]
+    rewards, node = ask(toolbox, server, texts, batch=3, concurrency=4, headers={"Authorization": "key"})
+    assert rewards.correct.tolist() == [i % 3 == 1 for i in range(20)]
+    assert rewards.detail == ["seen"] * 20
+    assert sorted(len(body["items"]) for body, _ in server.requests) == [2] + [3] * 6
+    assert {key for _, key in server.requests} == {"key"}
+    ask(toolbox, server, texts, node)
+    assert len(server.requests) == 7  # remembered
+    node.close()
+
+
+def test_failures_that_pass_are_tried_again(toolbox, server):
+    server.script = ["busy", "busy"]
+    rewards, node = ask(toolbox, server, ["\\boxed{1}"])
+    assert rewards.correct.tolist() == [True]
+    assert len(server.requests) == 3
+    node.close()
+
+
+def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, server):
+    server.script = ["busy", "busy"]
+    rewards, node = ask(toolbox, server, ["\\boxed{1}"], retries=1)
+    assert rewards.valid.tolist() == [False]
+    assert rewards.detail == [f"{server.url}: HTTP 503 busy"]
+    rewards, _ = ask(toolbox, server, ["\\boxed{1}"], node)
+    assert rewards.correct.tolist() == [True]
+    node.run()
+    assert node.context.metrics["failures"] == 1
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "detail"),
+    [("refuse", "HTTP 400 busy"), ("short", "0 results for 1 items"), ("nonsense", "the reply is not JSON with 'results'")],
+)
+def test_replies_that_cannot_be_used(toolbox, server, how, detail):
+    server.script = [how]
+    rewards, node = ask(toolbox, server, ["\\boxed{1}"])
+    assert rewards.detail == [f"{server.url}: {detail}"]
+    assert len(server.requests) == 1
+    node.close()
+
+
+def test_values_that_are_no_numbers_cost_their_row_alone(toolbox, server):
+    server.script = ["values"]
+    rewards, node = ask(toolbox, server, [f"\\boxed{{1}} {i}" for i in range(4)])
+    assert rewards.valid.tolist() == [False, False, False, True]
+    assert rewards.value.tolist() == [0, 0, 0, 0.5]
+    node.close()
+
+
+def test_a_server_that_hangs_or_is_not_there(toolbox, server):
+    server.script = ["hang"]
+    rewards, node = ask(toolbox, server, ["\\boxed{1}"], seconds=0.3, retries=0)
+    assert rewards.detail == [f"no answer from {server.url} in 0.3 s"]
+    node.close()
+    node = toolbox.start(External, url="http://127.0.0.1:9/judge", retries=1, wait=0.01)
+    rewards, _ = ask(toolbox, server, ["\\boxed{1}"], node)
+    assert "http://127.0.0.1:9/judge" in rewards.detail[0]
+    node.close()
+
+
+def test_a_url_is_wanted():
+    with pytest.raises(ValueError, match="url: found 'judge'; wanted http"):
+        External.Config(url="judge")
