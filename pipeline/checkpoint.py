@@ -3,7 +3,8 @@
     checkpoints/000011/
         tensors.safetensors   every tensor, "<group>/<number>"
         state.json            the nesting around them
-        manifest.json         iteration, size and SHA-256 of both files
+        shards/<node>/        what collective nodes write from every rank, when they do
+        manifest.json         iteration, size and SHA-256 of both files, sizes of the shards
 
 A directory without a sound manifest does not count as a checkpoint.
 """
@@ -17,15 +18,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import RunError
@@ -36,6 +37,7 @@ from pipeline.run_directory import sync_directory, writing
 logger = logging.getLogger("creditgraph")
 
 FORMAT = 1
+SHARDS = "shards"
 KINDS = "tensors, numbers, strings, lists, tuples, dicts, None, arrays and payloads"
 
 
@@ -196,13 +198,20 @@ class Checkpoints:
         for entry in [*self.path.glob(".tmp-*"), *self.path.glob(".old-*")]:
             shutil.rmtree(entry, ignore_errors=True)
 
-    def save(self, iteration: int, groups: Mapping[str, Encoded]) -> Path:
-        """Writes the state after `iteration`; the directory appears complete or not at all."""
-        final, aside = self.path / f"{iteration:06d}", self.path / f".tmp-{iteration:06d}"
+    def aside(self, iteration: int) -> Path:
+        """Where the state after `iteration` is written before it is renamed."""
+        return self.path / f".tmp-{iteration:06d}"
+
+    def save(self, iteration: int, groups: Mapping[str, Encoded], shards: Callable[[Path], None] | None = None) -> Path:
+        """Writes the state after `iteration`; the directory appears complete or not at all. `shards` writes into its `SHARDS` folder."""
+        final, aside = self.path / f"{iteration:06d}", self.aside(iteration)
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             try:
+                if shards is not None:
+                    (aside / SHARDS).mkdir()
+                    shards(aside / SHARDS)
                 self._write(aside, iteration, groups)
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -235,10 +244,13 @@ class Checkpoints:
         save_file(tensors, aside / "tensors.safetensors")
         trees = {group: state.tree for group, state in groups.items()}
         (aside / "state.json").write_text(json.dumps(trees), encoding="utf-8")
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for name in ("tensors.safetensors", "state.json"):
             files[name] = {"bytes": (aside / name).stat().st_size, "sha256": _checksum(aside / name)}
             _sync_file(aside / name)
+        for path in sorted(p for p in (aside / SHARDS).rglob("*") if p.is_file()):
+            files[str(path.relative_to(aside))] = {"bytes": path.stat().st_size}  # too large to read all of them again
+            _sync_file(path)
         manifest = {"format": FORMAT, "iteration": iteration, "files": files}
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         _sync_file(aside / "manifest.json")
@@ -256,20 +268,28 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint directory; raises RunError, saying what is wrong, when it is not sound."""
+def load(path: Path, wanted: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
+    """Reads one checkpoint directory; raises RunError, saying what is wrong, when it is not sound.
+
+    Args:
+        path: the directory.
+        wanted: which groups to read; all without it.
+        verify: compare checksums; sizes are compared in any case.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["format"] > FORMAT:
             raise RunError(f"{path}: checkpoint format {manifest['format']}, this version reads up to {FORMAT}; update creditgraph.")
-        for name, wanted in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             size = (path / name).stat().st_size
-            if size != wanted["bytes"]:
-                raise RunError(f"{path / name}: {size} bytes, the manifest says {wanted['bytes']}; the checkpoint is damaged.")
-            if _checksum(path / name) != wanted["sha256"]:
+            if size != entry["bytes"]:
+                raise RunError(f"{path / name}: {size} bytes, the manifest says {entry['bytes']}; the checkpoint is damaged.")
+            if verify and "sha256" in entry and _checksum(path / name) != entry["sha256"]:
                 raise RunError(f"{path / name}: its checksum differs from the manifest; the checkpoint is damaged.")
         trees = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        tensors = load_file(path / "tensors.safetensors")
+        trees = {group: tree for group, tree in trees.items() if wanted is None or wanted(group)}
+        with safe_open(path / "tensors.safetensors", framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys() if name.rsplit("/", 1)[0] in trees}  # noqa: SIM118
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, RunError):
             raise

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.errors import CreditgraphError, did_you_mean
 
@@ -17,7 +17,7 @@ Overrides are key=value:
   engine=local  model=tiny        another choice of a config group
   learner.optimizer.lr=1e-4       a setting of a node (creditgraph components NAME lists them)
   sampler.use=sampler.chains      another component for a node
-  run.seed=1  run.iterations=20   run settings: name dir seed iterations device threads overlap checkpoint_every
+  run.seed=1  run.iterations=20   run settings: name root seed iterations device threads overlap checkpoint.every
 A folder ./configs (or --config-dir) adds your own graph/, recipe/, model/, data/ files."""
 
 EPILOG = """\
@@ -91,6 +91,32 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("-o", "--set", action="append", default=[], metavar="setting=value", help="a changed setting of the node")
     replay.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
 
+    report = command(
+        "report",
+        "Write one self-contained HTML page of runs: curves, graph, rollouts with their credit, configuration.",
+        "example:\n  creditgraph report runs/toy_srpo-s0 runs/toy_srpo-s1 -o srpo.html",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run directories; those that differ by their seed alone share a line")
+    report.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the first run")
+    report.add_argument("--title", help="heading of the page")
+
+    credit = command(
+        "credit",
+        "Judge the recorded rollouts of a run by several recipes, side by side, token by token.",
+        "example:\n  creditgraph credit recipe=toy_grpo,toy_rredcot,toy_s_trace runs/toy_grpo-s0 --still credit.svg",
+    )
+    credit.add_argument("arguments", nargs="+", metavar="recipe=a,b,c RUN", help="recipes, settings for all of them (key=value), and a run")
+    credit.add_argument("--iteration", type=int, help="default: the newest recorded one whose policy the run can restore exactly")
+    credit.add_argument("--rows", type=int, default=6, help="rollouts to show")
+    credit.add_argument("--samples", type=int, default=64, help="continuations per thought for the true advantage; 0 leaves it out")
+    credit.add_argument("-o", "--output", metavar="FILE", help="default: credit.html in the run")
+    credit.add_argument("--still", metavar="FILE", help="also draw the first two rollouts as .svg or .png")
+    credit.add_argument("-c", "--config-dir", action="append", default=[], metavar="DIR", help="a folder with graph/, recipe/ … files")
+
+    tour = command("tour", "Five minutes on the embedded model: sample, verify, localise, reset, and see credit change.")
+    tour.add_argument("--yes", action="store_true", help="do not wait for Enter between steps")
+    tour.add_argument("--seed", type=int, default=0, help="another seed meets other problems")
+
     evaluate = command(
         "eval",
         "Evaluate the newest checkpoint of a run on its held-out split.",
@@ -98,7 +124,45 @@ def build_parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("run", metavar="RUN", help="run directory")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change for this evaluation")
+    _cluster_commands(command)
     return parser
+
+
+def _cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    submit = command(
+        "submit",
+        "Check a recipe, render its SLURM job and submit it.",
+        "examples:\n"
+        "  creditgraph submit recipe=srpo_qwen2_5_14b_instruct cluster=disaggregated cluster.partition=gpu --dry-run\n"
+        "  creditgraph submit -m recipe=toy_grpo,toy_srpo run.seed=0,1,2 cluster=one_node\n"
+        "  creditgraph submit --eval runs/toy_srpo-s0 cluster=one_node",
+    )
+    _overrides(submit)
+    submit.add_argument("-m", "--multirun", action="store_true", help="one job array over every combination of comma-separated values")
+    submit.add_argument("--eval", dest="evaluate", metavar="RUN", help="evaluate a run in place of training")
+    submit.add_argument("--dry-run", action="store_true", help="write and print the script; submit nothing")
+
+    status = command("status", "What SLURM says of a submitted run, and how far it is.")
+    cancel = command("cancel", "End the jobs of submitted runs.")
+    cancel.add_argument("--save", action="store_true", help="let a running learner finish its iteration and checkpoint first")
+    for parser in (status, cancel):
+        parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+
+    logs = command("logs", "Show the logs of a submitted run: job, learner, engines.")
+    logs.add_argument("run", metavar="RUN", help="run directory")
+    logs.add_argument("role", nargs="?", default="", help="only logs with this in their name: job, learner, engine-0")
+    logs.add_argument("-n", "--lines", type=int, default=20)
+    logs.add_argument("-f", "--follow", action="store_true", help="print what is appended to the newest one")
+
+    doctor = command("doctor", "Check an installation, a node or a cluster, and say what to fix.")
+    doctor.add_argument("--node", action="store_true", help="only what a node of a job needs")
+    doctor.add_argument("--shared", metavar="FOLDER", help="also a folder that all nodes must see")
+    doctor.add_argument("--quiet", action="store_true", help="print only what failed")
+
+    serve = command("serve", "Run one engine server of a configuration (job scripts do).")
+    _overrides(serve)
+    serve.add_argument("--index", type=int, default=0, help="number of this server")
+    serve.add_argument("--count", type=int, default=1, help="number of servers in all")
 
 
 def _overrides(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.command:
         parser.print_help()
         return 0
+    # Ranks that lose each other say so themselves; torch would add a page of C++ frames. Read when torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # components of the user's own, named as module:Class
     try:

@@ -33,9 +33,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from pipeline.errors import RunError
 from pipeline.streams import Stream
 
 Placement = Literal["replica", "collective"]
+
+COUNTER_BITS = 22  # of a uid; 10 bits of replica are above them
+MAX_REPLICAS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,64 @@ class ModelSpec:
     trust_remote_code: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Where this process stands among all processes of a run.
+
+    Ranks are cut into replicas, contiguously: rank r belongs to replica r // (world // num_replicas).
+
+    Attributes:
+        rank: of this process, from 0.
+        world: number of processes.
+        local_rank: of this process on its host; it owns the GPU of that number.
+        replica: number of its data-parallel replica.
+        num_replicas: number of data-parallel replicas.
+
+    >>> ranks = Ranks(rank=5, world=8, num_replicas=2)
+    >>> ranks.replica, ranks.position, ranks.leader, ranks.per_replica
+    (1, 1, False, 4)
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    num_replicas: int = 1
+
+    @property
+    def per_replica(self) -> int:
+        """Number of ranks in a replica."""
+        return self.world // self.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """The replica of this rank."""
+        return self.rank // self.per_replica
+
+    @property
+    def position(self) -> int:
+        """The place of this rank inside its replica; 0 is the leader."""
+        return self.rank % self.per_replica
+
+    @property
+    def leader(self) -> bool:
+        """Whether `replica` nodes run on this rank."""
+        return self.position == 0
+
+    def share(self, count: int) -> slice:
+        """This replica's contiguous part of `count` things; the first ones get one more where they do not divide evenly.
+
+        >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+        """
+        size, more = divmod(count, self.num_replicas)
+        start = self.replica * size + min(self.replica, more)
+        return slice(start, start + size + (self.replica < more))
+
+
+class Count(float):
+    """A logged number that is an amount (tokens, rows, requests), and so is summed over replicas: `context.log(rows=Count(len(x)))`."""
+
+
 def identity_sum(x: Tensor) -> Tensor:
     """The reducer of a run with one replica."""
     return x
@@ -84,8 +146,11 @@ class Context:
         model: the model section of the configuration.
         data: source name ("train", "eval") → the data section for it, a plain dict the prompts component reads.
         run_dir: run directory, or None outside a run.
-        all_sum: sums a tensor over all data-parallel replicas; the identity for one.
+        ranks: this process among all of the run; one rank by default.
+        all_sum: sums a tensor over the ranks with the same position in every replica (for `replica` nodes: over the leaders), each of
+            which must call it; returns a new tensor, the same bits everywhere. The identity for one replica.
         metrics: sink the executor empties after each run of the node; use `log`.
+        counts: the names in it that are sums over replicas.
     """
 
     node: str = "node"
@@ -97,8 +162,10 @@ class Context:
     model: ModelSpec = field(default_factory=ModelSpec)
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     run_dir: Path | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     all_sum: Callable[[Tensor], Tensor] = identity_sum
     metrics: dict[str, float] = field(default_factory=dict)
+    counts: set[str] = field(default_factory=set)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     _counter: tuple[int, int] = (-1, 0)
 
@@ -107,15 +174,28 @@ class Context:
         return Stream(self.seed, self.node, self.iteration)
 
     def uids(self, count: int) -> Tensor:
-        """int64 [count] ids, unique in the run: 24 bits iteration, 7 bits node, 32 bits counter."""
+        """int64 [count] ids, unique in the run: from the top 24 bits iteration, 7 node, 10 replica, 22 counter."""
+        return self.common_uids(count) + (self.ranks.replica << COUNTER_BITS)
+
+    def common_uids(self, count: int) -> Tensor:
+        """int64 [count] ids as of `uids`, but the same on every replica: for rows of which each replica keeps its share."""
         start = self._counter[1] if self._counter[0] == self.iteration else 0
+        if start + count > 1 << COUNTER_BITS:
+            raise RunError(
+                f"node '{self.node}': {start + count} rows in iteration {self.iteration} of one replica; wanted at most "
+                f"{1 << COUNTER_BITS}, the ids there are. Lower the batch or the group size, or use more replicas."
+            )
         self._counter = (self.iteration, start + count)
         base = (self.iteration << 39) | (self.node_index << 32)
         return torch.arange(base + start, base + start + count, dtype=torch.int64)
 
     def log(self, **metrics: float) -> None:
-        """Records numbers for this iteration; they appear as "node/name" in metrics.jsonl."""
+        """Records numbers for this iteration; they appear as "node/name" in metrics.jsonl.
+
+        Of several replicas, a `Count` is summed, any other number averaged.
+        """
         self.metrics.update({k: float(v) for k, v in metrics.items()})
+        self.counts.update(k for k, v in metrics.items() if isinstance(v, Count))
 
     def reject(self, row: Any, reason: str) -> None:
         """Writes a skipped row to rejected.jsonl with its reason; the executor counts it."""
@@ -127,8 +207,9 @@ class Component:
 
     Class attributes:
         paper: arXiv id or name of the source, "" when there is none.
-        placement: "replica" nodes run once per data-parallel replica on its share; "collective" nodes run on all ranks
-            and, when wires allow it, beside the generation of later iterations.
+        placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts. "collective"
+            nodes run on all ranks and get the batches of all replicas, concatenated in the order of replicas and the same on every
+            rank (of other payloads, the first replica's); when wires allow it, they run beside the generation of later iterations.
         final_pass: run once more after the last iteration, on the final weights, with `context.iteration == context.iterations`.
     """
 
@@ -146,6 +227,11 @@ class Component:
         self.config = self.Config() if config is None else config
         self.context = Context()
 
+    @classmethod
+    def ranks_per_replica(cls, config: Any) -> int:
+        """Processes that hold one replica of this (collective) node's model, known from its settings before anything loads."""
+        return 1
+
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""
         self.context = context
@@ -160,6 +246,19 @@ class Component:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; called after `setup`."""
+
+    def save_shards(self, folder: Path) -> None:
+        """Collective nodes: writes this rank's part of a state too large for one process into `folder`; called on all ranks.
+
+        The folder belongs to a checkpoint that is still being written aside, and is the same for all ranks. What `state_dict` gives
+        is saved besides, by rank 0; `state_dict` is called on all ranks first.
+        """
+
+    def load_shards(self, folder: Path) -> None:
+        """Collective nodes: takes back what `save_shards` wrote, perhaps by another number of ranks; called on all ranks.
+
+        Follows `load_state_dict`.
+        """
 
     def close(self) -> None:
         """Releases processes, files and memory."""

@@ -22,8 +22,8 @@ from pipeline.errors import ConfigError, GraphError, did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.component import ModelSpec
-    from pipeline.executor import RunSettings
     from pipeline.graph import Graph
+    from pipeline.run_settings import RunSettings
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
@@ -211,8 +211,8 @@ def deep_merge(base: Any, over: Any) -> Any:
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
     """Checks every section and the graph; all problems in one GraphError."""
     from pipeline.component import ModelSpec
-    from pipeline.executor import RunSettings
     from pipeline.graph import build_graph
+    from pipeline.run_settings import RunSettings
     from pipeline.settings import build_config
 
     spec, problems = graph_dict(values)

@@ -35,6 +35,10 @@ class RunError(CreditgraphError):
     """A run directory that cannot be written, read or resumed."""
 
 
+class LostError(RunError):
+    """Something outside the run that it cannot go on without is gone; the executor saves what is finished before it ends."""
+
+
 def did_you_mean(found: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" for the nearest known name, or a list of the known ones.
 

@@ -9,114 +9,29 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter, process_time
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from pipeline.checkpoint import Checkpoints, CheckpointSettings, Encoded, encode, is_storable
+from pipeline.checkpoint import SHARDS, Checkpoint, Checkpoints, Encoded, is_storable, load
 from pipeline.component import Context, ModelSpec, identity_sum
-from pipeline.errors import ConfigError
+from pipeline.distributed import Team
+from pipeline.errors import ConfigError, LostError
 from pipeline.graph import Graph
-from pipeline.metrics import FanOut, JsonLines, Sink, WandbSettings
+from pipeline.metrics import FanOut, JsonLines, Sink
 from pipeline.node_runner import NodeReport, NodeRunner, set_origin
-from pipeline.recording import Recorder, RecordSettings
+from pipeline.placement import Placement
+from pipeline.recording import Recorder
 from pipeline.run_directory import RunDirectory
+from pipeline.run_settings import AGAIN, SIGNALS, STOPS, Observer, Outcome, RunSettings, Silent, Status, resolve_device
 from pipeline.sockets import Node
 from pipeline.values import Stopped, Values, as_inputs
 
 logger = logging.getLogger("creditgraph")
-
-Status = Literal["finished", "interrupted", "preempted"]
-EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "preempted": 75}
-_AGAIN: dict[Status, str] = {"interrupted": "Ctrl-C once more ends it at once", "preempted": "start the run again to continue"}
-_SIGNALS: dict[int, Status] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The `run` section of a configuration."""
-
-    name: str = "run"
-    """name of the run and of its directory below `root`"""
-    root: str = "runs"
-    """folder that holds run directories"""
-    iterations: int = 100
-    """iterations to run in all; raising it later continues a finished run"""
-    seed: int = 0
-    """key of every random stream"""
-    device: str = "auto"
-    """where models live: cpu, cuda, cuda:1; auto takes CUDA when torch sees it"""
-    threads: int = 1
-    """torch threads on a CPU; 0 leaves torch's own choice (two that compete were seen to be 10 to 20 times slower than one)"""
-    overlap: bool = True
-    """generate later iterations beside learning where the wires allow it; the results are the same"""
-    allow_changes: bool = False
-    """continue an earlier run although its graph, model, data or seed differ"""
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    """when the state is saved"""
-    record: RecordSettings = field(default_factory=RecordSettings)
-    """which outputs are written as Parquet"""
-    wandb: WandbSettings = field(default_factory=WandbSettings)
-    """mirroring to Weights & Biases"""
-
-    def __post_init__(self) -> None:
-        if self.iterations < 0 or self.iterations >= 1 << 24:
-            raise ValueError(f"iterations {self.iterations}: wanted 0 to {(1 << 24) - 1}.")
-
-
-def resolve_device(name: str) -> str:
-    """ "auto" becomes cuda when torch sees it, else cpu; raises ConfigError for a device that is not there."""
-    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"run.device: found '{name}'; wanted auto, cpu, cuda or cuda:N.")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"run.device: found '{name}', but torch sees no CUDA device here; run on a GPU machine or set run.device=cpu.")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-class Observer(Protocol):
-    """Is told what happens, for a progress display. `node_started` may come from either lane's thread."""
-
-    def node_started(self, node: str, iteration: int) -> None:
-        """A node begins an iteration."""
-
-    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
-        """An iteration is over; `iteration` equals the number of iterations after the final pass."""
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def node_started(self, node: str, iteration: int) -> None:
-        """Does nothing."""
-
-    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Does nothing."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How `Executor.run` ended.
-
-    Attributes:
-        status: "finished", "interrupted" (Ctrl-C) or "preempted" (SIGTERM, SIGUSR1).
-        completed: number of iterations that are done and checkpointed.
-        final: metrics of the final evaluation pass, empty when there was none.
-    """
-
-    status: Status
-    completed: int
-    final: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def exit_code(self) -> int:
-        """0, 130 (Ctrl-C) or 75 (preempted: start again to continue)."""
-        return EXIT_CODES[self.status]
 
 
 @dataclass
@@ -140,10 +55,11 @@ class Executor:
         graph: checked graph.
         settings: the run section.
         model, data: given to every node's context.
-        run: run directory; None keeps nothing (no metrics file, records or checkpoints).
+        run: run directory; None keeps nothing (no metrics file, records or checkpoints), or is that of rank 0.
+        path: of the run directory, where rank 0 of several has it open.
         sinks: further places for metrics; closed with the executor.
         observer: progress display.
-        all_sum: reducer over data-parallel replicas.
+        team: the processes that run this graph together; each has an executor of its own.
     """
 
     def __init__(
@@ -154,9 +70,10 @@ class Executor:
         model: ModelSpec | None = None,
         data: dict[str, dict[str, Any]] | None = None,
         run: RunDirectory | None = None,
+        path: Path | None = None,
         sinks: Sequence[Sink] = (),
         observer: Observer | None = None,
-        all_sum: Callable[[Tensor], Tensor] = identity_sum,
+        team: Team | None = None,
     ) -> None:
         self.graph = graph
         self.settings = settings
@@ -164,27 +81,38 @@ class Executor:
         self._run = run
         self._sinks = FanOut(sinks)
         self._rejected: JsonLines | None = None
-        self._checkpoints = Checkpoints(run.checkpoints_path, settings.checkpoint.keep) if run else None
-        self._recorder = Recorder(run.record_path, settings.record, graph) if run else None
-        self._values = Values(graph)
+        self._team = team or Team()
+        self._place = Placement(graph, self._team)
+        ranks = self._team.ranks
+        path = run.path if run else path
+        checkpoints = path / "checkpoints" if path else None
+        self._checkpoints = Checkpoints(checkpoints, settings.checkpoint.keep) if checkpoints else None
+        self._recorder = Recorder(path / "record", settings.record, graph) if path else None
+        self._values = Values(self._place.nodes)
         self._start = -1  # unknown before restore
         self._saved = -1
         self._stop: Status | None = None
         self._stop_after: int | None = None
+        self._agreeing = False
         self._started: dict[str, int] = {}
         self._reports: dict[tuple[str, int], LaneReport] = {}
         self._snapshots: dict[tuple[str, int], dict[str, Encoded]] = {}
+        self._light: dict[tuple[str, int], dict[str, Encoded]] = {}
         self._carried: dict[str, float] = {}
         shared: dict[str, Any] = {
             "seed": settings.seed,
             "iterations": settings.iterations,
-            "device": resolve_device(settings.device),
+            "device": resolve_device(settings.device, ranks.local_rank if ranks.world > 1 else None),
             "model": model or ModelSpec(),
             "data": data or {},
-            "run_dir": run.path if run else None,
-            "all_sum": all_sum,
+            "run_dir": path,
+            "ranks": ranks,
         }
-        self._runners = {n.name: NodeRunner(n, Context(node=n.name, node_index=i, **shared)) for i, n in enumerate(graph.nodes)}
+        self._runners = {}
+        for index, node in enumerate(graph.nodes):
+            if node in self._place.nodes:
+                reducer = self._place.lane(node.name).all_sum if ranks.num_replicas > 1 else identity_sum
+                self._runners[node.name] = NodeRunner(node, Context(node=node.name, node_index=index, all_sum=reducer, **shared))
         self._refuse_delayed_handles()
 
     @property
@@ -199,37 +127,53 @@ class Executor:
 
     def restore(self) -> int:
         """Continues from the newest sound checkpoint, if there is one; returns the number of iterations already done."""
-        found = None
-        if self._checkpoints:
-            self._checkpoints.clean()
-            found = self._checkpoints.latest()
+        found = self._latest()
         self._start = 0 if found is None else found.iteration + 1
         if self._run:
             self._sinks.sinks.insert(0, JsonLines(self._run.metrics_path, self._start - 1))
             self._rejected = JsonLines(self._run.rejected_path, self._start - 1)
-        groups = dict(found.groups) if found else {}
-        in_flight = groups.pop("values", {})
-        self._seed_values(in_flight)
-        for group, state in groups.items():
-            name = group.removeprefix("node.")
+        groups = found.groups if found else {}
+        self._seed_values(self._place.values_of(groups))
+        for name, state in self._place.states_of(groups).items():
             if name in self._runners:
                 self._runners[name].load(state)
-            else:
+            elif name not in self.graph:
                 logger.warning("the checkpoint holds a state of node '%s', which this graph lacks; it is ignored.", name)
         if found:
             for runner in self._runners.values():
+                if runner.has_shards:
+                    runner.load_shards(found.path / SHARDS)
                 runner.harvest()  # what `setup` logs and rejects belongs to the first start
         self._values.completed = self._saved = self._start - 1
         return self._start
+
+    def _latest(self) -> Checkpoint | None:
+        """The newest sound checkpoint as rank 0 finds it; every rank reads the groups it needs."""
+        if self._checkpoints is None:
+            return None
+        found = None
+        if self._place.first:
+            self._checkpoints.clean()
+            found = self._checkpoints.latest()
+        if self._team.ranks.world == 1:
+            return found
+        name = self._team.from_first(found.path.name if found else "")
+        if found is None and name:
+            found = load(self._checkpoints.path / name, self._place.wanted, verify=False)
+        return found
 
     def run(self) -> Outcome:
         """Runs the remaining iterations and the final evaluation pass; call `setup` and `restore` before."""
         if self._start < 0:
             raise RuntimeError("Executor.run: call setup() and restore() first; restore() also sets the values that '@k' wires start from.")
         with self._signals():
-            self._run_lanes()
-            if self._stop:
-                return Outcome(self._stop, self._values.completed + 1)
+            try:
+                self._run_lanes()
+            except LostError:
+                self._save_finished()
+                raise
+            if stop := self._agreed_stop():
+                return Outcome(stop, self._values.completed + 1)
             final = self.evaluate()
             if final:
                 self._log(self.settings.iterations, final)
@@ -245,19 +189,18 @@ class Executor:
         metrics: dict[str, float] = {}
         local: dict[tuple[str, str], Any] = {}
         for node in self.graph.nodes:
-            if node.name not in needed:
-                continue
-            if node.placement == "collective":
+            if node.name in needed and node.placement == "collective":
                 raise ConfigError(f"{node.name}: evaluating {', '.join(names)} would train it once more; read its output with '@1'.")
+            if node.name not in needed or node.name not in self._runners:
+                continue
             found = {s: [self._values.latest(w) if w.delay else local[w.source, w.output] for w in ws] for s, ws in node.wires.items()}
             self.observer.node_started(node.name, self.settings.iterations)
             outputs = self._runners[node.name].run(self.settings.iterations, as_inputs(node, found))
             local.update({(node.name, output): value for output, value in outputs.items()})
-        for node in self.graph.nodes:
-            if node.name in needed:
-                report = self._runners[node.name].harvest()
-                metrics.update(report.metrics)
-                self._reject(report.rejected)
+        reports = self._place.merge({n.name: self._runners[n.name].harvest() for n in self._place.nodes if n.name in needed})
+        for report in reports.values():
+            metrics.update(report.metrics)
+            self._reject(report.rejected)
         return metrics
 
     def close(self) -> None:
@@ -299,10 +242,14 @@ class Executor:
 
     def _seed_values(self, in_flight: dict[tuple[str, str, int], Any]) -> None:
         initial: dict[str, dict[str, Any]] = {}
-        for (name, output), delay in self._values.delays.items():
+        known = set(self._team.from_first(list(in_flight)))
+        # Every rank asks collective nodes for their initial values, whether it reads them or not: making them may take all ranks.
+        for (name, output), delay in Values(self.graph.nodes).delays.items():
+            if name not in self._runners:
+                continue
             for tag in range(self._start - delay, self._start):
-                if (name, output, tag) in in_flight:
-                    self._values.put(name, output, tag, in_flight[name, output, tag])
+                if (name, output, tag) in known:
+                    self._values.put(name, output, tag, in_flight.get((name, output, tag)))
                     continue
                 if self._start > 0:
                     logger.warning("%s.%s of iteration %d is not in the checkpoint; its initial value takes its place.", name, output, tag)
@@ -320,10 +267,10 @@ class Executor:
     def _run_lanes(self) -> None:
         lanes = self.graph.lanes()
         if not (self.settings.overlap and self.graph.overlaps):
-            self._main_lane("main", list(self.graph.nodes), others=[])
+            self._main_lane("main", list(self._place.nodes), others=[])
             return
-        generation = [n for n in self.graph.nodes if lanes[n.name] == "generation"]
-        learning = [n for n in self.graph.nodes if lanes[n.name] == "learning"]
+        generation = [n for n in self._place.nodes if lanes[n.name] == "generation"]
+        learning = [n for n in self._place.nodes if lanes[n.name] == "learning"]
         thread = threading.Thread(target=self._generation_lane, args=(generation,), name="generation", daemon=True)
         thread.start()
         try:
@@ -367,6 +314,7 @@ class Executor:
             pass
         except BaseException as error:
             self._values.fail(error)
+            self._team.report(error)  # the main thread may be waiting for a rank that waits for this thread
 
     def _iterations(self, lane: str, lead: int | None = None) -> Iterator[int]:
         """The iterations a lane still has to run: until the end, or the last one that any lane had begun when a stop was asked for."""
@@ -374,9 +322,13 @@ class Executor:
             if lead is not None:
                 floor = iteration - lead
                 self._values.wait_until(lambda floor=floor: self._values.completed >= floor or self._stop_after is not None)  # type: ignore[misc]
+            if lead is None:
+                self._agree_to_stop()
             with self._values.changed:
+                while self._agreeing and self._stop_after is None:
+                    self._values.pause()
                 self._values.check()
-                if self._stop and self._stop_after is None:
+                if self._stop and self._stop_after is None and self._team.ranks.world == 1:
                     self._stop_after = max(self._started.values(), default=self._start - 1)
                     self._values.changed.notify_all()
                 if self._stop_after is not None and iteration > self._stop_after:
@@ -384,18 +336,40 @@ class Executor:
                 self._started[lane] = iteration
             yield iteration
 
+    def _agreed_stop(self) -> Status | None:
+        """The reason to stop that any rank has seen."""
+        return STOPS[self._team.most(STOPS.index(self._stop))]
+
+    def _agree_to_stop(self) -> None:
+        """Once per iteration, in the main lane: when any rank was told to stop, all stop after the same iteration."""
+        if self._team.ranks.world == 1 or self._stop_after is not None:
+            return
+        stop = self._agreed_stop()
+        if stop is None:
+            return
+        with self._values.changed:
+            self._stop = stop
+            self._agreeing = True  # no lane begins another iteration
+            begun = max(self._started.values(), default=self._start - 1)
+        last = self._team.most(begun)
+        with self._values.changed:
+            self._stop_after = last
+            self._values.changed.notify_all()
+
     def _post(self, lane: str, nodes: list[Node], iteration: int) -> None:
         """Runs a lane's nodes for one iteration, and snapshots them where a checkpoint is due."""
         begin, waited = perf_counter(), self._values.waited()
         report = LaneReport()
         for node in nodes:
-            inputs = self._values.gather(node, iteration)
+            inputs = self._place.inputs(self._values, node, iteration)
             self.observer.node_started(node.name, iteration)
             outputs = self._runners[node.name].run(iteration, inputs)
             del inputs
             for output, value in outputs.items():
-                if self._recorder:
-                    self._recorder.put(node.name, output, iteration, value)
+                if self._recorder and self._recorder.wants(node.name, output, iteration):
+                    recorded = self._place.recorded(node, value)
+                    if self._place.first:
+                        self._recorder.put(node.name, output, iteration, recorded)
                 self._values.put(node.name, output, iteration, value)
             self._values.release(node, iteration)
             del outputs
@@ -403,6 +377,8 @@ class Executor:
         report.waited = self._values.waited() - waited
         report.overhead = perf_counter() - begin - report.waited - sum(r.seconds for r in report.nodes.values())
         snapshot = self._snapshot(nodes, copy=lane == "generation") if self._is_checkpoint(iteration) else None
+        self._light[lane, iteration] = self._snapshot([n for n in nodes if n.placement != "collective"], copy=True)
+        self._light.pop((lane, iteration - self.graph.max_delay - 3), None)  # no lane is further ahead of another
         with self._values.changed:
             if snapshot is not None:
                 self._snapshots[lane, iteration] = snapshot
@@ -414,9 +390,9 @@ class Executor:
         self._values.wait_until(lambda: all((lane, iteration) in self._reports for lane in lanes))
         begin = perf_counter()
         reports = {lane: self._reports.pop((lane, iteration)) for lane in lanes}
-        by_node = {name: report for r in reports.values() for name, report in r.nodes.items()}
+        by_node = self._place.merge({name: report for r in reports.values() for name, report in r.nodes.items()})
         metrics: dict[str, float] = {}
-        for node in self.graph.nodes:
+        for node in self._place.nodes:
             metrics.update(by_node[node.name].metrics)
             self._reject(by_node[node.name].rejected)
         metrics.update(self._carried)
@@ -456,17 +432,45 @@ class Executor:
             return
         self._values.wait_until(lambda: all((lane, iteration) in self._snapshots for lane in lanes))
         begin = perf_counter()
-        groups = {group: state for lane in lanes for group, state in self._snapshots.pop((lane, iteration)).items()}
-        values = {(node, output, tag): value for node, output, tag, value in self._values.in_flight(iteration)}
-        groups["values"] = encode(values, "values in flight", copy=False)
+        groups = self._place.states({g: s for lane in lanes for g, s in self._snapshots.pop((lane, iteration)).items()})
+        groups |= self._place.in_flight(self._values.in_flight(iteration))
+        if not self._place.first:
+            self._save_shards(self._checkpoints.aside(iteration) / SHARDS)
+            self._saved = iteration
+            return
         if self._recorder:
             self._recorder.flush()
         self._sinks.sync()
         if self._rejected:
             self._rejected.sync()
-        self._checkpoints.save(iteration, dict(sorted(groups.items())))
+        sharded = any(runner.has_shards for runner in self._runners.values())
+        self._checkpoints.save(iteration, dict(sorted(groups.items())), self._save_shards if sharded else None)
         self._saved = iteration
         self._carried["seconds/checkpoint"] = perf_counter() - begin
+
+    def _save_finished(self) -> None:
+        """Saves the state after the last finished iteration, where a loss ends the run before the learner has gone beyond it."""
+        last = self._values.completed
+        collective = [n for n in self.graph.nodes if n.placement == "collective"]
+        beyond = any(self._runners[n.name].context.iteration != last for n in collective)
+        if self._team.ranks.world > 1 or last <= self._saved or beyond:
+            return  # the newest checkpoint stands
+        lanes = [lane for lane, iteration in self._light if iteration == last]
+        for lane in lanes:
+            self._snapshots[lane, last] = self._light[lane, last]
+        self._snapshots[lanes[0], last] |= self._snapshot(collective, copy=False)
+        self._values.error = None  # both lanes have ended
+        self._checkpoint(last, lanes)
+        logger.warning("iteration %d, the last finished one, is checkpointed.", last)
+
+    def _save_shards(self, folder: Path) -> None:
+        """Every rank writes its parts, between the making of the folder and the manifest."""
+        sharded = [runner for runner in self._runners.values() if runner.has_shards]
+        if sharded:
+            self._team.barrier()
+            for runner in sharded:
+                runner.save_shards(folder)
+            self._team.barrier()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -478,10 +482,10 @@ class Executor:
         def handle(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT and self._stop == "interrupted":
                 raise KeyboardInterrupt
-            self._stop = _SIGNALS[number]
-            logger.warning("%s: finishing this iteration and saving; %s.", signal.Signals(number).name, _AGAIN[self._stop])
+            self._stop = SIGNALS[number]
+            logger.warning("%s: finishing this iteration and saving; %s.", signal.Signals(number).name, AGAIN[self._stop])
 
-        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
         try:
             yield
         finally:

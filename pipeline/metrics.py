@@ -56,7 +56,7 @@ class JsonLines:
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows."""
         with writing(self.path):
-            self._file.writelines(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows)
+            self._file.writelines(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
             self._file.flush()
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
@@ -166,11 +166,12 @@ def cut_lines(path: Path, last_iteration: int) -> None:
         os.truncate(path, good)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinities as None, what JSON lacks as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value if isinstance(value, str | int | bool | None) else str(value)

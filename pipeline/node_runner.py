@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from pipeline.checkpoint import Encoded, encode, is_storable
-from pipeline.component import Context
+from pipeline.component import Component, Context
 from pipeline.errors import CreditgraphError
 from pipeline.payloads import Payload
 from pipeline.sockets import Node
@@ -25,11 +26,12 @@ class NodeFailure(RuntimeError):
 
 @dataclass
 class NodeReport:
-    """What a node logged in one iteration; metric names are complete ("node/name", "seconds/node")."""
+    """What a node logged in one iteration; metric names are complete ("node/name", "seconds/node"). `counts` are sums over replicas."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    counts: set[str] = field(default_factory=set)
 
 
 class NodeRunner:
@@ -63,6 +65,23 @@ class NodeRunner:
         with self._named("load_state_dict()"):
             self.component.load_state_dict(state)
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether the component writes a part of its state from every rank."""
+        return self.node.placement == "collective" and getattr(self.node.cls, "save_shards", None) is not Component.save_shards
+
+    def save_shards(self, folder: Path) -> None:
+        """Lets the component write this rank's part into its folder below `folder`."""
+        with self._named("save_shards()"):
+            (folder / self.node.name).mkdir(parents=True, exist_ok=True)
+            self.component.save_shards(folder / self.node.name)
+
+    def load_shards(self, folder: Path) -> None:
+        """Gives the component its folder below `folder`, when a checkpoint has one."""
+        if (folder / self.node.name).is_dir():
+            with self._named("load_shards()"):
+                self.component.load_shards(folder / self.node.name)
+
     def close(self) -> None:
         """Closes the component, if it was built."""
         if self.component is not None:
@@ -81,13 +100,15 @@ class NodeRunner:
         """Takes what the node logged since the last call; after its readers have run, because a handle it gave out may log too."""
         name, context = self.node.name, self.context
         metrics = {f"{name}/{k}": v for k, v in context.metrics.items()}
+        counts = {f"{name}/{k}" for k in context.counts} | {f"rejected/{name}"}
         rejected = list(context.rejected)
         if rejected:
             metrics[f"rejected/{name}"] = float(len(rejected))
         metrics[f"seconds/{name}"] = self.seconds
         context.metrics.clear()
+        context.counts.clear()
         context.rejected.clear()
-        return NodeReport(metrics, rejected, self.seconds)
+        return NodeReport(metrics, rejected, self.seconds, counts)
 
     def _checked(self, result: Any, iteration: int) -> dict[str, Any]:
         sockets = self.node.sockets.outputs

@@ -356,6 +356,17 @@ class Judge(Payload, ABC):
         """One reward per trajectory, aligned with it. Never raises for a bad row: that row is `valid=False` with the reason."""
 
 
+def known_entropies(entropies: Tensor, reader: str) -> Tensor:
+    """The entropies, or CreditgraphError when an engine left some out (NaN). `reader` names what wants them."""
+    unknown = int(entropies.isnan().sum())
+    if unknown:
+        raise CreditgraphError(
+            f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; wanted all of them. "
+            "Use engine.local or engine.vllm, or a method that reads no entropies."
+        )
+    return entropies
+
+
 def check_aligned(left: Batch, right: Batch) -> None:
     """Raises AlignmentError, naming both origins, unless both batches have the same uids in the same order."""
     if torch.equal(left.uid, right.uid):

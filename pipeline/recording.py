@@ -147,10 +147,14 @@ class Recorder:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
         self._thread: threading.Thread | None = None
 
+    def wants(self, node: str, output: str, iteration: int) -> bool:
+        """Whether an output of this iteration is recorded."""
+        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._wanted
+
     def put(self, node: str, output: str, iteration: int, value: Any) -> None:
         """Hands a value to the writer, when it is one to record."""
         name = f"{node}.{output}"
-        if not self._every or iteration % self._every or name not in self._wanted:
+        if not self.wants(node, output, iteration):
             return
         self._check()
         if self._thread is None:

@@ -15,11 +15,11 @@ from pipeline import checkpoint
 from pipeline.component import Context
 from pipeline.compose import Experiment, build_experiment, deep_merge, read_yaml
 from pipeline.errors import ConfigError, RunError, did_you_mean
-from pipeline.executor import resolve_device
 from pipeline.jagged import Jagged
 from pipeline.node_runner import NodeRunner, set_origin
 from pipeline.payloads import Batch, Judge, Policy, Weights
 from pipeline.recording import read_payload
+from pipeline.run_settings import resolve_device
 from pipeline.settings import build_config
 from pipeline.sockets import Node, Wire
 from pipeline.values import as_inputs

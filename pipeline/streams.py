@@ -37,6 +37,17 @@ def counter_uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64] | int)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def counter_seed(seed: int, counter: int) -> int:
+    """Number `counter` of the stream of a 64-bit seed as a seed itself, 0 to 2**63 - 1.
+
+    Engines with a generator of their own get ``counter_seed(request_seed, t)`` for a request that goes on after t sampled tokens.
+    """
+    with np.errstate(over="ignore"):
+        step = np.uint64(counter % 2**64) + np.uint64(1)
+        bits = mix64(np.array([np.uint64(seed % 2**64) + step * _GOLDEN]))
+    return int(bits[0] >> np.uint64(1))
+
+
 def key_of(*parts: int | str) -> int:
     """A stable 64-bit key of numbers and names (the same in every process and Python version)."""
     text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
@@ -78,3 +89,24 @@ class Stream:
         """A NumPy generator (Philox) for draws with no natural row, such as a shuffle."""
         bits: Any = self.bits(torch.tensor([uid]), draw)[0]
         return np.random.Generator(np.random.Philox(key=int(bits)))
+
+
+def keys_within(owner: Tensor) -> Tensor:
+    """int64 [N]: a key per row, of its owner (its prompt's uid) and its place among the rows of that owner.
+
+    Streams are addressed by it where rows have no id that stays the same when a batch is spread over other replicas: which prompt a
+    row answers, and the order of a prompt's rows, do.
+
+    >>> a, b = keys_within(torch.tensor([7, 9, 7])), keys_within(torch.tensor([7, 7]))
+    >>> bool(a[0] == b[0]), bool(a[2] == b[1]), len(set(a.tolist()))
+    (True, True, 3)
+    """
+    order = torch.argsort(owner, stable=True)
+    place = torch.arange(len(owner))
+    at = owner[order]
+    first = torch.searchsorted(at, at)
+    places = torch.empty_like(place)
+    places[order] = place - first
+    with np.errstate(over="ignore"):
+        mixed = mix64(owner.numpy().astype(np.int64).view(np.uint64) * _GOLDEN + places.numpy().view(np.uint64))
+        return torch.from_numpy(mix64(mixed + _GOLDEN).view(np.int64))

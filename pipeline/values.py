@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
-from pipeline.graph import Graph
 from pipeline.sockets import Node, Wire
 
 Output = tuple[str, str]  # (node, output)
@@ -27,19 +26,24 @@ def as_inputs(node: Node, found: dict[str, list[Any]]) -> dict[str, Any]:
 class Values:
     """Values by (node, output, iteration). Reading waits until the value exists or a lane has failed.
 
+    `nodes` are those that run on this rank; what they read from others does not come this way.
+
     A value read only within its iteration is dropped after its last reader. One read with `@k` is kept until `complete` says
     that iteration + k is over, checkpoint included, so that the values in flight at any cut are at hand.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, nodes: Sequence[Node]) -> None:
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         self.completed = -1
         self._values: dict[tuple[str, str, int], Any] = {}
         self._readers: Counter[Output] = Counter()
         self.delays: dict[Output, int] = {}
-        for node in graph.nodes:
+        present = {node.name for node in nodes}
+        for node in nodes:
             for _, wire in node.all_wires:
+                if wire.source not in present:
+                    continue
                 output = (wire.source, wire.output)
                 self._readers[output] += 1
                 if wire.delay:
@@ -61,6 +65,11 @@ class Values:
         with self.changed:
             found = {socket: [self._wait(wire, iteration - wire.delay) for wire in wires] for socket, wires in node.wires.items()}
         return as_inputs(node, found)
+
+    def read(self, node: Node, iteration: int, wanted: Callable[[Wire], bool]) -> dict[Wire, Any]:
+        """The values of some of a node's wires for `iteration`, waiting where needed."""
+        with self.changed:
+            return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if wanted(wire)}
 
     def release(self, node: Node, iteration: int) -> None:
         """`node` has run `iteration`: drops inputs that nobody needs any more."""
@@ -117,6 +126,10 @@ class Values:
         while key not in self._values:
             self._sleep()
         return self._values[key]
+
+    def pause(self) -> None:
+        """Waits, under the lock, until something changes; raises `Stopped` when a lane has failed."""
+        self._sleep()
 
     def waited(self) -> float:
         """Seconds this thread has spent waiting for the other."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.component import Component
+from pipeline.component import Component, Count
 from pipeline.errors import AlignmentError
 from pipeline.payloads import Trajectories
 
@@ -31,5 +31,5 @@ class Merge(Component):
                 f"node '{self.context.node}': {repeated} trajectories arrive more than once from {origins}; "
                 "wanted each trajectory on one wire only. Remove the wire that repeats them."
             )
-        self.context.log(trajectories=len(merged), groups=len(torch.unique(merged.group)))
+        self.context.log(trajectories=Count(len(merged)), groups=Count(len(torch.unique(merged.group))))
         return Outputs(trajectories=merged)

@@ -48,7 +48,8 @@ class Outputs:
 class DatasetPrompts(Component):
     """The next `batch` problems of a data section, in an order shuffled anew, by key, in every epoch.
 
-    A batch may span two epochs, so every batch is full. The place in the data survives a restart. Rows that cannot be used
+    A batch may span two epochs, so every batch is full. The place in the data survives a restart. With several replicas each takes
+    its share of the same batch, prompts having the same ids whatever the number of replicas. Rows that cannot be used
     (no answer, not UTF-8, wrong type, longer than the context) are skipped, counted and written to rejected.jsonl.
     """
 
@@ -59,7 +60,7 @@ class DatasetPrompts(Component):
         split: str = "train"
         """entry of the data section to draw from"""
         batch: int = 8
-        """problems per iteration"""
+        """problems per iteration, of all replicas together"""
         shuffle: bool = True
         """a new keyed order in every epoch; off: the order of the source"""
         drop_duplicates: bool = True
@@ -78,6 +79,12 @@ class DatasetPrompts(Component):
     def setup(self, context: Context) -> None:
         """Reads and checks the whole source."""
         super().setup(context)
+        if self.config.batch < context.ranks.num_replicas:
+            count = context.ranks.num_replicas
+            raise ConfigError(
+                f"node '{context.node}': batch is {self.config.batch}, but there are {count} replicas; wanted at least a problem per "
+                "replica. Raise batch (it is the number of all replicas together) or start fewer processes."
+            )
         if self.config.split not in context.data:
             known = did_you_mean(self.config.split, context.data) or " The data section is empty."
             raise ConfigError(f"node '{context.node}': split '{self.config.split}' is not in the data section.{known}")
@@ -105,7 +112,8 @@ class DatasetPrompts(Component):
             chosen += [self.rows[i] for i in taken]
             self.position += len(taken)
         self.context.log(epoch=self.epoch + self.position / len(self.rows), rows=len(self.rows))
-        return Outputs(batch=make_prompts(chosen, self.tokenizer, self.context.uids(len(chosen))))
+        mine = self.context.ranks.share(len(chosen))
+        return Outputs(batch=make_prompts(chosen[mine], self.tokenizer, self.context.common_uids(len(chosen))[mine]))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data."""
@@ -180,7 +188,8 @@ def load_rows(
                 rows.append(row)
         if reason:
             rejected[reason] = rejected.get(reason, 0) + 1
-            context.reject({"source": source.place, "row": number}, reason)
+            if context.ranks.replica == 0:  # every replica reads the whole source
+                context.reject({"source": source.place, "row": number}, reason)
         if source.size and len(rows) >= source.size:
             break
     if not rows:
@@ -202,7 +211,8 @@ def _candidates(source: Source, tokenizer: Any, place: str) -> Iterator[tuple[in
         if isinstance(found, str):
             yield number, found
             continue
-        missing = [column for column in (source.question, source.answer, *source.keep) if column not in found]
+        wanted = (source.question, source.answer or source.question, *source.metadata.values(), *source.keep)
+        missing = [column for column in wanted if column not in found]
         if missing and number == 0:
             raise DataError(
                 f"{place}: {source.place} has no column '{missing[0]}'; found {', '.join(found)}."
@@ -214,10 +224,12 @@ def _candidates(source: Source, tokenizer: Any, place: str) -> Iterator[tuple[in
 
 
 def _row(found: dict[str, Any], source: Source, template: str, tokenizer: Any, number: int) -> Row | str:
-    question, answer = found.get(source.question), found.get(source.answer)
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    question, answer = found.get(source.question), found.get(source.answer) if source.answer else ""
+    if isinstance(answer, bool):
+        answer = "yes" if answer else "no"
+    if isinstance(answer, int | float):
         answer = str(answer)
-    for column, value in ((source.question, question), (source.answer, answer)):
+    for column, value in ((source.question, question), *([(source.answer, answer)] if source.answer else [])):
         if value is None or (isinstance(value, str) and not value.strip()):
             return f"no {column}"
         if not isinstance(value, str):
@@ -232,4 +244,5 @@ def _row(found: dict[str, Any], source: Source, template: str, tokenizer: Any, n
             return f"no \\boxed{{}} in {source.answer}"
         answer = boxed
     metadata = {"task": source.name or source.path, "template": template, "question": question.strip(), "source_row": number}
-    return Row(text=solve_prompt(template, question.strip(), tokenizer), answer=answer.strip(), metadata=metadata)
+    further = {name: found.get(column) for name, column in source.metadata.items()}
+    return Row(text=solve_prompt(template, question.strip(), tokenizer), answer=answer.strip(), metadata=further | metadata)

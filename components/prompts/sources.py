@@ -41,11 +41,13 @@ class Source:
     question: str = "question"
     """column with the problem text"""
     answer: str = "answer"
-    """column with the reference answer"""
+    """column with the reference answer; empty: there is none (programs, judged by their tests)"""
     answer_boxed: bool = False
     """the answer column holds a worked solution; the answer is what stands in its last \\boxed{}"""
     template: str = ""
     """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """further columns (right) that verifiers read under a name (left), such as tests of programs or choices of a question"""
     keep: dict[str, str] = field(default_factory=dict)
     """keeps only rows whose column (left) has this value (right), compared as text"""
     size: int = 0

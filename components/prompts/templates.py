@@ -19,6 +19,8 @@ from typing import Any
 
 from pipeline.errors import DataError, did_you_mean
 
+_BRACES = re.compile(r"\\boxed\{|[{}]")
+
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
 THOUGHT_INSTRUCTIONS = """\
@@ -98,15 +100,19 @@ def revise_prompt(
 def extract_answer(template: str, text: str) -> str | None:
     """What stands in the last \\boxed{…} with balanced braces, stripped; None when there is none. The same for every template."""
     del template
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth, begin = 1, start + len("\\boxed{")
-        for i in range(begin, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[begin:i].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    if "\\boxed{" not in text:
+        return None
+    # One pass, however many boxes are left open: a stack of the opening braces, −1 for those of no box.
+    stack: list[int] = []
+    begin = end = -1
+    for brace in _BRACES.finditer(text):
+        if brace.group() != "}":
+            stack.append(brace.end() if brace.group() != "{" else -1)
+        elif stack:
+            opened = stack.pop()
+            if opened > begin:
+                begin, end = opened, brace.start()
+    return text[begin:end].strip() if begin >= 0 else None
 
 
 def _chat(content: str, tokenizer: Any, required: bool = False) -> str:

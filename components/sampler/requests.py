@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.engine.stops import decode_rows
+from pipeline.component import Count
 from pipeline.jagged import Jagged
 from pipeline.payloads import Completions, Policy, Prompts, Requests, Sampling, ThoughtLimits, Trajectories
 from pipeline.streams import Stream
@@ -156,7 +157,7 @@ def length_metrics(trajectories: Trajectories) -> dict[str, float]:
     lengths, count = trajectories.response_tokens.lengths, max(len(trajectories), 1)
     cut = sum(reason in ("length", "thoughts") for reason in trajectories.finish_reason)
     return {
-        "sampled_tokens": float((lengths - trajectories.inherited).sum()),
+        "sampled_tokens": Count((lengths - trajectories.inherited).sum()),
         "response_length": float(lengths.sum()) / count,
         "cut_share": cut / count,
     }

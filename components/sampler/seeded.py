@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component
+from pipeline.component import Component, Count
 from pipeline.payloads import Judge, Policy, Prompts, Trajectories
 
 _SPLIT = re.compile(r"^(\d+)x(\d+)$")
@@ -132,9 +132,9 @@ class Seeded(Component):
         self.context.log(
             **length_metrics(fresh),
             attempts=len(fresh) / max(count, 1),
-            discarded=len(fresh) - len(base) - len(seeds),
+            discarded=Count(len(fresh) - len(base) - len(seeds)),
             fallback_share=len(fallback) / max(count, 1),
-            seeds=len(seeds),
+            seeds=Count(len(seeds)),
         )
         return Outputs(
             trajectories=fresh.select(torch.tensor(base, dtype=torch.int64)), seeds=fresh.select(torch.tensor(seeds, dtype=torch.int64))

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import AlignmentError
+from pipeline.errors import AlignmentError, CreditgraphError
 from pipeline.jagged import Jagged
-from pipeline.payloads import Batch, Credit, Prompts, Rewards, StepErrors, Trajectories, Weights, check_aligned
+from pipeline.payloads import Batch, Credit, Prompts, Rewards, StepErrors, Trajectories, Weights, check_aligned, known_entropies
 
 
 def tensor(*numbers: int) -> torch.Tensor:
@@ -142,3 +142,9 @@ def test_trajectories_stay_whole_under_select_and_concat() -> None:
     for f in dataclasses.fields(t):
         a, b = getattr(t, f.name), getattr(back, f.name)
         assert a.equal(b) if isinstance(a, Jagged | torch.Tensor) else a == b, f.name
+
+
+def test_entropies_that_an_engine_left_out_are_told() -> None:
+    assert known_entropies(torch.tensor([0.5, 0.0]), "reader").tolist() == [0.5, 0.0]
+    with pytest.raises(CreditgraphError, match=r"reader: the engine gave no entropy for 1 of 2 tokens; wanted all of them"):
+        known_entropies(torch.tensor([0.5, float("nan")]), "reader")

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.component import Context
-from pipeline.streams import Stream, counter_uniform, key_of, mix64
+from pipeline.component import Context, Ranks
+from pipeline.errors import RunError
+from pipeline.streams import Stream, counter_seed, counter_uniform, key_of, mix64
 
 UIDS = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)
 
@@ -106,4 +107,19 @@ def test_context_stream_and_uids() -> None:
     assert second.tolist() == [base + 2]
     context.iteration = 3
     assert context.uids(1).tolist() == [(3 << 39) | (5 << 32)]
+    second = Context(node="sampler", node_index=5, iteration=2, ranks=Ranks(rank=1, world=2, num_replicas=2))
+    assert second.uids(1).tolist() == [base + (1 << 22)]
+    assert second.common_uids(1).tolist() == [base + 1]
+    with pytest.raises(
+        RunError, match=r"node 'sampler': 4194306 rows in iteration 2 of one replica; wanted at most 4194304.*more replicas"
+    ):
+        second.uids(2**22)
     assert Context(node_index=127, iteration=2**24 - 1).uids(1).item() == pytest.approx(2**63 - 2**32, abs=0)
+
+
+def test_counter_seed_follows_the_stream_and_fits_an_engine() -> None:
+    for seed, counter in [(0, 0), (5, 1), (2**63 - 1, 700)]:
+        found = counter_seed(seed, counter)
+        assert 0 <= found < 2**63
+        # The uniform is the upper 53 bits of the same number.
+        assert (found >> 10) * 2.0**-53 == counter_uniform(np.array([seed], dtype=np.uint64), counter)[0]

@@ -7,7 +7,7 @@ import torch
 
 from components.prompts import chains
 from components.prompts.dataset import DatasetPrompts, load_rows, make_prompts
-from pipeline.component import Context, ModelSpec
+from pipeline.component import Context, ModelSpec, Ranks
 from pipeline.errors import ConfigError, DataError, RunError
 
 CHAINS = {"source": "chains", "size": 20, "difficulty": {"steps": [3, 5], "hard_facts": None}}
@@ -271,3 +271,29 @@ def test_make_prompts_takes_the_given_uids():
     batch = make_prompts(rows, node.tokenizer, torch.tensor([7, 5, 9]))
     assert batch.uid.tolist() == [7, 5, 9]
     assert [node.tokenizer.decode(t) for t in batch.tokens.to_lists()] == batch.text
+
+
+def test_replicas_take_shares_of_one_batch():
+    """Prompts and their ids do not depend on the number of replicas, nor does the place in the data."""
+    whole = draw(started(batch=8), 3)
+    for count in (2, 3):
+        nodes = [started(batch=8) for _ in range(count)]
+        for rank, node in enumerate(nodes):
+            node.context.ranks = Ranks(rank=rank, world=count, num_replicas=count)
+        shares = [draw(node, 3) for node in nodes]
+        for iteration, batch in enumerate(whole):
+            parts = [share[iteration] for share in shares]
+            assert torch.cat([p.uid for p in parts]).tolist() == batch.uid.tolist()
+            assert [t for p in parts for t in p.text] == batch.text
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        assert all(node.state_dict() == nodes[0].state_dict() for node in nodes)
+    with pytest.raises(ConfigError, match=r"node 'prompts': batch is 2, but there are 3 replicas; wanted at least a problem per replica"):
+        DatasetPrompts(DatasetPrompts.Config(batch=2)).setup(Context(node="prompts", ranks=Ranks(world=3, num_replicas=3)))
+
+
+def test_a_bad_row_is_rejected_once_however_many_replicas_read_it(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": ""}\n{"question": "<solve> 1 s1 + 2", "answer": "3"}\n')
+    contexts = [Context(node="prompts", ranks=Ranks(rank=r, world=2, num_replicas=2)) for r in range(2)]
+    for context in contexts:
+        load_rows({**PLAIN, "path": str(tmp_path / "rows.jsonl")}, context)
+    assert [len(c.rejected) for c in contexts] == [1, 0]
