@@ -30,6 +30,7 @@ class Layout:
         starts: int64 [rows], tokens of its path that come before them, computed by other rows.
         keys: int64 [Σ starts + lengths], places of all tokens of each row's path; None when no row shares any.
         rows, total, longest, longest_path: numbers.
+        sources: tokens that keys are taken from when they are more than the `total` that rows compute (a slice of a batch); else 0.
     """
 
     lengths: Tensor
@@ -39,6 +40,7 @@ class Layout:
     total: int
     longest: int
     longest_path: int
+    sources: int = 0
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -54,7 +56,7 @@ class Layout:
     def key_bags(self) -> tuple[Tensor, Tensor]:
         """The places of `keys` that hold each token."""
         assert self.keys is not None
-        return bags(self.keys, self.total)
+        return bags(self.keys, self.sources or self.total)
 
     @cached_property
     def grids(self) -> Grids:
@@ -228,7 +230,7 @@ def packed_attention(
     if packed is None:
         packed = _whole_rows(query)
     batch, heads, length, dim = query.shape
-    q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     attend = _flash if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _padded
     return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
 

@@ -75,8 +75,11 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, temperature: flo
     return logprobs, entropies
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, factor: float) -> tuple[Tensor, Tensor | None]:
-    # `factor` is scale/temperature without a soft cap, scale alone with one. Returns the tanh too: the backward pass needs it.
+def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, factor: float) -> tuple[Tensor, Tensor | None]:
+    """Logits [n, V] in float32, and with a soft cap its tanh, which the backward pass needs, else None.
+
+    `factor` is scale / temperature without a soft cap, scale alone with one.
+    """
     logits = (hidden @ weight.t()).float()
     if bias is not None:
         logits += bias.float()
@@ -112,7 +115,7 @@ class _TokenLogprobs(torch.autograd.Function):
         factor = scale if softcap else scale / temperature
         for start in range(0, count, size):
             part = slice(start, start + size)
-            logits, _ = _logits(hidden[part], weight, bias, softcap, factor)
+            logits, _ = temper(hidden[part], weight, bias, softcap, factor)
             if softcap:
                 logits /= temperature
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
@@ -142,17 +145,17 @@ class _TokenLogprobs(torch.autograd.Function):
         factor = scale if softcap else scale / temperature
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
-            logits, bent = _logits(hidden[part], weight, bias, softcap, factor)
+            logits, bent = temper(hidden[part], weight, bias, softcap, factor)
             if softcap:
                 logits /= temperature
             logits -= norms[part, None]
-            d_logits = _d_logits(logits, targets[part], entropies[part], *(None if g is None else g[part] for g in grads))
+            d_z = d_logits(logits, targets[part], entropies[part], *(None if g is None else g[part] for g in grads))
             if bent is not None:
-                d_logits *= bent.square_().neg_().add_(1)
-            d_logits *= scale / temperature
+                d_z *= bent.square_().neg_().add_(1)
+            d_z *= scale / temperature
             if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            narrow = d_logits.to(hidden.dtype)
+                d_bias += d_z.sum(0)
+            narrow = d_z.to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(narrow, weight, out=d_hidden[part])
             if d_weight is not None and d_weight.dtype == narrow.dtype:
@@ -164,8 +167,18 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
-def _d_logits(log_p: Tensor, targets: Tensor, entropies: Tensor, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> Tensor:
-    # Overwrites log_p [n, V] unless an entropy gradient needs it.
+def d_logits(
+    log_p: Tensor,
+    targets: Tensor,
+    entropies: Tensor,
+    d_logprobs: Tensor | None,
+    d_entropies: Tensor | None,
+    inside: Tensor | None = None,
+) -> Tensor:
+    """Gradient [n, V] with respect to tempered logits; overwrites `log_p`.
+
+    `inside` (bool [n]) tells which targets are among the V entries at hand, when those are a part of the vocabulary.
+    """
     n = len(targets)
     zeros = torch.zeros(n, device=log_p.device)
     by_logprob = zeros if d_logprobs is None else d_logprobs
@@ -175,5 +188,6 @@ def _d_logits(log_p: Tensor, targets: Tensor, entropies: Tensor, d_logprobs: Ten
         p = log_p.exp()
         # −p·(g_logp + g_H·(log p + H))
         out = log_p.clamp_(min=-1e30).add_(entropies[:, None]).mul_(d_entropies[:, None]).add_(by_logprob[:, None]).mul_(p).neg_()
-    out.scatter_add_(1, targets[:, None], by_logprob[:, None])
+    own = by_logprob if inside is None else by_logprob.masked_fill(~inside, 0.0)
+    out.scatter_add_(1, targets[:, None], own[:, None])
     return out

@@ -2,12 +2,14 @@
 
 A learner calls, once per rollout batch and once per optimiser step:
 
-    inputs = prepare(inputs, objective, all_sum)               # batch-wide columns; may change the mask; no gradient
-    denominators = all_sum(counts(inputs.mask, objective))      # of the rows of one optimiser step, all replicas
+    inputs = prepare(inputs, objective, identity_sum)           # batch-wide columns; may change the mask; no gradient
+    denominators = counts(inputs.mask, objective)               # of the rows of one optimiser step, all replicas
     for rows in micro_batches:                                  # whole trajectories
         part = inputs.select(rows).replace(logprobs=…, entropies=…)
         terms = loss_terms(part, objective)
         aggregate(terms.loss, part.mask, objective, denominators).backward()
+
+A learner that holds only its replica's part of the batch passes a sum over replicas to `prepare`, and sums `counts` with it.
 
 A new objective is one file with `terms` (and `prepare` when it needs statistics of the whole batch) and one line in `KINDS`.
 """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.component import Ranks
 from pipeline.jagged import Jagged
 
 AllSum = Callable[[Tensor], Tensor]
@@ -110,9 +111,9 @@ class Meters:
 
     def top(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Keeps the largest of values [n] where mask [n] holds."""
-        if len(values):
-            top = torch.where(mask, values.detach(), -torch.inf).amax().double()
-            self._tops[name] = torch.maximum(self._tops[name], top) if name in self._tops else top
+        lowest = values.new_full((1,), -torch.inf)
+        top = torch.cat([lowest, torch.where(mask, values.detach(), -torch.inf)]).amax().double()
+        self._tops[name] = torch.maximum(self._tops[name], top) if name in self._tops else top
 
     def merge(self, other: Meters) -> None:
         """Adds another part of the same batch."""
@@ -121,15 +122,21 @@ class Meters:
         for name, top in other._tops.items():
             self._tops[name] = torch.maximum(self._tops[name], top) if name in self._tops else top
 
-    def values(self, all_sum: AllSum | None = None) -> dict[str, float]:
-        """Name → number; sums are reduced over replicas with `all_sum`, maxima are of this replica. 0/0 is 0."""
+    def values(self, all_sum: AllSum | None = None, ranks: Ranks | None = None) -> dict[str, float]:
+        """Name → number, of all replicas when `all_sum` and `ranks` are given; all of them name the same metrics. 0/0 is 0."""
         names = sorted(self._sums)
         out: dict[str, float] = {}
         if names:
             pairs = torch.stack([torch.stack([x.cpu() for x in self._sums[n]]) for n in names])
             pairs = pairs if all_sum is None else all_sum(pairs)
             out = {n: total / count if count else 0.0 for n, (total, count) in zip(names, pairs.tolist(), strict=True)}
-        return out | {n: float(t) for n, t in sorted(self._tops.items()) if t > -torch.inf}
+        tops = sorted(self._tops.items())
+        highest = torch.stack([t.cpu() for _, t in tops]) if tops else torch.zeros(0, dtype=torch.float64)
+        if tops and all_sum is not None and ranks is not None and ranks.num_replicas > 1:
+            slots = torch.zeros(ranks.num_replicas, len(tops), dtype=torch.float64)
+            slots[ranks.replica] = highest.clamp(min=-1e300)  # −inf of a replica without tokens, through a sum
+            highest = all_sum(slots).amax(0)
+        return out | {n: t for (n, _), t in zip(tops, highest.tolist(), strict=True) if t > -1e300}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from components.learner.objective.base import AllSum, Inputs
 from components.learner.objective.config import EntropyMask
 from pipeline.jagged import Jagged
+from pipeline.payloads import known_entropies
 
 COLUMN = "high_entropy"
 
@@ -21,6 +22,7 @@ def add_column(inputs: Inputs, settings: EntropyMask, all_sum: AllSum) -> Inputs
     if settings.keep >= 1:
         return inputs
     entropies, mask = inputs.old_entropies.values, inputs.mask.values
+    known_entropies(entropies[mask], "objective.entropy_mask")
     if settings.scope == "batch":
         high = entropies >= kth_largest(entropies[mask], settings.keep, all_sum)
     else:

@@ -9,6 +9,7 @@ from components.learner.hf import HFLearner
 from components.learner.model import Lora
 from components.learner.objective import KINDS, KL, Objective
 from components.learner.optimizer import OptimizerSettings
+from pipeline.component import Ranks
 from pipeline.errors import AlignmentError, DataError
 from pipeline.jagged import Jagged
 
@@ -132,7 +133,7 @@ def test_minibatches_count_and_keep_prompts_together(make_learner, make_batch):
     from components.learner.hf import _Pass
 
     trajectories, credit = make_batch(rows=12)
-    parts = _Pass(learner, trajectories, credit)._minibatches(epoch=0)
+    parts = _Pass(learner, trajectories, credit).minibatch_rows(epoch=0)
     assert sorted(torch.cat(parts).tolist()) == list(range(12))
     assert [len(p) for p in parts] == [6, 6]
     prompts = [set(trajectories.prompt_uid[p].tolist()) for p in parts]
@@ -355,13 +356,13 @@ def test_wrong_settings(settings, text):
 
 
 def test_settings_are_few():
-    assert len(dataclasses.fields(HFLearner.Config)) <= 10
+    assert len(dataclasses.fields(HFLearner.Config)) <= 11
 
 
-@pytest.mark.parametrize("minibatches", [1, 4])
-def test_two_replicas_equal_one(make_learner, make_batch, minibatches):
-    """Two learners on threads, joined by a summing barrier, make the steps of one learner on the whole batch."""
-    trajectories, credit = make_batch()
+@pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])
+def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
+    """Two learners on threads, joined by a summing barrier, both given the whole batch, make the steps of one learner."""
+    batch = make_batch()
     barrier, slots = threading.Barrier(2), [None, None]
 
     def all_sum_of(rank):
@@ -374,14 +375,14 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches):
 
         return all_sum
 
-    more = {"objective": REINFORCE, "optimizer": FAST}
-    parts = [torch.arange(0, 6), torch.arange(6, 8)]
-    learners = [make_learner(minibatches=minibatches, **more) for _ in range(2)]
+    settings = {"objective": REINFORCE, "optimizer": FAST, "old_logprobs": old, "minibatches": minibatches}
+    learners = [make_learner(**settings) for _ in range(2)]
     outs = [None, None]
 
     def work(rank):
         learners[rank].context.all_sum = all_sum_of(rank)
-        outs[rank] = run(learners[rank], (trajectories.select(parts[rank]), credit.select(parts[rank])))
+        learners[rank].context.ranks = Ranks(rank=rank, world=2, num_replicas=2)
+        outs[rank] = run(learners[rank], batch)
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
     for t in threads:
@@ -389,10 +390,15 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches):
     for t in threads:
         t.join(timeout=120)
     assert same(outs[0].weights.tensors, outs[1].weights.tensors)
-    assert outs[0].report.metrics["loss"] == outs[1].report.metrics["loss"]
+    first, second = (o.report.metrics for o in outs)
+    assert first == second
+    assert first["imbalance_after"] <= first["imbalance_before"]
+    alone = make_learner(**settings)
+    wanted = run(alone, batch).report.metrics
+    split = {"imbalance_before", "imbalance_after", "pack_waste", "forward_tokens", "shared_tokens"}
+    once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
+    assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
+    assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
     if minibatches == 1:
-        alone = make_learner(**more)
-        wanted = run(alone, (trajectories, credit))
-        assert outs[0].report.metrics["loss"] == pytest.approx(wanted.report.metrics["loss"])
         moments = [{n: m["exp_avg"] for n, m in x.state_dict()["optimizer"]["moments"].items()} for x in (alone, learners[0])]
         assert distance(*moments) < 1e-6

@@ -9,6 +9,7 @@ from components.learner.objective.ratio import safe_exp
 from components.learner.objective.scan import decayed_sum
 from components.learner.objective.trace import trace_sum
 from pipeline.component import identity_sum
+from pipeline.errors import CreditgraphError
 from pipeline.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
@@ -404,6 +405,20 @@ def test_entropy_mask_equals_loop(reference, scope, keep):
         for place, value in zip(places, high, strict=True):
             wanted[place] = value
     assert found == wanted
+
+
+def test_entropy_mask_wants_the_entropies_of_trained_tokens():
+    inputs = make_inputs()
+    trained, entropies = inputs.mask.values, inputs.old_entropies.values
+    settings = Objective(entropy_mask=EntropyMask(keep=0.5))
+    for scope, unknown in (("others", ~trained), ("trained", trained)):
+        gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
+        if scope == "others":
+            wanted = prepare(inputs, settings, identity_sum).columns["high_entropy"]
+            assert prepare(gaps, settings, identity_sum).columns["high_entropy"].equal(wanted)
+            continue
+        with pytest.raises(CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"):
+            prepare(gaps, settings, identity_sum)
 
 
 def test_mask_on_the_loss_is_80_20():

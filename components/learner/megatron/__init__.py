@@ -1,0 +1,1 @@
+"""The megatron-core learner: tensor, pipeline, data, sequence and context parallel."""

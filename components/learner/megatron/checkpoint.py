@@ -1,0 +1,128 @@
+"""Distributed checkpoints of megatron-core: every rank writes its shards, any other layout reads them.
+
+Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read at another.
+torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for the distributed
+optimizer: state that exists before loading, loading without its step counters, and one step counter per parameter.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from components.learner.megatron.optimizer import MegatronOptimizer
+from pipeline.errors import RunError
+
+# Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Writes this rank's shards; all ranks must call it.
+
+    Args:
+        folder: empty or missing; the caller renames its parent when all ranks are done.
+        chunks: GPTModels of this rank, not wrapped.
+        optimizer: over them.
+        state: numbers and strings that are equal on all ranks.
+    """
+    from megatron.core import dist_checkpointing
+
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    _fill_state(optimizer)
+    steps = {"updates": _updates(optimizer), "step_count": optimizer.step_count}
+    dist_checkpointing.save(_sharded(chunks, optimizer, loading=False) | {"state": state | steps}, str(folder))
+
+
+def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """Takes back what `save_shards` wrote, at this or another layout; all ranks must call it. Returns `state`.
+
+    Raises RunError for a folder that is missing, cut short, or of another architecture.
+    """
+    from megatron.core import dist_checkpointing
+
+    if not (folder / "metadata.json").is_file():
+        raise RunError(
+            f"{folder}: no Megatron checkpoint (metadata.json is missing); wanted one that learner.megatron wrote. Resume with the learner "
+            "that wrote the run, or start a new run."
+        )
+    _fill_state(optimizer)
+    wanted = _sharded(chunks, optimizer, loading=True)
+    try:
+        found: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        for name, chunk in zip(_names(chunks), chunks, strict=True):
+            chunk.load_state_dict(found[name])
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        reason = " ".join(str(error).split())[-300:]
+        raise RunError(
+            f"{folder}: the checkpoint does not fit this model or is damaged ({type(error).__name__}: …{reason}); "
+            "wanted one of the same architecture, complete. Resume with the model that wrote it, or from an earlier checkpoint."
+        ) from error
+    state: dict[str, Any] = found["state"]
+    optimizer.inner.load_state_dict(found["optimizer"])
+    _set_updates(optimizer, int(state.pop("updates")))
+    optimizer.step_count = int(state.pop("step_count"))
+    optimizer.set_weight_decay()
+    return state
+
+
+def _names(chunks: Sequence[nn.Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    # Extra state is TransformerEngine's fp8 scaling, which is not used.
+    model: dict[str, Any] = {
+        name: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for name, chunk in zip(_names(chunks), chunks, strict=True)
+    }
+    of_optimizer = model["model"] if len(chunks) == 1 else model
+    return model | {"optimizer": optimizer.inner.sharded_state_dict(of_optimizer, is_loading=loading, metadata=metadata)}
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> list[Any]:
+    """The parts whose state is that of torch.optim.AdamW; TransformerEngine's and Apex's keep steps elsewhere."""
+    parts = [p for p in optimizer.inner.chained_optimizers if not p.is_stub_optimizer]
+    return [p for p in parts if isinstance(p.optimizer, torch.optim.AdamW)]
+
+
+def _fill_state(optimizer: MegatronOptimizer) -> None:
+    # A run whose steps were all skipped has moments too, zero ones; and a fresh optimizer must have the tensors that are loaded.
+    for part in _torch_adams(optimizer):
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                if not part.optimizer.state[p]:
+                    part.optimizer.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            part._set_main_param_and_optimizer_states = types.MethodType(_copy_into, part)
+
+
+def _copy_into(part: Any, model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """In place of a method that wants a saved `step` per parameter, which no checkpoint has."""
+    group, place = part.model_param_group_index_map[model_param]
+    main = part.optimizer.param_groups[group]["params"][place]
+    with torch.no_grad():
+        for name, target in {"param": main, **part.optimizer.state[main]}.items():
+            if name in tensors:
+                target.copy_(tensors[name])
+
+
+def _updates(optimizer: MegatronOptimizer) -> int:
+    return max((int(s["step"]) for part in _torch_adams(optimizer) for s in part.optimizer.state.values()), default=0)
+
+
+def _set_updates(optimizer: MegatronOptimizer, updates: int) -> None:
+    for part in _torch_adams(optimizer):
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(updates))

@@ -1,0 +1,85 @@
+"""megatron-core without CUDA: what it asks of a CUDA device by name is answered by the CPU.
+
+megatron-core 0.16 names CUDA in some thirty places that a CPU run reaches: `device="cuda"`, `torch.cuda.current_device()`,
+`tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator. `megatron_on_cpu` answers those calls while it is open, and
+only when they come from a module of megatron; everyone else's CUDA calls fail as ever. With a CUDA device present it does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Open it around the construction of a model, a training step, an optimiser or checkpoint call and an export."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+
+    with ExitStack() as stack:
+        patch = stack.enter_context
+        # The device of new buffers, of received pipeline tensors and of parameters moved to "the" device.
+        patch(mock.patch.object(torch.cuda, "current_device", _for_megatron(torch.cuda.current_device, lambda: CPU)))
+        # After pipeline communication and before a checkpoint; the CPU has nothing pending.
+        patch(mock.patch.object(torch.cuda, "synchronize", _for_megatron(torch.cuda.synchronize, lambda *_: None)))
+        # The tracker of random states takes each region's state from the device generator: here the CPU's, so that recomputed
+        # activations draw the same numbers as the first time.
+        patch(mock.patch.object(torch.cuda, "manual_seed", _for_megatron(torch.cuda.manual_seed, torch.manual_seed)))
+        patch(mock.patch.object(torch.cuda, "get_rng_state", _for_megatron(torch.cuda.get_rng_state, lambda *_: torch.get_rng_state())))
+        patch(mock.patch.object(random, "_get_cuda_rng_state", _get_rng_state))
+        patch(mock.patch.object(random, "_set_cuda_rng_state", _set_rng_state))
+        patch(_Redirect())
+        yield
+
+
+def _get_rng_state(device: Any = -1, clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+class _Redirect(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # `.cuda()` leaves the tensor where it is.
+        if func is Tensor.cuda and _from_megatron(2):
+            return args[0]
+        # Optimiser and gradient buffers sort parameters by "torch.cuda.FloatTensor" and the like.
+        if func is Tensor.type and len(args) == 1 and not kwargs and _from_megatron(2):
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        # Factories with device="cuda"; pinned memory needs a device to be pinned for.
+        if (_is_cuda(kwargs.get("device")) or kwargs.get("pin_memory")) and _from_megatron(2):
+            kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+
+
+def _from_megatron(depth: int) -> bool:
+    name = sys._getframe(depth).f_globals.get("__name__", "")
+    return isinstance(name, str) and name.split(".", 1)[0] == "megatron"
+
+
+def _for_megatron(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (instead if _from_megatron(2) else own)(*args, **kwargs)
+
+    return call

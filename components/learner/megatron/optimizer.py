@@ -1,0 +1,127 @@
+"""AdamW of megatron-core with the settings, the schedule and the skipped steps of `components.learner.optimizer`.
+
+megatron-core keeps float32 main weights for narrower parameters, sums gradients over data-parallel replicas in float32 and, as the
+distributed optimizer, splits main weights and moments over them. Left to itself it would decay norms and biases (its own multipliers
+act only through its own scheduler) and take a step on a NaN; both are done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from components.learner.optimizer import OptimizerSettings, learning_rate
+
+
+def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -> list[nn.Module]:
+    """Wraps model chunks so that their gradients are summed over replicas, in float32.
+
+    Args:
+        config: the TransformerConfig of the chunks.
+        chunks: GPTModels of this rank, in virtual pipeline order.
+        distributed: prepare for the distributed optimizer.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    return [DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+
+
+def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators already."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+class MegatronOptimizer:
+    """AdamW over the chunks of this rank.
+
+    Args:
+        chunks: wrapped by `data_parallel`.
+        settings: of AdamW and the schedule.
+        total_steps: planned optimiser steps, for the schedule.
+        dtype: of the parameters.
+        distributed: split main weights and moments over replicas.
+    """
+
+    def __init__(
+        self, chunks: list[nn.Module], settings: OptimizerSettings, total_steps: int, dtype: torch.dtype, distributed: bool
+    ) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+        self.settings, self.total_steps, self.step_count, self.chunks = settings, total_steps, 0, chunks
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=0.0,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.grad_clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+        rule = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=lambda p, name: not self._decays(p, name)))
+        separate_gloo = torch.cuda.is_available()  # on a CPU the groups are gloo's already
+        overrides: Any = {rule: {"wd_mult": 0.0}}
+        self.inner: Any = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=separate_gloo)
+        for part in self.inner.chained_optimizers:
+            if distributed and not separate_gloo:
+                part.data_parallel_group_gloo = part.data_parallel_group
+        self.set_weight_decay()
+
+    def set_weight_decay(self) -> None:
+        """Applies the multipliers of the parameter groups, which a loaded checkpoint brings along."""
+        for group in self.inner.param_groups:
+            group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+
+    def _decays(self, parameter: Tensor, name: str) -> bool:
+        # The same parameters as learner.hf: weight matrices without embedding and output head.
+        return self.settings.decay_all or (parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer")))
+
+    def clear(self) -> None:
+        """Forgets all gradients; call before the passes of a step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, float, bool]:
+        """Clips and updates from finalised gradients; a non-finite gradient changes nothing but the schedule.
+
+        Returns:
+            the gradient norm before clipping, the learning rate, and whether the update was made; equal on all ranks.
+        """
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        self.inner.prepare_grads()
+        norm, rate = float(self.inner.get_grad_norm()), self.next_rate()
+        self.step_count += 1
+        if not math.isfinite(norm):
+            return norm, rate, False
+        for part in self.inner.chained_optimizers:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and self.settings.grad_clip:
+                clip_grad_by_total_norm_fp32(parameters, self.settings.grad_clip, norm)
+        for group in self.inner.param_groups:
+            group["lr"] = rate
+        self.inner.step_with_ready_grads()
+        return norm, rate, True
+
+    def next_rate(self) -> float:
+        """Learning rate of the coming step."""
+        return learning_rate(self.settings, self.step_count, self.total_steps)
+
+    def skip(self) -> float:
+        """Counts a step without an update, so that the schedule keeps to the plan; returns its learning rate."""
+        rate = self.next_rate()
+        self.step_count += 1
+        return rate

@@ -1,0 +1,116 @@
+"""Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, forward-only passes, agreement of ranks.
+
+Micro-batches have any lengths: stages tell each other the shape of what they send. Replicas may run different numbers of them, since
+gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is filled up with one-token
+micro-batches of weight zero, and so is a replica without rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.learner.packing import PackedBatch, pack
+from pipeline.jagged import Jagged
+
+Forward = Callable[[nn.Module, PackedBatch], Tensor]
+Consume = Callable[[int, PackedBatch, Tensor], tuple[Tensor, Any]]
+
+
+def filler(device: str) -> PackedBatch:
+    """A micro-batch of one input token, to be given weight zero."""
+    token = Jagged.from_rows([[0]], torch.int64).to(device)
+    return pack(token, token, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def num_fillers(count: int, pipeline: int, virtual: int) -> int:
+    """Micro-batches to add to `count` so that the schedule takes them.
+
+    >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)], [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
+    ([2, 1, 0, 1], [1, 0, 0])
+    """
+    if virtual > 1:
+        return pipeline if count == 0 else -count % pipeline
+    return int(count == 0)
+
+
+def run_schedule(
+    chunks: Sequence[nn.Module], forward: Forward, batches: Sequence[PackedBatch], consume: Consume, device: str, train: bool
+) -> list[Any]:
+    """Forward, and with `train` backward, passes of all micro-batches.
+
+    Args:
+        chunks: model chunks of this rank, in virtual pipeline order.
+        forward: (chunk, micro-batch) → hidden states, between stages and at last.
+        batches: micro-batches of this replica, the same on all its ranks.
+        consume: on the last stage, (index of the micro-batch, micro-batch, hidden states) → (loss, data). Not called for fillers.
+        device: of the fillers.
+        train: accumulate gradients and finalise them over all ranks; otherwise run without gradient.
+
+    Returns:
+        on the last stage the data, in order; elsewhere nothing.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    extra = num_fillers(len(batches), pipeline, len(chunks))
+    work = list(enumerate(batches)) + [(-1, filler(device))] * extra
+
+    def loss_of(index: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+        loss, data = (hidden.sum() * 0.0, None) if index < 0 else consume(index, batch, hidden)
+        return loss, torch.ones((), dtype=torch.int, device=device), data
+
+    def step(items: Iterator[tuple[int, PackedBatch]], chunk: nn.Module, *_: Any) -> tuple[Tensor, Callable[..., Any]]:
+        index, batch = next(items)
+        return forward(chunk, batch), partial(loss_of, index, batch)
+
+    run = get_forward_backward_func()
+    iterators = [iter(work) for _ in chunks]
+    with torch.set_grad_enabled(train):
+        data = run(
+            forward_step_func=step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(work),
+            seq_length=1,  # every micro-batch sends its own shape
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+    return data[: len(batches)] if is_last_stage() else []
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the output head, and so the log-probs, the loss and the metrics."""
+    from megatron.core import parallel_state
+
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def from_last_stage(value: Tensor) -> Tensor:
+    """The last stage's value on all stages of the pipeline; shape and dtype must agree."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        value = value.contiguous().clone()
+        dist.broadcast(
+            value, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
+        )
+    return value
+
+
+def objects_from_last_stage(value: Any) -> Any:
+    """The last stage's Python value on all stages of the pipeline."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]

@@ -1,0 +1,97 @@
+"""The pool of gloo processes and small random checkpoints."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.models.load import EMBEDDED
+
+REASON = "needs megatron-core and mbridge: pip install 'creditgraph[megatron]'"
+
+
+def _beside(name: str) -> Any:
+    key = f"creditgraph_test_megatron_{name}"
+    if key not in sys.modules:
+        spec = importlib.util.spec_from_file_location(key, Path(__file__).parent / f"{name}.py")
+        sys.modules[key] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[key])
+    return sys.modules[key]
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[Callable[[int], Any]]:
+    """gloo_pool(n) → a pool of n processes: `pool.run(function, *args)` runs a top-level function of a file on every rank at once."""
+    pytest.importorskip("megatron.core", reason=REASON)
+    pytest.importorskip("mbridge", reason=REASON)
+    pools: dict[int, Any] = {}
+
+    def make(size: int = 4) -> Any:
+        return pools.setdefault(size, _beside("pool").Pool(size))
+
+    yield make
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Any:
+    """The module ranks.py: functions for the pool."""
+    pytest.importorskip("megatron.core", reason=REASON)
+    return _beside("ranks")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value head), "qwen2-tied",
+    "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (norms behind; sliding windows, YaRN)."""
+    made: dict[str, str] = {}
+
+    def folder(kind: str) -> str:
+        if kind not in made:
+            made[kind] = str(EMBEDDED["tiny"]) if kind == "tiny" else _write(kind, tmp_path_factory.mktemp(kind))
+        return made[kind]
+
+    return folder
+
+
+def _write(kind: str, path: Path) -> str:
+    import transformers
+
+    shared = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+    }
+    scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
+    config = {
+        "qwen2": lambda: transformers.Qwen2Config(**{**shared, "vocab_size": 51, "num_key_value_heads": 1}),
+        "qwen2-tied": lambda: transformers.Qwen2Config(**{**shared, "tie_word_embeddings": True}),
+        "qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=12),
+        "olmo2": lambda: transformers.Olmo2Config(**shared, pad_token_id=None, eos_token_id=0),
+        "olmo3": lambda: transformers.Olmo3Config(
+            **{**shared, "max_position_embeddings": 32},
+            pad_token_id=None,
+            eos_token_id=0,
+            sliding_window=6,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        ),
+        "llama": lambda: transformers.LlamaConfig(**shared, rope_parameters={**scaled, "original_max_position_embeddings": 16}),
+    }[kind]()
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return str(path)

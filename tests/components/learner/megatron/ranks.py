@@ -1,0 +1,189 @@
+"""What the tests run on every rank of the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.head import vocab_parallel_logprobs
+from components.learner.megatron.model import Layout, MegatronModel, init_parallel
+from components.learner.packing import PackedBatch, pack
+from pipeline.errors import DataError
+from pipeline.jagged import Jagged
+
+
+def built(path: str, sizes: dict[str, Any], recompute: str = "none", dtype: torch.dtype = torch.float32) -> MegatronModel:
+    layout = Layout(**sizes)
+    init_parallel(layout)
+    model = MegatronModel.build(path, layout, recompute=recompute, dtype=dtype)
+    model.load(path)
+    return model
+
+
+def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
+    """Any loss: differently weighted log-probs and entropies."""
+    weights = torch.linspace(-1.0, 2.0, len(logprobs))
+    return (weights * logprobs).sum() + 0.3 * (weights.flip(0) * entropies).sum()
+
+
+def round_trip(path: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[str]:
+    """Names whose export differs from the file; names missing or doubled."""
+    from safetensors.torch import load_file
+
+    wanted = load_file(f"{path}/model.safetensors")
+    bad = []
+    for name, tensor in built(path, sizes, dtype=dtype).export():
+        if name not in wanted or not torch.equal(wanted.pop(name).to(dtype), tensor):
+            bad.append(name)
+    return bad + sorted(wanted)
+
+
+def most_held(path: str, sizes: dict[str, Any]) -> tuple[int, int]:
+    """Most whole tensors alive at once while loading, and while exporting."""
+    import weakref
+
+    from safetensors.torch import load_file
+
+    model, most = built(path, sizes), [0, 0]
+    references: list[Any] = []
+
+    def count(tensors: Any, way: int) -> Any:
+        for name, tensor in tensors:
+            references.append(weakref.ref(tensor))
+            most[way] = max(most[way], sum(r() is not None for r in references))
+            yield name, tensor
+
+    file = load_file(f"{path}/model.safetensors")
+    model.load_tensors(count(((name, tensor.clone()) for name, tensor in file.items()), 0))
+    references.clear()
+    for _ in count(model.export(), 1):
+        pass
+    return most[0], most[1]
+
+
+def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
+    """Weights handed from layout to layout by `export` and `load_tensors`; what differs from the file in the end."""
+    from safetensors.torch import load_file
+
+    tensors = dict(built(path, steps[0]).export())
+    for sizes in steps[1:]:
+        layout = Layout(**sizes)
+        init_parallel(layout)
+        model = MegatronModel.build(path, layout)
+        model.load_tensors(reversed(tensors.items()))
+        tensors = dict(model.export())
+    wanted = load_file(f"{path}/model.safetensors")
+    return [k for k in wanted.keys() | tensors.keys() if k not in wanted or k not in tensors or not torch.equal(wanted[k], tensors[k])]
+
+
+def train(
+    path: str,
+    sizes: dict[str, Any],
+    prompts: Jagged,
+    responses: Jagged,
+    cuts: list[Tensor],
+    recompute: str = "none",
+    dtype: torch.dtype = torch.float32,
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None:
+    """Log-probs, entropies and gradients in Hugging Face names, first of separate rows, then with shared prefixes.
+
+    They come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on each of which the
+    objective acts.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    with megatron_on_cpu():
+        model = built(path, sizes, recompute, dtype)
+        config = model.transformer_config
+        config.calculate_per_token_loss = True
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in model.chunks]
+        config.finalize_model_grads_func = finalize_model_grads
+        batches = [[pack(prompts, responses, rows, share=share) for rows in cuts] for share in (False, True)]
+        assert [sum(b.saved for b in some) > 0 for some in batches] == [False, True]
+        out = [_pass(model, wrapped, some) for some in batches]
+    one = model.is_last and not mpu.get_tensor_model_parallel_rank() and not mpu.get_data_parallel_rank(with_context_parallel=True)
+    return out if one else None
+
+
+def _pass(model: MegatronModel, wrapped: list[Any], batches: list[PackedBatch]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    found: list[tuple[Tensor, Tensor]] = [(torch.zeros(0), torch.zeros(0))]
+
+    def step(given: Any, chunk: Any) -> Any:
+        batch: PackedBatch = next(given)
+
+        def loss(hidden: Tensor) -> Any:
+            logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8, chunk=7))
+            found.append((logprobs.detach(), entropies.detach()))
+            return objective(logprobs, entropies), torch.tensor(1), {}
+
+        return model.forward(chunk, batch), loss
+
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=len(batches),
+        seq_length=max(len(b.input_ids[0]) for b in batches),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    # megatron-core summed over micro-batches and replicas, all alike, and divided by the "tokens": one per micro-batch and rank.
+    factor = len(batches) * mpu.get_context_parallel_world_size()
+    weights = [(p, p.data) for chunk in model.chunks for p in chunk.parameters()]
+    for parameter, _ in weights:
+        parameter.data = parameter.main_grad * factor
+    gradients = dict(model.export())
+    for parameter, data in weights:
+        parameter.data = data
+    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), gradients
+
+
+def head(
+    tensor: int, hidden: Tensor, weight: Tensor, targets: Tensor, cases: list[tuple[int, float, str]]
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Log-probs, entropies and gradients of hidden states and of this rank's rows of the weight, for each case.
+
+    One case has the gradient of the hidden states summed outside, as sequence parallel does.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    init_parallel(Layout(tensor=tensor))
+    group, rank = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank()
+    size, out = len(weight) // tensor, []
+    for i, (vocab, temperature, by) in enumerate(cases):
+        h, w = hidden.clone().requires_grad_(), weight[rank * size : (rank + 1) * size].clone().requires_grad_()
+        settings = {"vocab_start": rank * size, "true_vocab": vocab, "temperature": temperature, "group": group, "chunk": 5 * i}
+        logprobs, entropies = vocab_parallel_logprobs(h, w, targets, reduce_hidden=i != 2, **settings)
+        c = torch.linspace(-1.0, 2.0, len(targets))
+        by_logprobs, by_entropies = (c * logprobs).sum(), (c.flip(0) * entropies).sum()
+        {"logprobs": by_logprobs, "entropies": by_entropies, "both": by_logprobs + by_entropies}[by].backward()
+        if i == 2:
+            dist.all_reduce(h.grad, group=group)
+        out.append((logprobs.detach(), entropies.detach(), h.grad, w.grad))
+    return out
+
+
+def loading_error(path: str, sizes: dict[str, Any]) -> DataError | None:
+    """What loading said on this rank."""
+    try:
+        built(path, sizes)
+    except DataError as error:
+        return error
+    return None
+
+
+def vocabulary(path: str, sizes: dict[str, Any]) -> tuple[int, int, int]:
+    """True vocabulary, padded vocabulary and this rank's rows of the head."""
+    model = built(path, sizes)
+    return model.vocab_size, model.bridge.padded_vocab_size, len(model.head_weight())

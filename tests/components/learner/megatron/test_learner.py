@@ -1,0 +1,248 @@
+"""learner.megatron against learner.hf on the same batches, float32, over layouts; checkpoints; failures."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from components.learner.hf import HFLearner
+from components.learner.megatron.learner import MegatronLearner
+from components.learner.objective import KINDS
+from pipeline.errors import RunError
+
+TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
+# Ranks of the pool → layouts with all objectives, and layouts with one; what a layout leaves over are replicas.
+LAYOUTS: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    1: ([{}], []),
+    2: ([{}, TP2, PP2], [VPP2, {"distributed_optimizer": "on"}, {"context_parallel": 2}]),
+    4: ([{**TP2, **PP2}], [TP2, {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"}, {**TP2, "distributed_optimizer": "on"}]),
+}
+ROOT = Path(__file__).parents[4]
+# What says how the work was cut, not what was learned.
+CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "pack_waste", "imbalance_before", "imbalance_after"}
+
+
+@pytest.fixture(scope="session")
+def training() -> Any:
+    """The module training.py: functions for the pool."""
+    name = "creditgraph_test_megatron_training"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "training.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Qwen2 of four layers with grouped-query attention; its vocabulary is padded for tensor parallel."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=42,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("qwen2")
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def reference(training: Any, folder: str) -> dict[str, dict[str, Any]]:
+    return training.train_hf(folder, training.CASES)
+
+
+def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest difference of a tensor over the tensor's largest value, over all tensors."""
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """‖found − wanted‖ / ‖wanted‖, all tensors as one vector."""
+    a, b = (torch.cat([x[n].double().flatten() for n in sorted(wanted)]) for x in (found, wanted))
+    return float((a - b).norm() / b.norm())
+
+
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if k not in CUT}
+
+
+def test_every_objective_is_covered(training: Any) -> None:
+    assert {case["objective"].kind for case in training.CASES.values()} == set(KINDS)
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
+    for a, b in zip(found["metrics"], wanted["metrics"], strict=True):
+        assert learned(a) == pytest.approx(learned(b), rel=1e-5, abs=2e-6), place
+    assert float((found["logprobs"] - wanted["logprobs"]).abs().max()) < 1e-5, place
+    if found["gradients"]:
+        assert distance(found["gradients"], wanted["gradients"]) < 1e-5, place
+        # Of a single tensor up to 1.02e-5 was seen.
+        assert relative(found["gradients"], wanted["gradients"]) < 3e-5, place
+    assert relative(found["weights"], wanted["weights"]) < 1e-5, place
+    # All weights as one vector.
+    assert distance(found["weights"], wanted["weights"]) < 1e-6, place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_equal_to_learner_hf(gloo_pool: Callable[[int], Any], training: Any, folder: str, reference: dict[str, Any], size: int) -> None:
+    whole, brief = LAYOUTS[size]
+    for layouts, cases in ((whole, training.CASES), (brief, {"token": training.CASES["token"]})):
+        answers = gloo_pool(size).run(training.train_layouts, folder, layouts, cases)
+        for place, layout in enumerate(layouts):
+            for case in cases:
+                found, name = answers[0][place][case], f"{layout} of {size} ranks, {case}"
+                assert all(other[place][case]["metrics"] == found["metrics"] for other in answers), name
+                compare(found, reference[case], name)
+
+
+def test_shared_prefixes_change_nothing_but_the_work(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
+    cases = {str(share): {**training.CASES["reinforce"], "share_prefixes": share} for share in (True, False)}
+    (layouts, *_) = gloo_pool(2).run(training.train_layouts, folder, [TP2, PP2], cases)
+    for found in layouts:
+        shared, plain = found["True"], found["False"]
+        for a, b in zip(shared["metrics"], plain["metrics"], strict=True):
+            assert learned(a) == pytest.approx(learned(b), rel=1e-5, abs=2e-6)
+            assert a["forward_tokens"] < 0.8 * b["forward_tokens"]
+        assert relative(shared["weights"], plain["weights"]) < 1e-5
+
+
+def test_a_replica_without_rows_takes_part(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
+    alone, weights = gloo_pool(1).run(training.one_prompt, folder, {})[0]
+    for metrics, found in gloo_pool(2).run(training.one_prompt, folder, {}):
+        assert learned(metrics) == pytest.approx(learned(alone), rel=1e-5, abs=2e-6)
+        assert relative(found, weights) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("layout", [{}, PP2])
+def test_nan_on_one_rank_skips_the_step_on_all(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str, layout: dict[str, Any], what: str
+) -> None:
+    answers = gloo_pool(2).run(training.spoiled, folder, layout, what)
+    for metrics, stayed, again in answers:
+        assert (metrics["skipped_nonfinite"], metrics["steps"]) == (1.0, 0.0)
+        assert stayed
+        assert again
+
+
+def test_bfloat16_stays_near_learner_hf(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
+    cases = {"reinforce": training.CASES["reinforce"]}
+    wanted = training.train_hf(folder, cases, "bfloat16")["reinforce"]
+    (layouts, *_) = gloo_pool(2).run(training.train_layouts, folder, [TP2, {"distributed_optimizer": "on"}], cases, "bfloat16")
+    for found in (x["reinforce"] for x in layouts):
+        assert {t.dtype for t in found["weights"].values()} == {torch.bfloat16}
+        assert [m["loss"] for m in found["metrics"]] == pytest.approx([m["loss"] for m in wanted["metrics"]], rel=0.1, abs=0.05)
+        assert [m["grad_norm"] for m in found["metrics"]] == pytest.approx([m["grad_norm"] for m in wanted["metrics"]], rel=0.1)
+        # Steps of 3e-3 on weights of about 0.2, whose neighbours in bfloat16 are 1e-3 apart.
+        assert max(float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items()) < 0.02
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", ["off", "on"])
+def test_a_checkpoint_is_continued_by_any_layout(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path, distributed: str
+) -> None:
+    pool, target, more = gloo_pool(4), str(tmp_path / "shards"), {"distributed_optimizer": distributed}
+    wanted = pool.run(training.save_and_step, folder, {**TP2, **more}, target)[0]
+    for layout in (TP2, PP2, {**TP2, **PP2}, VPP2, {}):
+        found = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
+        assert found["version"] == wanted["version"] == 3
+        assert all(torch.equal(found["saved"][n], w) for n, w in wanted["saved"].items()), layout
+        assert found["metrics"]["trained_tokens_total"] == wanted["metrics"]["trained_tokens_total"]
+        assert found["metrics"]["lr"] == wanted["metrics"]["lr"]
+        assert relative(found["weights"], wanted["weights"]) < 1e-6, layout
+
+
+def test_damaged_checkpoints_are_told(gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path) -> None:
+    pool, target = gloo_pool(1), tmp_path / "shards"
+    text = pool.run(training.fails_to_load, folder, str(target))[0]
+    assert "no Megatron checkpoint (metadata.json is missing)" in text
+    pool.run(training.save_and_step, folder, {}, str(target))
+    largest = max(target.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    text = pool.run(training.fails_to_load, folder, str(target))[0]
+    assert "does not fit this model or is damaged" in text
+
+
+# --- whole runs ---
+
+FAILING = """
+import os
+from components.learner.objective import Kind, token
+def terms(inputs, objective):
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 fails inside the pipeline")
+    return token.terms(inputs, objective)
+KIND = Kind(terms)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
+    (tmp_path / "failing.py").write_text(FAILING)
+    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.kind=failing:KIND"]
+    settings += ["run.iterations=1", "prompts.batch=4", "evaluator.num_problems=4", f"run.root={tmp_path}", "run.name=fails"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    out = subprocess.run(
+        [*launch, "-m", "pipeline.cli", "train", "recipe=toy_srpo", *settings],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert out.returncode != 0
+    said = [line for line in out.stderr.splitlines() if line.startswith("creditgraph: ")]
+    assert said, out.stderr
+    assert all("rank 1" in line and "rank 1 fails inside the pipeline" in line for line in said), said
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"tensor_parallel": 0}, "tensor_parallel 0; wanted at least 1"),
+        ({"virtual_pipeline": 2}, "virtual_pipeline 2 with pipeline_parallel 1; wanted several pipeline ranks"),
+        ({"sequence_parallel": True}, "sequence_parallel with tensor_parallel 1"),
+        ({"minibatches": 0}, "minibatches 0"),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        MegatronLearner.Config(**settings)
+
+
+def test_ranks_of_a_replica() -> None:
+    assert MegatronLearner.ranks_per_replica(MegatronLearner.Config(tensor_parallel=2, pipeline_parallel=3, context_parallel=2)) == 12
+
+
+def test_the_state_of_another_learner_is_refused() -> None:
+    with pytest.raises(RunError, match=r"learner\.megatron: the checkpoint holds optimizer, version; wanted the shards"):
+        MegatronLearner().load_state_dict({"version": 1, "optimizer": {}})
+    with pytest.raises(RunError, match=r"learner\.hf: the checkpoint holds version; wanted the optimiser state"):
+        HFLearner().load_state_dict(MegatronLearner.state_dict(SimpleNamespace(version=1)))

@@ -1,0 +1,260 @@
+"""What the ranks run: learners of any layout on the batches of a test, as `learner.hf` runs them in the test's own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from components.learner.hf import HFLearner
+from components.learner.objective import KL, EntropyMask, Objective, Trace
+from components.learner.optimizer import OptimizerSettings
+from pipeline.component import Context, ModelSpec, Ranks
+from pipeline.jagged import Jagged
+from pipeline.payloads import Credit, Trajectories
+
+VOCAB = 42
+# Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
+OPTIMIZER = OptimizerSettings(lr=3e-3, eps=1e-3, grad_clip=0.1, weight_decay=0.1, schedule="linear", warmup=2)
+
+
+def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0) -> tuple[Trajectories, Credit]:
+    """Random rows of unequal length; rows of a prompt share it, and every third one a prefix of its sibling's response."""
+    g = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=g).tolist()
+
+    def size(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=g))
+
+    prompt_rows, rows, inherited = [], [], []
+    for _ in range(prompts):
+        prompt, first = tokens(size(3, 9)), tokens(size(6, 14))
+        for i in range(per_prompt):
+            keep = 4 if i == 2 else 0
+            prompt_rows.append(prompt)
+            rows.append(first if i == 0 else first[:keep] + tokens(size(2, 14)))
+            inherited.append(keep)
+    response = Jagged.from_rows(rows, torch.int32)
+    count = len(rows)
+    noise, uid = torch.rand(len(response.values), generator=g), torch.arange(count) + 100 * (seed + 1)
+    group = torch.arange(count) // per_prompt
+    trajectories = Trajectories(
+        uid=uid,
+        prompt_uid=group,
+        group=group,
+        parent=torch.full((count,), -1),
+        prompt_tokens=Jagged.from_rows(prompt_rows, torch.int32),
+        response_tokens=response,
+        inherited=torch.tensor(inherited),
+        engine_logprobs=response.with_values(-3.5 - noise),
+        entropies=response.with_values(3.0 * noise),
+        thought_ends=Jagged.from_rows([[len(r)] for r in rows], torch.int32),
+        policy_version=torch.full((count,), version),
+        finish_reason=["eos"] * count,
+        text=[""] * count,
+        temperature=0.9,
+    )
+    advantage = response.spread(torch.randn(count, generator=g))
+    shaping = response.with_values(torch.where(noise > 0.5, 0.1, 0.0))
+    gate = response.with_values((noise > 0.3).float())
+    fresh = response.with_values(response.positions >= response.spread(trajectories.inherited).values)
+    return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns={"shaping": shaping, "gate": gate})
+
+
+def five_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
+    """The metrics of five runs on five batches, and what `after_first` says after the first."""
+    out, said = [], None
+    for seed in range(5):
+        learner.context.iteration = seed
+        trajectories, credit = make_batch(seed, version=seed)
+        out.append(learner.run(trajectories=trajectories, credit=credit).report.metrics)
+        if seed == 0 and after_first is not None:
+            said = after_first(learner)
+    return out, said
+
+
+def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") -> HFLearner:
+    """The reference."""
+    learner = HFLearner(HFLearner.Config(**{"optimizer": OPTIMIZER, **settings}))
+    learner.setup(Context(node="learner", iterations=5, model=ModelSpec(path=folder, dtype=dtype)))
+    return learner
+
+
+def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32") -> Any:
+    """This rank's learner in the present torch.distributed world."""
+    import torch.distributed as dist
+
+    from components.learner.megatron.learner import MegatronLearner
+
+    config = MegatronLearner.Config(**{"optimizer": OPTIMIZER, **layout, **settings})
+    world = dist.get_world_size()
+    ranks = Ranks(rank=dist.get_rank(), world=world, num_replicas=world // MegatronLearner.ranks_per_replica(config))
+    learner = MegatronLearner(config)
+    learner.setup(Context(node="learner", iterations=5, ranks=ranks, all_sum=sum_over_replicas, model=ModelSpec(path=folder, dtype=dtype)))
+    return learner
+
+
+def sum_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    """Over ranks of the same place in every replica."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    value = value.clone()
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value
+
+
+def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
+    """Whole clipped gradients of the first step in Hugging Face names: Adam's first moment over 1 − β₁."""
+    parts = learner.optimizer.inner.chained_optimizers
+    moments = {p: s["exp_avg"] for part in parts for p, s in part.optimizer.state.items()}
+    kept = {p: p.detach().clone() for p in moments}
+    with torch.no_grad():
+        for p, moment in moments.items():
+            p.copy_(moment / 0.1)
+    found = dict(learner.model.export())
+    with torch.no_grad():
+        for p, value in kept.items():
+            p.copy_(value)
+    return found
+
+
+def logprobs_of(learner: Any) -> torch.Tensor:
+    """Per-token log-probs of one batch under the present weights, as `old_logprobs: recompute` makes them."""
+    from components.learner.megatron.cpu import megatron_on_cpu
+    from components.learner.megatron.learner import _Pass
+
+    with megatron_on_cpu():
+        return _Pass(learner, *make_batch(9))._score_all(reference=False).values
+
+
+def train(folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
+    """For each case: metrics of five steps, log-probs afterwards, the gradient of the first step, and the last weights."""
+    out = {}
+    for name, settings in cases.items():
+        learner = megatron_learner(folder, layout, settings, dtype)
+        # The distributed optimizer's moments lie across parameters.
+        metrics, gradients = five_steps(learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients)
+        out[name] = {
+            "gradients": gradients,
+            "metrics": metrics,
+            "logprobs": logprobs_of(learner),
+            "weights": learner.initial()["weights"].tensors,
+        }
+    return out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "reinforce": {"objective": Objective(kind="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"), "micro_batch_tokens": 0},
+    "token": {
+        "objective": Objective(kind="token", kl=KL(coefficient=0.1), importance_cap=2.0),
+        "old_logprobs": "recompute",
+        "minibatches": 2,
+        "epochs": 2,
+        "micro_batch_tokens": 40,
+    },
+    "sequence": {"objective": Objective(kind="sequence"), "micro_batch_tokens": 60},
+    "gated_sequence": {"objective": Objective(kind="gated_sequence", entropy_mask=EntropyMask(keep=0.5)), "micro_batch_tokens": 60},
+    "trace": {"objective": Objective(kind="trace", trace=Trace(style="both", normalise=True)), "micro_batch_tokens": 60},
+    # Each row its own micro-batch: the longest sequence is above the budget.
+    "shaped": {"objective": Objective(kind="shaped"), "micro_batch_tokens": 10, "share_prefixes": False},
+}
+
+
+def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
+    """What `train` returns, of learner.hf."""
+    from components.learner.hf import _Pass
+
+    out = {}
+    for name, settings in cases.items():
+        learner = hf_learner(folder, settings, dtype)
+        metrics, moments = five_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
+        out[name] = {
+            "gradients": {n: m["exp_avg"] / 0.1 for n, m in moments.items()},
+            "metrics": metrics,
+            "logprobs": _Pass(learner, *make_batch(9))._score_all(reference=False).values,
+            "weights": learner.initial()["weights"].tensors,
+        }
+    return out
+
+
+def train_layouts(folder: str, layouts: list[dict[str, Any]], cases: dict[str, dict[str, Any]], dtype: str = "float32") -> list[Any]:
+    """`train` for several layouts, one after the other."""
+    return [train(folder, layout, cases, dtype) for layout in layouts]
+
+
+def one_prompt(folder: str, layout: dict[str, Any]) -> tuple[dict[str, float], Any]:
+    """A step on one prompt, which one replica takes; the others have nothing to compute."""
+    learner = megatron_learner(folder, layout, CASES["reinforce"])
+    trajectories, credit = make_batch(0, prompts=1)
+    out = learner.run(trajectories=trajectories, credit=credit)
+    return out.report.metrics, out.weights.tensors
+
+
+def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, float], bool, bool]:
+    """A step in which the last rank's loss or gradient is NaN: metrics, whether all weights stayed, whether a later step is made."""
+    import torch.distributed as dist
+
+    learner = megatron_learner(folder, layout, CASES["sequence"])
+    before = [p.detach().clone() for c in learner.model.chunks for p in c.parameters()]
+    own = learner.model.logprobs
+
+    def logprobs(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if what == "gradient":
+            hidden = hidden.clone()
+            hidden.register_hook(lambda grad: grad * float("nan"))
+        found = own(hidden, *args, **kwargs)
+        return tuple(x.with_values(x.values * float("nan")) for x in found) if what == "loss" else found
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        learner.model.logprobs = logprobs
+    trajectories, credit = make_batch(0)
+    metrics = learner.run(trajectories=trajectories, credit=credit).report.metrics
+    stayed = all(torch.equal(a, b) for a, b in zip(before, (p for c in learner.model.chunks for p in c.parameters()), strict=True))
+    learner.model.logprobs = own
+    again = learner.run(trajectories=trajectories, credit=credit).report.metrics
+    return metrics, stayed, again["steps"] == 1.0
+
+
+def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
+    """Two steps, a checkpoint, and what the third step makes."""
+    from pathlib import Path
+
+    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    for seed in range(2):
+        step(learner, seed)
+    learner.save_shards(Path(target))
+    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+
+
+def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
+    """The weights of a checkpoint, and what the third step makes of them."""
+    from pathlib import Path
+
+    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    learner.load_shards(Path(target))
+    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+
+
+def step(learner: Any, seed: int) -> dict[str, Any]:
+    """One run: its metrics and weights."""
+    learner.context.iteration = seed
+    trajectories, credit = make_batch(seed, version=seed)
+    out = learner.run(trajectories=trajectories, credit=credit)
+    return {"metrics": out.report.metrics, "weights": out.weights.tensors, "version": learner.version}
+
+
+def fails_to_load(folder: str, target: str) -> str:
+    """The sentence of `load_shards`."""
+    from pathlib import Path
+
+    from pipeline.errors import RunError
+
+    learner = megatron_learner(folder, {}, {})
+    try:
+        learner.load_shards(Path(target))
+    except RunError as error:
+        return str(error)
+    return ""

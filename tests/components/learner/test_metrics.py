@@ -1,0 +1,53 @@
+"""Engine against learner."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from components.learner.metrics import Mismatch, MismatchError, MismatchGuard, mismatch_meters, mismatch_values
+from components.learner.objective import Meters
+
+
+def found(learner, engine, mask=None):
+    meters = Meters()
+    mismatch_meters(
+        meters, torch.tensor(learner), torch.tensor(engine), torch.ones(len(learner), dtype=torch.bool) if mask is None else mask
+    )
+    return mismatch_values(meters.values())
+
+
+def test_effective_sample_size_by_hand():
+    # Ratios 1 and 3: (1 + 3)² / (2 · (1 + 9)) = 16 / 20.
+    assert found([-1.0, math.log(3.0) - 2.0], [-1.0, -2.0])["mismatch_ess"] == pytest.approx(0.8)
+    # A common factor changes nothing, equal log-probs give 1, masked tokens do not count.
+    assert found([-1.0, -2.0], [-1.5, -2.5])["mismatch_ess"] == pytest.approx(1.0)
+    assert found([-1.0, -2.0], [-1.0, -2.0])["mismatch_ess"] == 1.0
+    assert found([-1.0, -9.0], [-1.0, -2.0], torch.tensor([True, False]))["mismatch_ess"] == 1.0
+
+
+def test_no_comparable_token_has_no_sample_size():
+    assert "mismatch_ess" not in found([-1.0], [-2.0], torch.tensor([False]))
+
+
+def test_warns_once_and_stops(caplog):
+    guard = MismatchGuard(Mismatch(warn=0.1, stop=0.5))
+    with caplog.at_level(logging.WARNING, logger="creditgraph"):
+        guard.check("learner", {"mismatch_abs": 0.05})
+        assert not caplog.records
+        guard.check("learner", {"mismatch_abs": 0.2})
+        guard.check("learner", {"mismatch_abs": 0.3})
+    assert len(caplog.records) == 1
+    assert (
+        "node 'learner': engine and learner differ by 0.2 nats per token at equal weights (mean |Δ log p|), above mismatch.warn = 0.1"
+        in caplog.text
+    )
+    for bad in (0.6, math.nan):
+        with pytest.raises(
+            MismatchError, match=r"node 'learner'.*wanted at most mismatch.stop = 0.5. Check the engine: .*another sampling temperature"
+        ):
+            guard.check("learner", {"mismatch_abs": bad})
+    MismatchGuard(Mismatch(warn=0, stop=0)).check("learner", {"mismatch_abs": math.inf})
+    with pytest.raises(ValueError, match=r"mismatch.warn -1"):
+        Mismatch(warn=-1)
