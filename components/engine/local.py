@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,28 +11,22 @@ import torch
 from torch import Tensor
 
 from components.engine.attribute import attribute
+from components.engine.base import Engine, EnginePolicy, Outputs
 from components.engine.branches import check_branches, score_branches
 from components.engine.decoder import Decoder, TransformersDecoder
-from components.engine.generate import REASONS, Limits, generate
+from components.engine.generate import REASONS, generate
 from components.engine.lean import LeanDecoder, unsupported
 from components.engine.score import score
 from components.engine.stops import TokenText, decode_rows
 from components.engine.weights import WeightNames
 from components.models.load import resolve_model_path
-from pipeline.component import Component, Context
+from pipeline.component import Context
 from pipeline.errors import ConfigError, CreditgraphError, DataError
 from pipeline.jagged import Jagged
-from pipeline.payloads import Completions, Policy, Requests, Scores, Weights
+from pipeline.payloads import Completions, Requests, Scores, Weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The policy that samples with the given weights."""
-
-    policy: Policy
-
-
-class LocalEngine(Component):
+class LocalEngine(Engine):
     """Samples and scores with any transformers causal language model, in this process, on CPU or GPU.
 
     Equal prompts are prefilled once, rows that end leave the batch, big batches are cut into waves. Qwen2, Qwen3, Llama and Mistral
@@ -75,12 +67,11 @@ class LocalEngine(Component):
         self.context_length = check_context(context.model, model.config)
         self.names = WeightNames(model)
         self.decoder = choose_decoder(model, self.config.decoder, self.context_length)
-        self.text = TokenText(self.tokenizer, self.decoder.vocab_size)
-        self.eos = eos_mask(model, self.tokenizer, self.decoder.vocab_size)
-        self.forbidden = padding_columns(self.tokenizer, self.decoder.vocab_size, context.device)
+        self.vocab_size = self.decoder.vocab_size
+        self.text = TokenText(self.tokenizer, self.vocab_size)
+        self.eos = eos_mask(model.generation_config, self.tokenizer, self.vocab_size)
+        self.forbidden = padding_columns(self.tokenizer, self.vocab_size, context.device)
         self.version = -1
-        self._counters: dict[str, float] = {}
-        self._counted = -1
         self._weights: Weights | None = None
         self._twin: tuple[Any, int] | None = None
 
@@ -114,27 +105,16 @@ class LocalEngine(Component):
             self._twin = (model, self.version)
         return model
 
-    def count(self, **amounts: float) -> None:
-        """Adds to this iteration's counters and logs the sums. Tokens are those that went through the model: sampled, prefilled, scored."""
-        if self._counted != self.context.iteration:
-            self._counters, self._counted = {}, self.context.iteration
-        for name, amount in amounts.items():
-            self._counters[name] = self._counters.get(name, 0.0) + amount
-        self.context.log(**self._counters)
-
     def close(self) -> None:
         """Drops the model."""
         self.__dict__.pop("decoder", None)
         self._twin = self._weights = None
 
 
-class LocalPolicy(Policy):
+class LocalPolicy(EnginePolicy):
     """Handle on a `LocalEngine` holding the weights of one version."""
 
-    def __init__(self, engine: LocalEngine, version: int) -> None:
-        self.engine = engine
-        self.version = version
-        self.tokenizer = engine.tokenizer
+    engine: LocalEngine
 
     def generate(self, requests: Requests) -> Completions:
         """Samples one completion per row."""
@@ -164,16 +144,7 @@ class LocalPolicy(Policy):
         """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
         engine = self.engine
         self._check_current()
-        if len(context) != len(tokens):
-            raise CreditgraphError(f"score: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row.")
-        self._check_tokens(context, "score context", used=tokens.lengths > 0)
-        self._check_tokens(tokens, "score row", used=torch.zeros(len(tokens), dtype=torch.bool))
-        longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
-        if longest > engine.context_length:
-            raise CreditgraphError(
-                f"score: a row of {longest} tokens; wanted at most {engine.context_length} "
-                f"(context of model '{engine.context.model.path}'). Shorten prompt plus response or raise model.max_context."
-            )
+        self._check_scored(context, tokens)
         with self._timed("seconds_score"):
             scores = score(engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens)
         self._check_finite(scores.logprobs)
@@ -211,63 +182,6 @@ class LocalPolicy(Policy):
         engine.count(scored_tokens=int((context.lengths + tokens.lengths)[used].sum()))
         return found
 
-    def _limits(self, requests: Requests) -> Limits:
-        engine, sampling, rows = self.engine, requests.sampling, len(requests.tokens)
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise CreditgraphError(
-                f"sampling: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; "
-                "wanted temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0."
-            )
-        if any(not s for s in sampling.stop) or (sampling.thoughts is not None and not sampling.thoughts.stop):
-            raise CreditgraphError("sampling: an empty stop string; wanted at least one character, or no stop string at all.")
-        budget = torch.full((rows,), sampling.max_tokens) if requests.max_tokens is None else requests.max_tokens
-        room = engine.context_length - requests.tokens.lengths
-        full = ((room <= 0) & (budget > 0)).nonzero()[:, 0].tolist()
-        for row in full:
-            length = int(requests.tokens.lengths[row])
-            reason = f"prompt of {length} tokens leaves no room in a context of {engine.context_length}; its completion is empty"
-            engine.context.reject({"request": row, "prompt_tokens": length}, reason)
-        if full:
-            engine.count(rows_without_room=len(full))
-        most = sampling.thoughts.max_thoughts if sampling.thoughts is not None else 0
-        thoughts = torch.full((rows,), most) if requests.max_thoughts is None else requests.max_thoughts
-        budget = torch.minimum(budget, room).clamp(min=0)
-        return Limits(tokens=budget, thoughts=thoughts.to(torch.int64), eos=engine.eos)
-
-    def _check_current(self) -> None:
-        if self.version != self.engine.version:
-            raise CreditgraphError(
-                f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after version "
-                f"{self.engine.version} was loaded; wanted the handle of the current iteration. "
-                "Wire consumers to engine.policy without '@'."
-            )
-
-    def _check_tokens(self, rows: Jagged, what: str, used: Tensor | None = None) -> None:
-        empty = (rows.lengths == 0) if used is None else (rows.lengths == 0) & used
-        if bool(empty.any()):
-            raise CreditgraphError(f"{what} {int(empty.nonzero()[0])}: no tokens; wanted at least one to condition on (a BOS or a prompt).")
-        vocab = self.engine.decoder.vocab_size
-        if len(rows.values) and not 0 <= int(rows.values.min()) <= int(rows.values.max()) < vocab:
-            raise CreditgraphError(
-                f"{what}: token ids from {int(rows.values.min())} to {int(rows.values.max())}; wanted 0 to {vocab - 1}. "
-                "Prompts must come from the tokenizer of model.path."
-            )
-
-    def _check_finite(self, logprobs: Jagged) -> None:
-        bad = ~torch.isfinite(logprobs.values)
-        if bool(bad.any()):
-            row = int(logprobs.row_ids[bad.nonzero()[0, 0]])
-            raise CreditgraphError(
-                f"engine '{self.engine.context.node}': weights version {self.version} give a log-prob that is not finite (row {row}); "
-                "wanted finite logits. The weights have likely diverged: lower the learning rate or go back to an earlier checkpoint."
-            )
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.engine.count(**{name: time.perf_counter() - start})
-
 
 def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
     """The lean decoder where it is wanted, possible and gives the model's own logits; otherwise the one through transformers."""
@@ -301,9 +215,9 @@ def largest_difference(lean: LeanDecoder, model: Any) -> float:
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
 
 
-def eos_mask(model: Any, tokenizer: Any, vocab_size: int) -> Tensor:
-    """Bool [V]: ids that end a response: the generation configuration's, and the tokenizer's."""
-    listed = getattr(model.generation_config, "eos_token_id", None)
+def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
+    """Bool [V]: ids that end a response: the generation configuration's (None when there is none), and the tokenizer's."""
+    listed = getattr(generation, "eos_token_id", None)
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     mask = torch.zeros(vocab_size, dtype=torch.bool)

@@ -23,10 +23,12 @@ class WeightNames:
     def __init__(self, model: Any) -> None:
         state: dict[str, Tensor] = model.state_dict()
         self.shapes = {name: tuple(t.shape) for name, t in state.items()}
-        by_storage: dict[tuple[int, tuple[int, ...]], str] = {}
+        by_storage: dict[tuple[int, int, tuple[int, ...]], str] = {}
         self.tied: dict[str, str] = {}
         for name, tensor in state.items():
-            first = by_storage.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            # The storage itself, not its address: parameters without memory (device "meta") all have address 0.
+            place = (int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()), tuple(tensor.shape))
+            first = by_storage.setdefault(place, name)
             if first != name and tensor.numel():
                 self.tied[name] = first
 

@@ -1,0 +1,256 @@
+"""How weights get from a learner to engines: a `WeightChannel` publishes one version at a time, with a checksum to hold it against."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from components.engine.dialect import Update
+from pipeline.errors import CreditgraphError, DataError, RunError
+from pipeline.payloads import Weights
+
+SAMPLED_TENSORS = 8
+_SAMPLED_BYTES = 1 << 20
+_PREFIX = "creditgraph-weights-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSettings:
+    """How weights reach servers."""
+
+    kind: Literal["file", "nccl"] = "file"
+    """file: safetensors that servers read; nccl: broadcast to the servers' GPUs through vLLM's own update API, not yet run on a GPU"""
+    path: str = "/dev/shm"
+    """folder for weight files; a shared file system when servers run on other hosts"""
+    fallback: str = ""
+    """folder taken when `path` is full; "" stops the run instead"""
+    dtype: Literal["model", "bfloat16", "float32"] = "model"
+    """of the tensors on their way; model: that of model.dtype, so that float32 stays exact"""
+    bucket_mb: int = 512
+    """most megabytes of whole tensors per file, or per packed broadcast"""
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb < 1:
+            raise ValueError(f"bucket_mb is {self.bucket_mb}; wanted at least 1.")
+
+
+class WeightChannel(Protocol):
+    """Publishes weights; a pool then has its servers load them."""
+
+    def publish(self, weights: Weights) -> Update:
+        """Makes `weights` loadable; the update stays loadable until `retire`."""
+        ...
+
+    def retire(self, version: int) -> None:
+        """Drops every update but that of `version`, which late servers still load."""
+        ...
+
+    def close(self) -> None:
+        """Drops everything."""
+        ...
+
+
+class FileChannel:
+    """Weights through safetensors files: in /dev/shm on one host, or on a file system that all hosts share.
+
+    A version is a folder that appears under its name when it is complete. Weights that are a folder already (`Weights.path`) in the
+    right dtype are not copied.
+
+    Args:
+        settings: of the channel.
+        dtype: of the tensors in the files.
+    """
+
+    def __init__(self, settings: ChannelSettings, dtype: torch.dtype) -> None:
+        self._settings, self._dtype = settings, dtype
+        self._folders: dict[int, Path] = {}
+        self.path = _own_folder(Path(settings.path))
+        self.fallback = _own_folder(Path(settings.fallback)) if settings.fallback else None
+        remove_abandoned(Path(settings.path))
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where files may be; to be removed with the run."""
+        return [self.path] if self.fallback is None else [self.path, self.fallback]
+
+    def publish(self, weights: Weights) -> Update:
+        """Writes the weights; raises RunError, naming the setting, when there is no room."""
+        tensors, files = self._source(weights)
+        names = sample_names(tensors)
+        checksum = sample_checksum(tensors, names)
+        if files is None:
+            files = self._write(weights.version, tensors)
+        return Update(version=weights.version, path=str(files[0].parent), files=tuple(map(str, files)), sample=names, checksum=checksum)
+
+    def describe(self, weights: Weights) -> Update:
+        """The update that another process publishes of the same weights: nothing is written, servers are only verified."""
+        tensors, _ = self._source(weights)
+        names = sample_names(tensors)
+        return Update(version=weights.version, path="", files=(), sample=names, checksum=sample_checksum(tensors, names), loaded=True)
+
+    def retire(self, version: int) -> None:
+        """Removes the files of all other versions."""
+        for other in [v for v in self._folders if v != version]:
+            shutil.rmtree(self._folders.pop(other), ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes all files."""
+        self._folders.clear()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _source(self, weights: Weights) -> tuple[dict[str, Tensor], list[Path] | None]:
+        """Tensors to write in the right dtype, and the files that hold exactly them, if there are any."""
+        if weights.tensors is not None:
+            return distinct(weights.tensors, self._dtype), None
+        assert weights.path is not None, "the engine names a path for a model's own weights"
+        files = sorted(Path(weights.path).resolve().glob("*.safetensors"))
+        if not files:
+            raise DataError(f"weights path {weights.path}: no *.safetensors file; wanted a folder in Hugging Face layout.")
+        tensors = {name: tensor for file in files for name, tensor in read_file(file)}
+        if all(tensor.dtype == self._dtype for tensor in tensors.values()):
+            return tensors, files
+        return distinct(tensors, self._dtype), None
+
+    def _write(self, version: int, tensors: dict[str, Tensor]) -> list[Path]:
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        tried: list[str] = []
+        for folder in self.folders:
+            try:
+                return self._write_to(folder, version, tensors, needed)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise RunError(f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror}).") from error
+                tried.append(f"{folder.parent} ({error.strerror})")
+        hint = "engine.channel.path and engine.channel.fallback to folders" if self.fallback else "engine.channel.fallback to a folder"
+        raise RunError(
+            f"weights version {version}: {needed / 1e6:.1f} MB found no room in {', nor in '.join(tried)}; wanted room for two versions. "
+            f"Free space there, or set {hint} with room."
+        )
+
+    def _write_to(self, folder: Path, version: int, tensors: dict[str, Tensor], needed: int) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder).free < needed:
+            # A memory file system would let the file grow and end the writer with SIGBUS.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        aside, final = folder / f".v{version}", folder / f"v{version}"
+        for stale in (aside, final):
+            shutil.rmtree(stale, ignore_errors=True)
+        aside.mkdir()
+        try:
+            names = [write_file(aside / f"bucket-{n:05d}.safetensors", bucket) for n, bucket in enumerate(self._buckets(tensors))]
+            aside.replace(final)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        self._folders[version] = final
+        return [final / name for name in names]
+
+    def _buckets(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        yield from buckets(tensors, self._settings.bucket_mb << 20)
+
+
+def buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive tensors of at most `limit` bytes together; a bigger one is alone."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if bucket and size + tensor.nbytes > limit:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def distinct(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU in `dtype`; of tied ones only the first."""
+    found: dict[str, Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        plain = tensor.detach().to(device="cpu", dtype=target).contiguous()
+        # safetensors refuses tensors that share a storage, as views of one flat buffer do.
+        found[name] = plain.clone() if plain.untyped_storage().nbytes() != plain.nbytes else plain
+    return found
+
+
+def write_file(file: Path, tensors: dict[str, Tensor]) -> str:
+    """One safetensors file; its name. Raises OSError when there is no room."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:
+        text = str(error)
+        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if f"os error {n}" in text), errno.EIO)
+        raise OSError(number, os.strerror(number) if number != errno.EIO else text) from error
+    return file.name
+
+
+def read_file(file: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor (mapped, not read) of everything in a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt", device="cpu") as opened:
+        for name in opened.keys():  # noqa: SIM118 (no mapping)
+            yield name, opened.get_tensor(name)
+
+
+def sample_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The fixed sample that a checksum covers: names evenly spread over the sorted ones, the first and the last among them."""
+    names = sorted(tensors)
+    if len(names) <= SAMPLED_TENSORS:
+        return tuple(names)
+    return tuple(names[i * (len(names) - 1) // (SAMPLED_TENSORS - 1)] for i in range(SAMPLED_TENSORS))
+
+
+def sample_checksum(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
+    """Hash of the named tensors: name, dtype, shape, first and last MiB. Raises CreditgraphError when one is missing."""
+    digest = hashlib.sha256()
+    for name in names:
+        if name not in tensors:
+            raise CreditgraphError(f"weights: no tensor '{name}'; wanted every tensor that the checksum covers.")
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        raw = tensor.reshape(-1).view(torch.uint8)
+        digest.update(raw[:_SAMPLED_BYTES].cpu().numpy().data)
+        digest.update(raw[-_SAMPLED_BYTES:].cpu().numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _own_folder(parent: Path) -> Path:
+    # Host, process and its start time: whoever finds the folder can tell whether its run still lives.
+    return parent / f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-{_started(os.getpid())}-{os.urandom(3).hex()}"
+
+
+def _started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Removes weight folders of this host's runs that are gone."""
+    own = f"{_PREFIX}{socket.gethostname()}-"
+    for folder in parent.glob(f"{own}*"):
+        pid, _, rest = folder.name.removeprefix(own).partition("-")
+        if pid.isdigit() and _started(int(pid)) != rest.partition("-")[0]:
+            shutil.rmtree(folder, ignore_errors=True)

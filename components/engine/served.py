@@ -1,0 +1,158 @@
+"""An external engine whose model runs in servers: what stands between its component and a pool, for every dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.dialect import Dialect, Probe, ScoreAnswer, ScoreAsk
+from components.engine.external import ExternalEngine, ExternalPolicy, check_score, reference_logprobs
+from components.engine.member import PoolSettings
+from components.engine.pool import ServerPool
+from components.engine.rows import Rows
+from components.engine.server import Address, find_servers
+from pipeline.errors import DataError
+from pipeline.payloads import Weights
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where the servers of an engine are, and how they are treated. Base of the settings of engines that can be served."""
+
+    servers: int = 0
+    """server processes to start on this host; 0 with neither addresses nor rendezvous runs the engine in this process"""
+    addresses: tuple[str, ...] = ()
+    """host:port of servers that run already, in place of starting some"""
+    rendezvous: str = ""
+    """engines.json written by who starts the servers (SLURM steps, another run), waited for"""
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    """time limits, back-pressure, retries"""
+    channel: ChannelSettings = field(default_factory=ChannelSettings)
+    """how weights reach the servers"""
+
+    @property
+    def served(self) -> bool:
+        """Whether there are servers."""
+        return bool(self.servers or self.addresses or self.rendezvous)
+
+
+class Servers:
+    """Pool and weight channel of an engine.
+
+    Args:
+        engine: after its own `setup`.
+        dialect: of its servers.
+        settings: where they are.
+        tolerance: nats by which log-probs of a probe may differ after an update; 0 sends no probe.
+    """
+
+    def __init__(self, engine: ExternalEngine, dialect: Dialect, settings: ServerSettings, tolerance: float) -> None:
+        context = engine.context
+        self.engine, self._tolerance = engine, tolerance
+        # Servers that were started here are this replica's own; servers found elsewhere are those of all replicas.
+        self._shared = not settings.servers and context.ranks.num_replicas > 1
+        wanted = settings.channel.dtype
+        self._dtype: torch.dtype = getattr(torch, context.model.dtype if wanted == "model" else wanted)
+        self._scratch = None if context.run_dir else tempfile.TemporaryDirectory(prefix="creditgraph-run-")
+        folder = context.run_dir or Path(self._scratch.name if self._scratch else ".")
+        found = find_servers(settings.servers, settings.addresses, settings.rendezvous, settings.pool.start_seconds, context.node)
+        self.channel = FileChannel(settings.channel, self._dtype)
+        temporary = [folder] if self._scratch else []
+        self.pool = ServerPool(dialect, settings.pool, found, folder, context.node, [*self.channel.folders, *temporary])
+        vocabulary, length = engine.vocab_size, min(PROBE_TOKENS, engine.context_length)
+        ids = [(7919 * n + 13) % vocabulary for n in range(length)]
+        self._probe = ScoreAsk(row=0, group=0, context=ids[:1], tokens=ids[1:], temperature=1.0)
+        self.pool.start()
+
+    def load(self, weights: Weights) -> ServedPolicy:
+        """Publishes weights and has every server load them; the handle on them."""
+        tensors = self.engine.names.resolve(
+            weights if weights.path is None else dataclasses.replace(weights, path=local_folder(weights.path))
+        )
+        distinct = {name: tensor for name, tensor in tensors.items() if name not in self.engine.names.tied}
+        follows = self._shared and self.engine.context.ranks.replica > 0
+        published = Weights(version=weights.version, tensors=distinct)
+        update = self.channel.describe(published) if follows else self.channel.publish(published)
+        if self._tolerance:
+            ids = [*self._probe.context, *self._probe.tokens]
+            model = getattr(torch, self.engine.context.model.dtype)
+            sent = {name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+            logprobs = reference_logprobs(self.engine.model, sent, ids, model)
+            update = dataclasses.replace(update, probe=Probe(ask=self._probe, logprobs=tuple(logprobs.tolist()), tolerance=self._tolerance))
+        self.engine.version = -1  # no handle is valid while servers change
+        self._meet()  # no replica samples any more
+        if follows:
+            self._meet()
+        self.pool.update(update)
+        if not follows:
+            self._meet()  # all servers hold the weights, or are out
+        self.channel.retire(weights.version)
+        self.count()
+        return ServedPolicy(self.engine, weights.version, self)
+
+    def _meet(self) -> None:
+        """Waits for the other replicas that ask the same servers; the first of them changes the weights, the others verify them."""
+        if self._shared:
+            self.engine.context.all_sum(torch.zeros(1))
+
+    def addresses(self) -> list[Address]:
+        """Where the servers are."""
+        return [m.address for m in self.pool.members]
+
+    def count(self) -> None:
+        """Logs what the pool has counted."""
+        counted = self.pool.take_counters()
+        self.engine.context.log(servers_ready=counted.pop("servers_ready"))
+        self.engine.count(**counted)
+
+    def close(self) -> None:
+        """Ends the servers and removes their weight files."""
+        self.pool.close()
+        self.channel.close()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+
+class ServedPolicy(ExternalPolicy):
+    """Handle on servers that hold the weights of one version."""
+
+    def __init__(self, engine: ExternalEngine, version: int, servers: Servers) -> None:
+        super().__init__(engine, version)
+        self._servers = servers
+
+    def sample(self, rows: Rows) -> None:
+        """Each row is asked for, and goes on, by itself."""
+        self._servers.pool.generate(rows.start(), rows.advance)
+        self._servers.count()
+
+    def score_rows(self, asks: Sequence[ScoreAsk]) -> list[ScoreAnswer]:
+        """Every ask at whichever server holds its context."""
+        answers: dict[int, ScoreAnswer] = {}
+        by_row = {ask.row: ask for ask in asks}
+
+        def take(row: int, answer: ScoreAnswer) -> None:
+            answers[row] = check_score(by_row[row], answer, self.version)
+
+        self._servers.pool.score(asks, take)
+        self._servers.count()
+        return [answers[ask.row] for ask in asks]
+
+
+def local_folder(path: str) -> str:
+    """The folder of a model: itself, or the hub's snapshot of that name; raises DataError when there is none."""
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the hub client raises types of its own
+        raise DataError(f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder.") from error

