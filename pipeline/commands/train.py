@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Any
 
 from pipeline.compose import (
@@ -19,24 +21,42 @@ from pipeline.compose import (
     parse_overrides,
     search_dirs,
 )
+from pipeline.distributed import Team, plan_ranks, rendezvous
+from pipeline.errors import ConfigError
 
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _not_begun)  # the executor takes over once there is something to save
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     for noisy in ("httpx", "urllib3", "filelock", "datasets", "transformers", "wandb", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    meeting = rendezvous()
+    if meeting.ranks.rank:
+        logging.getLogger().setLevel(logging.WARNING)  # what all ranks would say, rank 0 says
     if options.multirun:
+        if meeting.ranks.world > 1:
+            raise ConfigError(
+                f"-m: a sweep of runs on {meeting.ranks.world} processes each; wanted one process. Start one run per setting."
+            )
         return sweep(options.overrides, options.config_dir)
     experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
     if options.check:
         print(f"sound: {len(experiment.graph)} nodes, {'generation overlaps learning' if experiment.graph.overlaps else 'one lane'}")
         return 0
-    return train(experiment)
+    ranks = plan_ranks(experiment.graph, meeting.ranks)
+    if ranks.world == 1:
+        return train(experiment)
+    from pipeline.processes import run_together
+    from pipeline.run_settings import resolve_device
+
+    device = resolve_device(experiment.run.device, ranks.local_rank)
+    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
 
 
-def train(experiment: Experiment) -> int:
-    """Runs or continues an experiment; returns the exit code of `Outcome`."""
+def train(experiment: Experiment, team: Team | None = None) -> int:
+    """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
     from pipeline import draw
     from pipeline.executor import Executor
     from pipeline.metrics import Wandb
@@ -46,11 +66,17 @@ def train(experiment: Experiment) -> int:
 
     settings = experiment.run
     set_threads(settings.threads)
+    team = team or Team()
+    if team.ranks.rank:
+        team.barrier()  # rank 0 has the run directory open
+        return follow(experiment, team)
     with RunDirectory.open(experiment.run_path, experiment.resolved, allow_changes=settings.allow_changes) as run:
         for name, text in (("graph.svg", draw.svg(experiment.graph)), ("graph.mmd", draw.mermaid(experiment.graph))):
             write_aside(run.path / name, text)
+        team.barrier()
         sinks = [] if settings.wandb.mode == "disabled" else [Wandb(settings.wandb, run.path, experiment.resolved)]
-        with Executor(experiment.graph, settings, model=experiment.model, data=experiment.data, run=run, sinks=sinks) as executor:
+        parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
+        with Executor(experiment.graph, settings, run=run, sinks=sinks, **parts) as executor:
             executor.setup()
             done = executor.restore()
             if done:
@@ -61,6 +87,26 @@ def train(experiment: Experiment) -> int:
     print(table)
     print(f"run directory: {run.path}")
     return outcome.exit_code
+
+
+def _not_begun(number: int, frame: FrameType | None) -> None:
+    print(
+        f"creditgraph train: {signal.Signals(number).name} before the first iteration; start again to continue.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(75)
+
+
+def follow(experiment: Experiment, team: Team) -> int:
+    """What the ranks after the first do: run the graph, and leave files and words to rank 0."""
+    from pipeline.executor import Executor
+
+    parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
+    with Executor(experiment.graph, experiment.run, path=experiment.run_path, **parts) as executor:
+        executor.setup()
+        executor.restore()
+        return executor.run().exit_code
 
 
 def set_threads(threads: int) -> None:

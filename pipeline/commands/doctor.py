@@ -1,0 +1,19 @@
+"""`creditgraph doctor`: checks an installation, a node or a cluster and says what to fix."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.cluster.doctor import examine
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints findings; exit code 1 when one failed."""
+    found = examine(Path(options.shared) if options.shared else None, options.node)
+    failed = [f for f in found if f.state == "FAIL"]
+    for finding in failed if options.quiet else found:
+        print(finding)
+    if not options.quiet:
+        print("all well" if not failed else f"{len(failed)} to fix")
+    return 1 if failed else 0
