@@ -22,10 +22,10 @@ from components.learner.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.compose import Experiment
 from pipeline.errors import CreditgraphError
-from pipeline.executor import resolve_device
 from pipeline.node_runner import NodeFailure
 from pipeline.payloads import Judge, Policy, Prompts, Sampling, Trajectories, Weights
 from pipeline.replaying import Replay
+from pipeline.run_settings import resolve_device
 from pipeline.sockets import Wire
 from pipeline.streams import Stream
 

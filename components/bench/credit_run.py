@@ -11,10 +11,10 @@ from typing import Any
 from pipeline.component import Context
 from pipeline.compose import Experiment
 from pipeline.errors import ConfigError
-from pipeline.executor import resolve_device
 from pipeline.graph import MAX_NODES, Graph
 from pipeline.node_runner import NodeRunner, set_origin
 from pipeline.payloads import Credit, Policy, Prompts, Trajectories, Weights
+from pipeline.run_settings import resolve_device
 from pipeline.sockets import Node, Wire
 from pipeline.values import as_inputs
 

@@ -1,0 +1,21 @@
+"""`creditgraph report`: one self-contained HTML page of one or more runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pipeline.report.page import visible, write_report
+from pipeline.report.source import read_run
+
+
+def main(options: argparse.Namespace) -> int:
+    """Writes the page; says what is missing and where it lies."""
+    runs = [read_run(Path(path)) for path in options.runs]
+    target = Path(options.output) if options.output else runs[0].path / "report.html"
+    size = write_report(runs, target, options.title or "")
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {visible(run.name)}: {visible(note)}")
+    print(f"wrote {target} ({size / 1e6:.1f} MB)")
+    return 0

@@ -1,0 +1,1 @@
+"""`creditgraph report` and `creditgraph credit`: one self-contained HTML page of what was recorded."""

@@ -1,0 +1,124 @@
+"use strict";
+// Charts, drawn by Vega-Lite as SVG; expressions are interpreted, so the page's policy needs no eval.
+(function () {
+  const { el } = report;
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const drawn = new Map(); // element → () => spec
+
+  function colors() {
+    const style = getComputedStyle(document.documentElement);
+    const get = name => style.getPropertyValue(name).trim();
+    return { text: get("--text"), soft: get("--soft"), line: get("--line"), plus: get("--plus"), minus: get("--minus"), page: get("--page"),
+      series: ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"].map(get) };
+  }
+  report.colors = colors;
+
+  function config() {
+    const c = colors();
+    return {
+      background: null, aria: false, font: "system-ui, sans-serif",
+      view: { stroke: c.line }, range: { category: c.series },
+      axis: { labelColor: c.text, titleColor: c.text, gridColor: c.line, gridOpacity: 0.5, domainColor: c.soft, tickColor: c.soft,
+        labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal" },
+      legend: { labelColor: c.text, titleColor: c.text, orient: "bottom", labelFontSize: 12, labelLimit: 220, columns: 3, symbolLimit: 24, symbolOpacity: 1, symbolStrokeWidth: 2 },
+      title: { color: c.text }, text: { color: c.text },
+    };
+  }
+
+  async function show(place, spec) {
+    if (place.view) place.view.finalize();
+    const full = { $schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", autosize: { type: "fit-x", contains: "padding" },
+      ...spec(), config: config() };
+    const result = await vegaEmbed(place, full, { actions: false, renderer: "svg", ast: true, tooltip: { theme: dark.matches ? "dark" : "light", sanitize: v => report.visible(String(v)).replace(/&/g, "&amp;").replace(/</g, "&lt;") } });
+    place.view = result.view;
+    // The holder has role and label; the marks inside have roles without names.
+    place.querySelector("svg")?.setAttribute("aria-hidden", "true");
+  }
+
+  /** Draws `spec()` in an element with a spoken label; again whenever light and dark change. */
+  report.chart = function chart(place, label, spec) {
+    place.setAttribute("role", "img");
+    place.setAttribute("aria-label", label);
+    drawn.set(place, spec);
+    return show(place, spec).catch(error => {
+      place.removeAttribute("role");
+      place.replaceChildren(el("p", { class: "note" }, `This chart could not be drawn (${error.message}).`));
+    });
+  };
+  dark.addEventListener("change", () => { for (const [place, spec] of drawn) if (place.isConnected) show(place, spec); else drawn.delete(place); });
+
+  function curveSpec(data, metric, along) {
+    const values = [];
+    for (const [label, points] of Object.entries(data.lines[metric][along])) {
+      for (const [x, mean, low, high, runs] of points) values.push({ x, mean, low, high, runs, group: report.visible(label) });
+    }
+    const few = values.length < 60;
+    const color = { field: "group", type: "nominal", title: null, scale: { domain: data.groups.map(g => report.visible(g.label)) } };
+    const x = { field: "x", type: "quantitative", title: data.axes[along], scale: { zero: false, nice: false }, axis: along === "iteration" ? { tickMinStep: 1, format: "d" } : {} };
+    return {
+      height: 260, data: { values }, encoding: { x, color },
+      layer: [
+        { mark: { type: "area", opacity: 0.22, interpolate: "linear" }, encoding: { y: { field: "low", type: "quantitative", title: report.visible(metric), scale: { zero: false } }, y2: { field: "high" } } },
+        { mark: { type: "line", strokeWidth: 2, point: few ? { size: 36 } : false }, encoding: { y: { field: "mean", type: "quantitative" }, strokeDash: { field: "group", type: "nominal", title: null, scale: { domain: color.scale.domain } } } },
+        { mark: { type: "point", opacity: 0, size: 80 }, encoding: { y: { field: "mean", type: "quantitative" },
+          tooltip: [{ field: "group", title: "runs" }, { field: "x", title: data.axes[along] }, { field: "mean" }, { field: "low", title: "lowest" }, { field: "high", title: "highest" }, { field: "runs", title: "seeds" }] } },
+      ],
+    };
+  }
+
+  function finals(data, metric) {
+    return el("table", {}, el("caption", {}, `${metric}: last values`),
+      el("thead", {}, el("tr", {}, ["runs", "mean", "lowest", "highest", "seeds"].map(t => el("th", { scope: "col" }, t)))),
+      el("tbody", {}, data.groups.map(g => {
+        const points = data.lines[metric].iteration[g.label];
+        const last = points[points.length - 1];
+        return el("tr", {}, el("th", { scope: "row" }, report.visible(g.label)), (last ? last.slice(1) : ["–", "–", "–", "–"]).map(v => el("td", {}, String(v))));
+      })));
+  }
+
+  report.curves = function curves(data) {
+    const names = Object.keys(data.lines);
+    const panels = [...document.querySelectorAll("[data-curve]")];
+    if (!names.length) return panels.forEach(p => p.remove());
+    const along = () => document.querySelector("input[name=along]:checked").value;
+    const update = [];
+    panels.forEach((panel, i) => {
+      const select = panel.querySelector("select");
+      select.append(...names.map(n => el("option", { value: n }, report.visible(n))));
+      select.value = names[Math.min(i, names.length - 1)];
+      const draw = () => {
+        const metric = select.value;
+        panel.querySelector("details > div").replaceChildren(finals(data, metric));
+        return report.chart(panel.querySelector(".chart"), `${metric} against ${data.axes[along()]}, one line per group of runs, band from lowest to highest seed`,
+          () => curveSpec(data, metric, along()));
+      };
+      select.addEventListener("change", draw);
+      update.push(draw);
+      draw();
+    });
+    document.querySelectorAll("input[name=along]").forEach(r => r.addEventListener("change", () => update.forEach(d => d())));
+  };
+
+  report.phases = function phases(all) {
+    const select = document.getElementById("phase-run");
+    const place = document.getElementById("phase-chart");
+    if (!place) return;
+    const draw = () => {
+      const rows = all[Number(select.value)];
+      const order = [...new Set(rows.map(r => r[1]))].filter(n => n !== "other").concat("other");
+      const nodes = order.map(report.visible);
+      const values = rows.map(([iteration, node, seconds]) => ({ iteration, node: report.visible(node), seconds, order: order.indexOf(node) }));
+      report.chart(place, "seconds of each node per iteration, stacked", () => ({
+        height: 240, data: { values }, mark: { type: "bar", binSpacing: 0.5 },
+        encoding: {
+          x: { field: "iteration", type: values.length && new Set(values.map(v => v.iteration)).size <= 40 ? "ordinal" : "quantitative", title: "iteration", axis: { labelAngle: 0, labelOverlap: true } },
+          y: { field: "seconds", type: "quantitative", stack: true, title: "seconds" },
+          color: { field: "node", type: "nominal", title: null, scale: { domain: nodes } }, order: { field: "order" },
+          tooltip: [{ field: "iteration" }, { field: "node" }, { field: "seconds", format: ".4g" }],
+        },
+      }));
+    };
+    select.addEventListener("change", draw);
+    draw();
+  };
+})();
