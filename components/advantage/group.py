@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, Count, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
 
@@ -129,11 +129,11 @@ def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, 
     """Number of groups, share of groups without signal, mean standard deviation of the reward within a group."""
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
-        return {"groups": 0.0, "zero_variance_share": 0.0, "reward_std": 0.0}
+        return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {
-        "groups": float(len(ids)),
+        "groups": Count(len(ids)),
         "zero_variance_share": float(silent[first].double().mean()),
         "reward_std": float(std[first].mean()),
     }

@@ -57,7 +57,8 @@ def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str,
 class Accuracy(Component):
     """Judges the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
-    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone.
+    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone. With several replicas
+    each judges its share of the problems, and counts are summed.
     """
 
     paper = "2107.03374"
@@ -99,7 +100,8 @@ class Accuracy(Component):
         rows = load_rows(context.data[split], context, tokenizer, place=f"data.{split}")
         rows = rows[: self.config.num_problems] if self.config.num_problems else rows
         first = (_HELD_OUT << 39) | (context.node_index << 32)
-        self._prompts = make_prompts(rows, tokenizer, torch.arange(first, first + len(rows)))
+        self._count, mine = len(rows), context.ranks.share(len(rows))
+        self._prompts = make_prompts(rows[mine], tokenizer, torch.arange(first, first + len(rows))[mine])
 
     def due(self) -> bool:
         """Whether this iteration evaluates."""
@@ -111,12 +113,16 @@ class Accuracy(Component):
         if not self.due():
             return Outputs(report=TrainReport(metrics={}, seconds={}))
         started = time.perf_counter()
-        count, samples = len(self._prompts), self.config.samples
+        count, samples = self._count, self.config.samples
         greedy = self._judged(policy, judge, Sampling(**{**vars(self.config.sampling()), "temperature": 0.0}), 1)
-        metrics = {"accuracy": float(greedy.correct.sum()) / max(count, 1), "problems": float(count)}
+        right = self.context.all_sum(greedy.correct.sum().double())
+        metrics = {"accuracy": float(right) / max(count, 1), "problems": float(count)}
         if samples:
             drawn = self._judged(policy, judge, self.config.sampling(), samples)
-            metrics |= sample_metrics(drawn.correct.view(count, samples).sum(1).tolist(), samples)
+            # How many problems have 0, 1 … `samples` right answers, of all replicas.
+            histogram = torch.bincount(drawn.correct.view(-1, samples).sum(1), minlength=samples + 1)
+            counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
+            metrics |= sample_metrics(counts.tolist(), samples)
         self.context.log(**metrics)
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - started}))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from components.localizer.thoughts import has_oracle, num_thoughts, true_first_errors
 from components.models.load import load_tokenizer
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, Count, same_rows
 from pipeline.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
 
 
@@ -45,7 +45,7 @@ def reset_metrics(step: Tensor, count: Tensor, correct: Tensor, seed_row: Tensor
     has_suffix[seed_row] = True
     corrected[seed_row[correct]] = True
     found: dict[str, float | None] = {
-        "seeds": float(len(step)),
+        "seeds": Count(len(step)),
         "step_fraction": mean_where((step - 1) / count.clamp(min=1), seeds),
         "correction": mean_where(correct, seeds[seed_row]),
         "corrected": mean_where(corrected, has_suffix),
@@ -90,7 +90,7 @@ class Resets(Component):
             self._true_steps(prompts, seeds),
         )
         self.context.log(**metrics)
-        return Outputs(report=TrainReport(metrics=metrics, seconds={}))
+        return Outputs(report=TrainReport(metrics={k: float(v) for k, v in metrics.items()}, seconds={}))
 
     def _true_steps(self, prompts: Prompts, seeds: Trajectories) -> Tensor | None:
         if not len(seeds) or not has_oracle(prompts):

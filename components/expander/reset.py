@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_from_prefix
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, Count, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Policy, StepErrors, Trajectories, check_aligned
+from pipeline.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +70,14 @@ class Reset(Component):
         count = self.config.suffixes
         rows = torch.arange(len(seeds)).repeat_interleave(count)
         length = reset_length(seeds.thought_ends, errors.step)
-        request_seed = keyed_seeds(self.context.rng(), seeds.uid, 0, count).reshape(-1)
+        request_seed = keyed_seeds(self.context.rng(), keys_within(seeds.prompt_uid), 0, count).reshape(-1)
         made = sample_from_prefix(
             policy, seeds.select(rows), length[rows], request_seed, self.config.sampling(), self.context.uids(len(rows))
         )
         whole = seeds.response_tokens.lengths.clamp(min=1)
         self.context.log(
             **length_metrics(made),
-            inherited_tokens=float(made.inherited.sum()),
+            inherited_tokens=Count(made.inherited.sum()),
             prefix_share=float((length / whole).sum()) / max(len(seeds), 1),
             empty_prefix_share=float((length == 0).sum()) / max(len(seeds), 1),
         )

@@ -20,7 +20,7 @@ from components.segmenter.entropy_cuts import rank_in_row
 from components.segmenter.thought import ends_of_stop, token_pieces
 from pipeline.component import Context
 from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Prompts, Sampling, Trajectories
+from pipeline.payloads import Policy, Prompts, Sampling, Trajectories, known_entropies
 
 Measure = Literal["logprob", "entropy"]
 
@@ -139,7 +139,8 @@ def uncertainty(trajectories: Trajectories, measure: Measure) -> Jagged:
 
     Rows of a tree often repeat each other, and their equal scores differ by rounding, which depends on the batch. In steps they are ties.
     """
-    values = trajectories.entropies.values if measure == "entropy" else -trajectories.engine_logprobs.values
+    entropies = trajectories.entropies.values
+    values = known_entropies(entropies, "expander.tree") if measure == "entropy" else -trajectories.engine_logprobs.values
     return trajectories.entropies.with_values((values * 1000).round() / 1000)
 
 

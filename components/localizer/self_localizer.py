@@ -10,9 +10,10 @@ import torch
 
 from components.localizer.thoughts import num_thoughts, thought_texts
 from components.prompts.templates import localize_prompt
-from pipeline.component import Component, same_rows
+from pipeline.component import Component, Count, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Policy, Prompts, Requests, Sampling, StepErrors, Trajectories
+from pipeline.streams import keys_within
 
 SOURCES = ("boxed", "step", "default")
 _BOXED = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
@@ -75,7 +76,7 @@ class SelfLocalizer(Component):
         self.context.log(
             **{f"{name}_share": source.count(name) / rows for name in SOURCES},
             step_fraction=float(((step - 1) / count).sum()) / rows,
-            sampled_tokens=tokens,
+            sampled_tokens=Count(tokens),
         )
         return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=source))
 
@@ -92,7 +93,7 @@ class SelfLocalizer(Component):
         done = policy.generate(
             Requests(
                 tokens=Jagged.from_rows([tokenizer.encode(text, add_special_tokens=False) for text in asked], torch.int32),
-                seed=self.context.rng().seeds(seeds.uid),
+                seed=self.context.rng().seeds(keys_within(seeds.prompt_uid)),
                 sampling=Sampling(
                     temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens, stop=tuple(settings.stop)
                 ),

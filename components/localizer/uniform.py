@@ -8,6 +8,7 @@ from typing import Annotated
 from components.localizer.thoughts import num_thoughts
 from pipeline.component import Component, same_rows
 from pipeline.payloads import Policy, Prompts, StepErrors, Trajectories
+from pipeline.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class UniformLocalizer(Component):
     paper = "2605.25507"
 
     def run(self, *, seeds: Trajectories, prompts: Prompts | None = None, policy: Policy | None = None) -> Outputs:
-        """Draws one step per seed, keyed by its uid."""
+        """Draws one step per seed, keyed by its prompt and its place among the seeds of that prompt."""
         count = num_thoughts(seeds)
-        step = 1 + self.context.rng().integers(seeds.uid, 0, count)
+        step = 1 + self.context.rng().integers(keys_within(seeds.prompt_uid), 0, count)
         self.context.log(step_fraction=float(((step - 1) / count).sum()) / max(len(seeds), 1))
         return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=["uniform"] * len(seeds)))

@@ -16,6 +16,7 @@ from components.rewards.outcome import finite_rewards
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics
 from pipeline.component import Component, same_rows
 from pipeline.payloads import Batch, Judge, Policy, Prompts, Rewards, Trajectories, check_aligned
+from pipeline.streams import keys_within
 
 NOT_ENDED = "the revision did not end within its budget"
 
@@ -116,7 +117,7 @@ class Compare(Component):
         asked = _asked(prompts, trajectories, wrong.tolist(), shown.tolist(), policy)
         # One keyed draw per reference place: a revision does not depend on what else is revised.
         place = torch.arange(len(wrong)) - torch.searchsorted(wrong, wrong)
-        table = keyed_seeds(self.context.rng(), trajectories.uid, 0, settings.references)
+        table = keyed_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), 0, settings.references)
         uid = self.context.uids(len(wrong))
         made = second_turn(policy, prompts, firsts, asked, table[wrong, place], settings.sampling(), uid)
         verdicts = _ended_only(finite_rewards(judge.judge(prompts, made)), made)

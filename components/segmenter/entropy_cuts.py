@@ -12,7 +12,7 @@ from torch import Tensor
 from components.segmenter.thought import close_segments
 from pipeline.component import Component, same_rows
 from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories
+from pipeline.payloads import Segments, Trajectories, known_entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ class EntropyCuts(Component):
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row by its entropies."""
+        known_entropies(trajectories.entropies.values, "segmenter.entropy_cuts")
         ends = entropy_ends(trajectories.entropies, self.config.segments, self.config.quantile, self.config.min_distance)
         self.context.log(segments=len(ends.values) / max(len(ends), 1))
         return Outputs(segments=Segments(uid=trajectories.uid, ends=ends))

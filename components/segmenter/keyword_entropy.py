@@ -14,7 +14,7 @@ from components.models.load import load_tokenizer
 from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
 from pipeline.component import Component, same_rows
 from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories
+from pipeline.payloads import Segments, Trajectories, known_entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class KeywordEntropy(Component):
             for pieces in token_pieces(self._tokenizer, trajectories.response_tokens)
         ]
         split = close_segments(Jagged.from_rows(found, torch.int32), trajectories.response_tokens.lengths)
+        known_entropies(trajectories.entropies.values, "segmenter.keyword_entropy")
         entropies = trajectories.entropies.to_lists()
         merged = [merge_lowest(row, entropy, self.config.segments) for row, entropy in zip(split.to_lists(), entropies, strict=True)]
         ends = Jagged.from_rows(merged, torch.int32)

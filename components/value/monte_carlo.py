@@ -14,7 +14,7 @@ from components.value.boundaries import Outputs, boundaries_of
 from pipeline.component import Component, same_rows
 from pipeline.jagged import Jagged
 from pipeline.payloads import Judge, Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
-from pipeline.streams import Stream
+from pipeline.streams import Stream, keys_within
 
 
 def continuation_seeds(stream: Stream, uid: Tensor, place: Jagged, count: int) -> Tensor:
@@ -66,7 +66,7 @@ class MonteCarlo(Component):
         bounds, count = boundaries_of(trajectories, segments, rewards), self.config.continuations
         open_places = (~bounds.last).nonzero(as_tuple=True)[0]
         place = open_places.repeat_interleave(count)
-        seed = continuation_seeds(self.context.rng(), trajectories.uid, bounds.place, count)[open_places].reshape(-1)
+        seed = continuation_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), bounds.place, count)[open_places].reshape(-1)
         parents = trajectories.select(bounds.owner[place])
         made = sample_from_prefix(policy, parents, bounds.place.values[place], seed, self.config.sampling(), self.context.uids(len(place)))
         verdicts = finite_rewards(judge.judge(prompts, made))

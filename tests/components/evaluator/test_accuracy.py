@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
-from pipeline.component import Context
+from pipeline.component import Context, Ranks
 from pipeline.errors import ConfigError
 
 DATA = {"eval": {"source": "chains", "size": 6, "seed": 3, "split": "eval", "difficulty": {"steps": [2, 3], "hard_facts": None}}}
@@ -109,3 +109,33 @@ def test_a_missing_section_is_told():
 def test_impossible_settings_are_told(settings, text):
     with pytest.raises(ValueError, match=text):
         Accuracy.Config(**settings)
+
+
+def test_replicas_share_problems_and_sum_counts(toolbox):
+    """What two replicas judge, added up, is what one judges; samples of a problem are the same wherever it is judged."""
+    settings = {"samples": 2, "num_problems": 5}
+
+    def judged(text):
+        return float(sum(map(ord, text)) % 3 == 0)
+
+    def word(context, n):
+        return "abc"[(sum(map(ord, context)) + n) % 3]
+
+    whole = _node(**settings).run(policy=toolbox.policy(word), judge=toolbox.judge(judged)).report.metrics
+    sums, parts = [], []
+    for rank in range(2):
+        node = Accuracy(Accuracy.Config(**settings))
+        node.setup(
+            Context(node="evaluator", node_index=5, seed=1, iterations=10, data=DATA, ranks=Ranks(rank=rank, world=2, num_replicas=2))
+        )
+        given = []
+        node.context.all_sum = lambda x, given=given: given.append(x) or x
+        node.run(policy=toolbox.policy(word), judge=toolbox.judge(judged))
+        sums.append(given)
+        parts.append(len(node._prompts))
+    assert parts == [3, 2]
+    totals = [a + b for a, b in zip(*sums, strict=True)]
+    both = _node(**settings)
+    iterator = iter(totals)
+    both.context.all_sum = lambda x: next(iterator)
+    assert both.run(policy=toolbox.policy(word), judge=toolbox.judge(judged)).report.metrics == whole

@@ -14,6 +14,7 @@ from components.expander.tree_growth import SegmentRule, UncertainRule, most_unc
 from components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts
 from components.rewards.outcome import Outcome
 from components.verifier.exact import Exact
+from pipeline.errors import CreditgraphError
 from pipeline.jagged import Jagged
 from pipeline.payloads import Sampling, ThoughtLimits
 
@@ -187,6 +188,10 @@ def test_uncertainty_is_surprise_or_entropy(toolbox):
     # Equal but for rounding.
     near = batch.replace(entropies=Jagged.from_rows([[0.5, 0.5 + 1e-6]], torch.float32))
     assert uncertainty(near, "entropy").values.unique().tolist() == [0.5]
+    unknown = batch.replace(entropies=Jagged.from_rows([[0.5, float("nan")]], torch.float32))
+    assert uncertainty(unknown, "logprob").values.tolist() == pytest.approx([0, 0.01])
+    with pytest.raises(CreditgraphError, match=r"expander.tree: the engine gave no entropy for 1 of 2 tokens"):
+        uncertainty(unknown, "entropy")
 
 
 # --- thoughts cut in the middle ----------------------------------------------------------------------------------------

@@ -62,16 +62,20 @@ def test_self_asks_the_policy_and_reads_its_answers(toolbox):
     assert "final answer of this attempt is wrong" in asked
 
 
-def test_uniform_covers_all_steps_evenly_and_keeps_to_the_uid(toolbox):
+def test_uniform_covers_all_steps_evenly_and_keeps_to_the_prompt(toolbox):
     seeds = toolbox.trajectories([THREE] * 3000)
     errors = toolbox.start(UniformLocalizer).run(seeds=seeds).errors
     counts = torch.bincount(errors.step)
     assert counts[0] == 0
     # 1000 expected each, standard deviation √(3000 · 1/3 · 2/3) ≈ 26: four of them.
     assert (counts[1:] - 1000).abs().max() < 104
-    few = toolbox.start(UniformLocalizer).run(seeds=seeds.select(torch.tensor([17, 5]))).errors
-    assert few.step.tolist() == errors.step[[17, 5]].tolist()
-    assert few.source == ["uniform"] * 2
+    # Two seeds of each prompt: what else is in the batch, their ids and the order of prompts change no draw.
+    pairs = seeds.replace(prompt_uid=torch.arange(3000) // 2)
+    wanted = toolbox.start(UniformLocalizer).run(seeds=pairs).errors.step
+    rows = torch.tensor([34, 35, 10, 11])
+    few = toolbox.start(UniformLocalizer).run(seeds=pairs.select(rows).replace(uid=torch.arange(4))).errors
+    assert few.step.tolist() == wanted[rows].tolist()
+    assert few.source == ["uniform"] * 4
 
 
 def test_oracle_finds_the_first_wrong_thought(toolbox):

@@ -6,6 +6,7 @@ import torch
 from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends, rank_in_row
 from components.segmenter.fixed import Fixed, fixed_ends
 from components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
+from pipeline.errors import CreditgraphError
 from pipeline.jagged import Jagged
 
 
@@ -65,6 +66,16 @@ def test_every_segmenter_covers_every_response(toolbox, kind, settings):
     assert segments.ends.values.dtype == torch.int32
     assert len(node.run(trajectories=toolbox.trajectories([])).segments) == 0
     assert node.context.metrics["segments"] == 0
+
+
+@pytest.mark.parametrize("kind", [EntropyCuts, KeywordEntropy])
+def test_unknown_entropies_are_told(toolbox, kind):
+    trajectories = toolbox.trajectories(["abcd"])
+    entropies = trajectories.entropies.with_values(torch.tensor([0.1, float("nan"), 0.2, 0.3]))
+    node = toolbox.start(kind)
+    node._tokenizer = toolbox.tokenizer()
+    with pytest.raises(CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; wanted all of them"):
+        node.run(trajectories=trajectories.replace(entropies=entropies))
 
 
 def test_keywords_cut_after_the_token_that_completes_them(toolbox):
