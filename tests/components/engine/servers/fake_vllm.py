@@ -173,6 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             state.changed.wait_for(lambda: not state.paused)
             state.running[name] = request
             version, told = state.version, state.told
+            state.log(running=name)
         try:
             self.answer(body, sampling, request, fault, version, told)
         finally:
