@@ -142,6 +142,8 @@ class VllmEngine(ExternalEngine):
                 trust_remote_code=spec.trust_remote_code,
                 max_num_seqs=config.max_rows,
                 enforce_eager=config.enforce_eager,
+                # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
+                enable_chunked_prefill=not cpu,
                 kv_cache_memory_bytes=cache,
                 gpu_memory_utilization=config.gpu_memory,
                 block_size=32 if cpu else None,

@@ -92,8 +92,9 @@ class VllmDialect:
         if self._channel.kind == "nccl":
             command += ["--weight-transfer-config", '{"backend": "nccl"}']
         if self._device == "cpu":
-            # Blocks of other sizes have no kernel. Servers would bind themselves to the same core.
-            command += ["--block-size", "32", "--enforce-eager"]
+            # Blocks of other sizes have no kernel. Random streams of rows whose prompts are cut in two cannot be rewound on a CPU.
+            # Servers would bind themselves to the same core.
+            command += ["--block-size", "32", "--enforce-eager", "--no-enable-chunked-prefill"]
             environment |= {
                 "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(self._cache_gb))}",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",

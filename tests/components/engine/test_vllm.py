@@ -116,8 +116,8 @@ def test_after_an_update_logprobs_are_exact_before_truncation(sampling, pair, ch
     logprobs, entropies = pair.exact(some, done.tokens, temperature)
     scored = pair.policy.score(some, done.tokens, temperature)
     for found in (done, scored):
-        torch.testing.assert_close(found.logprobs.values, logprobs, rtol=0, atol=1e-5)
-        torch.testing.assert_close(found.entropies.values, entropies, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.logprobs.values, logprobs, rtol=0, atol=5e-5)
+        torch.testing.assert_close(found.entropies.values, entropies, rtol=0, atol=5e-5)
     assert pair.vllm.context.metrics["update_difference"] < 1e-4
 
 
@@ -158,6 +158,18 @@ def test_a_group_shares_its_prompt(pair, chains):
     # Three blocks of 32 tokens are whole; seven of eight rows find them.
     assert metrics["cached_tokens"] >= 7 * 96
     assert metrics["prefill_tokens"] + metrics["cached_tokens"] == 800
+
+
+def test_prompts_of_more_tokens_than_one_forward_takes(pair):
+    # Random streams on a CPU cannot be rewound, so no prompt may be cut in two.
+    generator = torch.Generator().manual_seed(3)
+    rows = Jagged.from_rows(torch.randint(5, 40, (60, CONTEXT - 20), generator=generator).tolist(), torch.int32)
+    assert len(rows.values) > pair.vllm.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    done = pair.policy.generate(requests(rows, max_tokens=3))
+    torch.testing.assert_close(done.logprobs.values, pair.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
+    few = torch.tensor([59, 30])
+    alone = dataclasses.replace(requests(rows.select(few), max_tokens=3), seed=few)
+    assert pair.policy.generate(alone).tokens.to_lists() == [done.tokens.row(i).tolist() for i in few]
 
 
 def test_stop_strings_end_and_stay(pair, chains):
