@@ -12,7 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -114,10 +114,12 @@ class Trajectories(Batch):
         engine_logprobs: Jagged float32 over response tokens, nats, at the sampling temperature, before top-p/top-k truncation.
         entropies: Jagged float32 over response tokens, nats, of the same distribution.
         thought_ends: Jagged int32, exclusive end of each thought as an index into the response tokens.
-        policy_version: int64 [N], version of the weights that sampled the new tokens.
+        policy_version: int64 [N], version of the weights that sampled the new tokens; the oldest where several did.
         finish_reason: one of FINISH_REASONS per row.
         text: decoded response, special tokens kept.
         temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
+        token_versions: Jagged int32 over response tokens, version of the weights that sampled each, of a sampler that carries rollouts
+            over iterations; None where `policy_version` says it all.
     """
 
     prompt_uid: Tensor
@@ -133,6 +135,20 @@ class Trajectories(Batch):
     finish_reason: list[str]
     text: list[str]
     temperature: float = 1.0
+    token_versions: Jagged | None = None
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Stacks rows in order; where some batches have `token_versions`, the others get theirs from `policy_version`."""
+        if any(b.token_versions is not None for b in batches):
+            batches = [b.replace(token_versions=b.versions_by_token()) for b in batches]
+        return super().concat(batches)
+
+    def versions_by_token(self) -> Jagged:
+        """`token_versions`, or `policy_version` for every token of its row."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return self.response_tokens.spread(self.policy_version.to(self.response_tokens.values.device, torch.int32))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -263,8 +279,24 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Progress:
+    """What earlier requests with the same seeds have sampled for rows that now go on; empty rows have just begun.
+
+    Attributes:
+        tokens: Jagged int32, sampled so far.
+        thought_ends: Jagged int32, exclusive ends of the thoughts closed so far, as indices into `tokens`.
+    """
+
+    tokens: Jagged
+    thought_ends: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
     """A batch of generation requests, one row per sample; equal rows of `tokens` share their prefill.
+
+    With `progress` a row goes on where it was paused, in the midst of its thought and of its random stream: `tokens` stays what came
+    before its first sampled token, and all limits count the whole row.
 
     Attributes:
         tokens: Jagged int32, everything before the first sampled token (prompt, and an inherited prefix if any).
@@ -272,6 +304,8 @@ class Requests:
         sampling: shared by the batch.
         max_tokens: optional int64 [N], per-row response budget that overrides `sampling.max_tokens`.
         max_thoughts: optional int64 [N], per-row limit that overrides `sampling.thoughts.max_thoughts`.
+        progress: optional, what the rows have sampled before; only for policies that `continues` is true of.
+        pause: optional int64 [N], new tokens after which a row that has not ended is left as it is ("paused"); likewise.
     """
 
     tokens: Jagged
@@ -279,6 +313,8 @@ class Requests:
     sampling: Sampling
     max_tokens: Tensor | None = None
     max_thoughts: Tensor | None = None
+    progress: Progress | None = None
+    pause: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -286,10 +322,11 @@ class Completions:
     """Answer to `Requests`, row for row.
 
     Attributes:
-        tokens: Jagged int32, sampled tokens (EOS and stop strings included).
+        tokens: Jagged int32, sampled tokens (EOS and stop strings included); of a row that went on, the new ones.
         logprobs, entropies: Jagged float32, see `Trajectories`.
-        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits.
-        finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts).
+        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits. Of a row that went on
+            all of its ends, counted from its very first sampled token.
+        finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts), "paused".
         text: decoded sampled tokens, special tokens kept.
     """
 
@@ -314,6 +351,8 @@ class Policy(Payload, ABC):
 
     version: int
     tokenizer: Any  # a Hugging Face fast tokenizer
+    continues: ClassVar[bool] = False
+    """whether `generate` knows `Requests.progress` and `Requests.pause`"""
 
     @abstractmethod
     def generate(self, requests: Requests) -> Completions:

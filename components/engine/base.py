@@ -56,6 +56,8 @@ class Engine(Component):
 class EnginePolicy(Policy):
     """Handle on an engine holding the weights of one version: the checks before and after generation and scoring."""
 
+    continues = True
+
     def __init__(self, engine: Engine, version: int) -> None:
         self.engine: Any = engine
         self.version = version
@@ -83,6 +85,8 @@ class EnginePolicy(Policy):
         most = sampling.thoughts.max_thoughts if sampling.thoughts is not None else 0
         thoughts = torch.full((rows,), most) if requests.max_thoughts is None else requests.max_thoughts
         budget = torch.minimum(budget, room).clamp(min=0)
+        if requests.pause is not None and bool((requests.pause < 1).any()):
+            raise CreditgraphError(f"requests: pause of {int(requests.pause.min())} tokens; wanted at least 1, so that every row gets on.")
         return Limits(tokens=budget, thoughts=thoughts.to(torch.int64), eos=engine.eos)
 
     def _check_current(self) -> None:
@@ -130,5 +134,6 @@ class EnginePolicy(Policy):
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.engine.context.trace.span(name.removeprefix("seconds_"), "generation", role="engine"):
+            yield
         self.engine.count(**{name: time.perf_counter() - start})

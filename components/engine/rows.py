@@ -81,8 +81,10 @@ class _Row:
     seed: int
     budget: int
     thoughts: int
+    limit: int  # tokens at which it ends or is paused
+    begun: int  # tokens of earlier requests, the first of `tokens`
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the new tokens, as entropies
     entropies: list[float] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     start: int = 0  # of the open thought
@@ -117,11 +119,19 @@ class Rows:
         groups: dict[tuple[int, ...], int] = {}
         prompts = requests.tokens.to_lists()
         self._rows = [
-            _Row(prompt, groups.setdefault(tuple(prompt), len(groups)), seed, budget, thoughts)
+            _Row(prompt, groups.setdefault(tuple(prompt), len(groups)), seed, budget, thoughts, limit=budget, begun=0)
             for prompt, seed, budget, thoughts in zip(
                 prompts, requests.seed.tolist(), limits.tokens.tolist(), limits.thoughts.tolist(), strict=True
             )
         ]
+        if requests.progress is not None:
+            for row, tokens, ends in zip(
+                self._rows, requests.progress.tokens.to_lists(), requests.progress.thought_ends.to_lists(), strict=True
+            ):
+                self._resume(row, tokens, ends)
+        if requests.pause is not None:
+            for row, pause in zip(self._rows, requests.pause.tolist(), strict=True):
+                row.limit = min(row.budget, row.begun + pause)
         self.prompt_tokens = sum(map(len, groups))
         """tokens of the distinct prompts"""
 
@@ -147,7 +157,7 @@ class Rows:
         self._whole = whole
         asks = []
         for index, row in enumerate(self._rows):
-            if row.budget <= 0:
+            if row.budget <= len(row.tokens):
                 row.reason = "length"
             else:
                 asks.append(self._ask(index))
@@ -193,7 +203,7 @@ class Rows:
                 row.asked = None
                 return True
         if last:
-            raise BadAnswer(f"row {index}: ended by '{part.reason}' after {len(row.tokens)} tokens; wanted {row.budget} or an end.")
+            raise BadAnswer(f"row {index}: ended by '{part.reason}' after {len(row.tokens)} tokens; wanted {row.limit} or an end.")
         return False
 
     def completions(self) -> Completions:
@@ -201,7 +211,7 @@ class Rows:
         left = sum(not row.reason for row in self._rows)
         if left:
             raise CreditgraphError(f"{left} of {len(self._rows)} rows have not ended; wanted an answer to every ask.")
-        tokens = [row.tokens for row in self._rows]
+        tokens = [row.tokens[row.begun :] for row in self._rows]
         return Completions(
             tokens=Jagged.from_rows(tokens, torch.int32),
             logprobs=Jagged.from_rows([row.logprobs for row in self._rows], torch.float32),
@@ -211,9 +221,17 @@ class Rows:
             text=decode_rows(self._tokenizer, tokens),
         )
 
+    def _resume(self, row: _Row, tokens: list[int], ends: list[int]) -> None:
+        """Puts a row where an earlier request has left it."""
+        row.begun, row.tokens, row.ends, row.start = len(tokens), list(tokens), list(ends), ends[-1] if ends else 0
+        row.thoughts -= len(ends)
+        pieces = self._text.pieces
+        if pieces is not None:
+            row.tail = b"".join(pieces[token] for token in tokens[row.start :])[-self._longest :]
+
     def _ask(self, index: int) -> Ask:
         row, sampling, taken = self._rows[index], self._sampling, len(self._rows[index].tokens)
-        room = row.budget - taken
+        room = row.limit - taken
         if self._thoughts is not None and not self._whole:
             # At least 1: a limit of 0 closes each thought after its first token.
             room = min(room, max(1, row.start + self._thoughts.max_tokens - taken))
@@ -264,7 +282,7 @@ class Rows:
         stopped = bool(self._stop) and self._completes(row, token)
         taken, thoughts = len(row.tokens), self._thoughts
         closed = stopped or (thoughts is not None and taken >= row.start + thoughts.max_tokens)
-        if closed or taken >= row.budget or token in self._eos:
+        if closed or taken >= row.limit or token in self._eos:
             row.reason = self._reason(row, stopped)
             row.tail = b""
         return closed
@@ -290,7 +308,7 @@ class Rows:
     def _reason(self, row: _Row, stopped: bool) -> str:
         """Why the row ends with its last token, "" when it goes on; records thought ends. Order of the rules as in engine.local."""
         taken, thoughts = len(row.tokens), self._thoughts
-        reason = "length" if taken >= row.budget else ""
+        reason = "length" if taken >= row.budget else "paused" if taken >= row.limit else ""
         eos = row.tokens[-1] in self._eos
         if thoughts is None:
             return "eos" if eos else "stop" if stopped else reason
@@ -306,7 +324,7 @@ class Rows:
             # An end-of-text token alone belongs to the thought before it.
             if row.ends and row.start == taken - 1:
                 row.ends.pop()
-        if closed or reason:
+        if closed or reason not in ("", "paused"):
             row.ends.append(taken)
             row.start = taken
         return reason
