@@ -35,6 +35,7 @@ from torch import Tensor
 
 from pipeline.errors import RunError
 from pipeline.streams import Stream
+from pipeline.timeline import SILENT, Timeline
 
 Placement = Literal["replica", "collective"]
 
@@ -151,6 +152,7 @@ class Context:
             which must call it; returns a new tensor, the same bits everywhere. The identity for one replica.
         metrics: sink the executor empties after each run of the node; use `log`.
         counts: the names in it that are sums over replicas.
+        trace: the run's timeline; `with context.trace.span("prefill", "generation"):` shows a part of `run` in it.
     """
 
     node: str = "node"
@@ -166,6 +168,7 @@ class Context:
     all_sum: Callable[[Tensor], Tensor] = identity_sum
     metrics: dict[str, float] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
+    trace: Timeline = field(default=SILENT, repr=False, compare=False)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     _counter: tuple[int, int] = (-1, 0)
 

@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter, process_time
 from types import FrameType, TracebackType
@@ -23,24 +22,16 @@ from pipeline.distributed import Team
 from pipeline.errors import ConfigError, LostError
 from pipeline.graph import Graph
 from pipeline.metrics import FanOut, JsonLines, Sink
-from pipeline.node_runner import NodeReport, NodeRunner, set_origin
+from pipeline.node_runner import LaneReport, NodeReport, NodeRunner, set_origin
 from pipeline.placement import Placement
 from pipeline.recording import Recorder
 from pipeline.run_directory import RunDirectory
 from pipeline.run_settings import AGAIN, SIGNALS, STOPS, Observer, Outcome, RunSettings, Silent, Status, resolve_device
 from pipeline.sockets import Node
+from pipeline.timeline import Timeline
 from pipeline.values import Stopped, Values, as_inputs
 
 logger = logging.getLogger("creditgraph")
-
-
-@dataclass
-class LaneReport:
-    """What one lane did in one iteration: node → report, and the seconds the lane itself took and waited."""
-
-    nodes: dict[str, NodeReport] = field(default_factory=dict)
-    overhead: float = 0.0
-    waited: float = 0.0
 
 
 class Executor:
@@ -87,8 +78,9 @@ class Executor:
         path = run.path if run else path
         checkpoints = path / "checkpoints" if path else None
         self._checkpoints = Checkpoints(checkpoints, settings.checkpoint.keep) if checkpoints else None
-        self._recorder = Recorder(path / "record", settings.record, graph) if path else None
-        self._values = Values(self._place.nodes)
+        self._trace = Timeline(path, settings.trace, ranks.rank, ranks.world)
+        self._recorder = Recorder(path / "record", settings.record, graph, self._trace) if path else None
+        self._values = Values(self._place.nodes, self._trace)
         self._start = -1  # unknown before restore
         self._saved = -1
         self._stop: Status | None = None
@@ -107,6 +99,7 @@ class Executor:
             "data": data or {},
             "run_dir": path,
             "ranks": ranks,
+            "trace": self._trace,
         }
         self._runners = {}
         for index, node in enumerate(graph.nodes):
@@ -122,6 +115,7 @@ class Executor:
 
     def setup(self) -> None:
         """Builds every component and loads its models and files, in graph order."""
+        self._trace.start(self._team)
         for runner in self._runners.values():
             runner.setup()
 
@@ -209,6 +203,7 @@ class Executor:
             runner.close()
         if self._recorder:
             self._recorder.close()
+        self._trace.close()
         self._sinks.close()
         if self._rejected:
             self._rejected.close()
@@ -289,16 +284,19 @@ class Executor:
     def _main_lane(self, lane: str, nodes: list[Node], others: list[str]) -> None:
         lanes = [lane, *others]
         self._mark, self._cpu_mark = perf_counter(), process_time()
+        self._trace.shares()  # from here on
         for iteration in self._iterations(lane):
             self._post(lane, nodes, iteration)
             self._complete(iteration, lanes)
             if self._is_checkpoint(iteration):
-                self._checkpoint(iteration, lanes)
+                with self._trace.span("checkpoint", "checkpoint", iteration):
+                    self._checkpoint(iteration, lanes)
             self._values.complete(iteration)
         last = self._values.completed
         if last > self._saved:
             self._snapshots[lane, last] = self._snapshot(nodes, copy=False)
-            self._checkpoint(last, lanes)
+            with self._trace.span("checkpoint", "checkpoint", last):
+                self._checkpoint(last, lanes)
 
     def _generation_lane(self, nodes: list[Node]) -> None:
         lane = "generation"
@@ -344,7 +342,8 @@ class Executor:
         """Once per iteration, in the main lane: when any rank was told to stop, all stop after the same iteration."""
         if self._team.ranks.world == 1 or self._stop_after is not None:
             return
-        stop = self._agreed_stop()
+        with self._trace.waiting("other ranks"):
+            stop = self._agreed_stop()
         if stop is None:
             return
         with self._values.changed:
@@ -361,7 +360,8 @@ class Executor:
         begin, waited = perf_counter(), self._values.waited()
         report = LaneReport()
         for node in nodes:
-            inputs = self._place.inputs(self._values, node, iteration)
+            with self._trace.waiting(f"inputs of {node.name}", iteration):
+                inputs = self._place.inputs(self._values, node, iteration)
             self.observer.node_started(node.name, iteration)
             outputs = self._runners[node.name].run(iteration, inputs)
             del inputs
@@ -390,8 +390,11 @@ class Executor:
         self._values.wait_until(lambda: all((lane, iteration) in self._reports for lane in lanes))
         begin = perf_counter()
         reports = {lane: self._reports.pop((lane, iteration)) for lane in lanes}
-        by_node = self._place.merge({name: report for r in reports.values() for name, report in r.nodes.items()})
-        metrics: dict[str, float] = {}
+        found = {name: report for r in reports.values() for name, report in r.nodes.items()}
+        busy = NodeReport({f"utilisation/{role}": share for role, share in self._trace.shares().items()})
+        with self._trace.waiting("reports of other ranks", iteration):
+            by_node = self._place.merge(found | {"utilisation": busy})
+        metrics = dict(by_node["utilisation"].metrics)
         for node in self._place.nodes:
             metrics.update(by_node[node.name].metrics)
             self._reject(by_node[node.name].rejected)
@@ -402,7 +405,8 @@ class Executor:
         cpu = process_time()
         metrics["seconds/iteration"], metrics["seconds/cpu"] = begin - self._mark, cpu - self._cpu_mark
         self._mark, self._cpu_mark = begin, cpu
-        self._log(iteration, metrics)
+        with self._trace.span("logging", "recording", iteration):
+            self._log(iteration, metrics)
         self._carried = {"seconds/logging": perf_counter() - begin}
 
     def _log(self, iteration: int, metrics: dict[str, float]) -> None:

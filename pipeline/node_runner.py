@@ -14,6 +14,7 @@ from pipeline.component import Component, Context
 from pipeline.errors import CreditgraphError
 from pipeline.payloads import Payload
 from pipeline.sockets import Node
+from pipeline.timeline import phase_of
 
 
 class ContractError(CreditgraphError):
@@ -34,6 +35,15 @@ class NodeReport:
     counts: set[str] = field(default_factory=set)
 
 
+@dataclass
+class LaneReport:
+    """What one lane did in one iteration: node → report, and the seconds the lane itself took and waited."""
+
+    nodes: dict[str, NodeReport] = field(default_factory=dict)
+    overhead: float = 0.0
+    waited: float = 0.0
+
+
 class NodeRunner:
     """A node, its component and its context."""
 
@@ -42,10 +52,11 @@ class NodeRunner:
         self.context = context
         self.component: Any = None
         self.seconds = 0.0
+        self.phase = phase_of(node.use, node.placement)
 
     def setup(self) -> None:
         """Builds the component and lets it load its models and files."""
-        with self._named("setup"):
+        with self._named("setup"), self.context.trace.span(self.node.name, "setup"):
             self.component = self.node.cls(self.node.config)
             self.component.setup(self.context)
 
@@ -91,7 +102,7 @@ class NodeRunner:
         """Runs one iteration; returns output name → value."""
         self.context.iteration = iteration
         begin = perf_counter()
-        with self._named(f"iteration {iteration}"):
+        with self._named(f"iteration {iteration}"), self.context.trace.span(self.node.name, self.phase, iteration):
             result = self.component.run(**inputs)
         self.seconds = perf_counter() - begin
         return self._checked(result, iteration)

@@ -77,10 +77,11 @@ class Placement:
         """Rank 0: the reports with those of all replicas' `replica` nodes merged in; elsewhere what came in. Every leader calls it.
 
         Counts are summed, seconds are those of the slowest replica, and other numbers are averaged over the replicas that have them.
+        A report that is no node's is merged too.
         """
         if not self.many or not self.ranks.leader:
             return reports
-        mine = {n: r for n, r in reports.items() if self.graph[n].placement == "replica"}
+        mine = {n: r for n, r in reports.items() if n not in self.graph or self.graph[n].placement == "replica"}
         packed = {n: [r.metrics, plain(r.rejected), r.seconds, sorted(r.counts)] for n, r in mine.items()}
         parts = self._lanes["learning"].to_first(packed)
         if parts is None:

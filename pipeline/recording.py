@@ -31,6 +31,7 @@ from pipeline.graph import Graph
 from pipeline.jagged import Jagged
 from pipeline.payloads import Judge, Payload, Policy, Weights
 from pipeline.run_directory import writing
+from pipeline.timeline import BRIEF, SILENT, Timeline
 
 KEY = b"creditgraph"
 FORMAT = 1
@@ -136,8 +137,8 @@ class Recorder:
     An error of the writer is raised by the next call. Handles (Policy, Judge) and Weights leave a small JSON note instead.
     """
 
-    def __init__(self, path: Path, settings: RecordSettings, graph: Graph) -> None:
-        self._path = path
+    def __init__(self, path: Path, settings: RecordSettings, graph: Graph, trace: Timeline = SILENT) -> None:
+        self._path, self._trace = path, trace
         self._every = settings.every
         everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
         self._wanted = everything if settings.outputs == "all" else set(settings.outputs)
@@ -160,7 +161,8 @@ class Recorder:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
             self._thread.start()
-        self._queue.put(lambda: self._write(name, iteration, value))
+        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is far behind
+            self._queue.put(lambda: self._write(name, iteration, value))
 
     def flush(self) -> None:
         """Waits until everything handed over is written."""
@@ -195,6 +197,10 @@ class Recorder:
         path = self._path / name / f"{iteration:06d}.parquet"
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+        with self._trace.span(name, "recording", iteration):
+            self._put(path, iteration, value)
+
+    def _put(self, path: Path, iteration: int, value: Any) -> None:
         if isinstance(value, Policy | Judge | Weights):
             note = {"class": class_name(type(value)), "iteration": iteration, "version": getattr(value, "version", None)}
             with writing(path):

@@ -12,6 +12,7 @@ from pipeline.checkpoint import CheckpointSettings
 from pipeline.errors import ConfigError
 from pipeline.metrics import WandbSettings
 from pipeline.recording import RecordSettings
+from pipeline.timeline import TraceSettings
 
 Status = Literal["finished", "interrupted", "preempted"]
 STOPS: tuple[Status | None, ...] = (None, "preempted", "interrupted")
@@ -46,6 +47,8 @@ class RunSettings:
     """when the state is saved"""
     record: RecordSettings = field(default_factory=RecordSettings)
     """which outputs are written as Parquet"""
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    """when each rank did what"""
     wandb: WandbSettings = field(default_factory=WandbSettings)
     """mirroring to Weights & Biases"""
 

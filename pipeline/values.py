@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.sockets import Node, Wire
+from pipeline.timeline import SILENT, Timeline
 
 Output = tuple[str, str]  # (node, output)
 
@@ -32,7 +33,8 @@ class Values:
     that iteration + k is over, checkpoint included, so that the values in flight at any cut are at hand.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[Node], trace: Timeline = SILENT) -> None:
+        self._trace = trace
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         self.completed = -1
@@ -106,8 +108,10 @@ class Values:
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Waits until `ready()`, which is evaluated under the lock; raises `Stopped` when a lane has failed."""
         with self.changed:
-            while not ready():
-                self._sleep()
+            if not ready():
+                with self._trace.waiting("the other lane"):
+                    while not ready():
+                        self._sleep()
             self.check()
 
     def check(self) -> None:
@@ -123,8 +127,10 @@ class Values:
 
     def _wait(self, wire: Wire, iteration: int) -> Any:
         key = (wire.source, wire.output, iteration)
-        while key not in self._values:
-            self._sleep()
+        if key not in self._values:
+            with self._trace.waiting(f"{wire.source}.{wire.output}"):
+                while key not in self._values:
+                    self._sleep()
         return self._values[key]
 
     def pause(self) -> None:

@@ -15,6 +15,7 @@ from pipeline.distributed import DistributedError, first_host, plan_ranks, rende
 from pipeline.graph import build_graph
 from pipeline.metrics import read_metrics
 from pipeline.recording import read_payload
+from pipeline.timeline import heartbeats, read_trace
 from pipeline.wire_format import join, pack, unpack
 
 RANK_GRAPH = Path(__file__).parent / "rank_graph.py"
@@ -96,6 +97,25 @@ def test_overlapping_lanes_and_a_late_wire(launch):
     runs = [launch(world, f"overlap{world}", delay=2, late=True) for world in (1, 2)]
     assert [r.codes for r in runs] == [[0], [0, 0]], runs[1].text(0)
     assert runs[1].weights() == pytest.approx(runs[0].weights(), rel=1e-12)
+
+
+def test_traces_of_ranks_fit_on_one_clock(launch):
+    found = launch(2, "traces", iterations=3)
+    assert found.codes == [0, 0], found.text(0)
+    spans = {}
+    for rank in range(2):
+        events, bad = read_trace(found.path / "traces" / f"rank-{rank}.json")
+        assert bad == 0
+        assert {e["pid"] for e in events} == {rank}
+        for e in events:
+            if e["ph"] == "X" and "iteration" in e["args"]:
+                spans[rank, e["name"], e["cat"], e["args"]["iteration"]] = (e["ts"], e["ts"] + e["dur"])
+    for i in range(3):
+        # Each learner begins after every rank has scored, for it gets all rows. Clocks of one host differ by what a barrier takes.
+        scored = max(spans[r, "score", "other", i][1] for r in range(2))
+        assert all(spans[r, "learner", "learning", i][0] >= scored - 100_000 for r in range(2))
+    assert [b["rank"] for b in heartbeats(found.path)] == [0, 1]
+    assert found.metrics[0]["utilisation/learner"] <= 1
 
 
 def test_resumes_at_another_number_of_replicas(launch):

@@ -66,7 +66,7 @@ def wait_for(path, lines):
 
 def metrics(path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("seconds/", "utilisation/"))} for row in rows]
 
 
 def digest(path):
