@@ -1,55 +1,92 @@
-"""Where problems come from: one data section of the configuration becomes raw rows, with their place for error texts.
-
-Files are read tolerantly, row by row, so that one bad row costs one row. Hub datasets, Arrow files and folders written by
-`save_to_disk` go through Hugging Face `datasets`, imported only then.
-"""
+"""Where problems come from: one data section of the configuration, checked."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from components.prompts.chains import Difficulty
-from components.prompts.templates import TEMPLATES
-from pipeline.errors import ConfigError, DataError, did_you_mean
+from components.prompts.templates import TEMPLATES, AnswerKind
+from pipeline.errors import ConfigError, did_you_mean
 from pipeline.settings import build_config
 
-FILE_TYPES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
-LOCAL_ALTERNATIVE = "Check the name, the network and access rights, or use a local copy with source: file and path."
+JOINED = "joined."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """One entry of the data section, such as data.train."""
+class Join:
+    """A second dataset whose columns are added to each row, under names that begin with "joined."."""
 
-    source: Literal["chains", "file", "hub"] = "chains"
-    """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
-    path: str = ""
-    """file: .jsonl, .json, .parquet, .arrow, .csv, or a folder"""
     name: str = ""
     """hub: dataset name, 'owner/name'"""
     subset: str = ""
     """hub: configuration of the dataset, empty for its default"""
-    revision: str = ""
-    """hub: branch, tag or commit; name one to make a run repeatable"""
+    revision: str | None = None
+    """hub: branch, tag or commit"""
+    split: str = "train"
+    """hub or folder: split"""
+    files: tuple[str, ...] = ()
+    """hub: files of the repository to read in place of a split"""
+    path: str = ""
+    """local copy in place of the hub"""
+    row: str = ""
+    """column of the first dataset that holds the number of the row (from 0) in this one"""
+
+    def __post_init__(self) -> None:
+        if not self.row or not (self.name or self.path):
+            raise ValueError("found no row, or neither name nor path; wanted {name: OWNER/NAME, row: COLUMN}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One entry of the data section, such as data.train. Columns may be dotted: details.level is the field level of details."""
+
+    source: Literal["chains", "file", "hub"] = "chains"
+    """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
+    path: str = ""
+    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in its place"""
+    name: str = ""
+    """hub: dataset name, 'owner/name'"""
+    subset: str = ""
+    """hub: configuration of the dataset, empty for its default"""
+    revision: str | None = None
+    """hub: branch, tag or commit; a commit makes a run repeatable, and `creditgraph data check` prints it"""
+    files: tuple[str, ...] = ()
+    """hub: files of the repository to read in place of a split, for repositories whose loading script is no longer run"""
+    streaming: bool = False
+    """hub: read rows over the network as they are needed in place of downloading the dataset first"""
     split: str = "train"
     """chains: train, validation or eval (no problem is in two of them); hub: split, maybe a slice such as train[:90%]; folders: split"""
     question: str = "question"
     """column with the problem text"""
+    choices: str = ""
+    """column with the choices of a multiple-choice question: they are listed under it by letter"""
+    starter_code: str = ""
+    """column with code that a program must begin with, shown under the question; may be empty in some rows"""
     answer: str = "answer"
     """column with the reference answer; empty: there is none (programs, judged by their tests)"""
     answer_boxed: bool = False
     """the answer column holds a worked solution; the answer is what stands in its last \\boxed{}"""
+    answer_after: str = ""
+    """the answer column holds a worked solution; the answer is what follows the last of these characters, up to the end of the line"""
+    answer_kind: AnswerKind = "value"
+    """what the prompt asks for: a value, the letter of a choice, yes or no, or a program"""
+    tests: Literal["", "livecodebench"] = ""
+    """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores them"""
+    verifier: str = ""
+    """component that can judge these answers; `creditgraph data check` asks it, and a run sets it by verifier.use"""
     template: str = ""
     """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
     metadata: dict[str, str] = field(default_factory=dict)
-    """further columns (right) that verifiers read under a name (left), such as tests of programs or choices of a question"""
-    keep: dict[str, str] = field(default_factory=dict)
-    """keeps only rows whose column (left) has this value (right), compared as text"""
+    """further columns (right) that verifiers read under a name (left), such as tests of programs"""
+    join: Join | None = None
+    """a second dataset that holds what this one lacks"""
+    keep: dict[str, str | list[str]] = field(default_factory=dict)
+    """keeps only rows whose column (left) has this value, or one of these values (right), compared as text"""
+    max_answer: int = 10000
+    """characters of the longest answer taken; longer ones are rejected; 0 takes all"""
+    script: Literal["", "latin"] = ""
+    """latin: rejects questions with more than a tenth of their letters in another script; Greek counts as mathematics"""
     size: int = 0
     """most rows to take, from the front; 0 takes all (chains: 2000)"""
     seed: int = 0
@@ -62,15 +99,27 @@ class Source:
             raise ValueError("source 'file' without a path; wanted path: FILE.")
         if self.source == "hub" and not self.name:
             raise ValueError("source 'hub' without a name; wanted name: OWNER/NAME.")
-        if self.size < 0:
-            raise ValueError(f"size: found {self.size}; wanted 0 (all rows) or a positive number.")
+        if self.size < 0 or self.max_answer < 0:
+            raise ValueError(f"size and max_answer: found {min(self.size, self.max_answer)}; wanted 0 (all) or a positive number.")
+        if self.answer_boxed and self.answer_after:
+            raise ValueError("answer_boxed and answer_after: found both; wanted one place where the answer stands.")
         if self.template and self.template not in TEMPLATES:
             raise ValueError(f"template: found '{self.template}'.{did_you_mean(self.template, TEMPLATES)}")
 
     @property
     def place(self) -> str:
         """What error texts call it."""
-        return {"chains": "the embedded task", "file": self.path, "hub": f"dataset '{self.name}'"}[self.source]
+        return {"chains": "the embedded task", "file": self.path, "hub": self.path or f"dataset '{self.name}'"}[self.source]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the source that are read, without those of the joined dataset; dotted as they are written."""
+        further = [*self.metadata.values(), *self.keep, self.choices, self.starter_code]
+        found = [self.question, self.answer, *further, *(LIVECODEBENCH if self.tests else ()), self.join.row if self.join else ""]
+        return list(dict.fromkeys(c for c in found if c and not c.startswith(JOINED)))
+
+
+LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")
 
 
 def parse_source(entry: dict[str, Any], place: str) -> Source:
@@ -80,119 +129,3 @@ def parse_source(entry: dict[str, Any], place: str) -> Source:
         raise ConfigError("\n".join(problems))
     assert isinstance(source, Source)
     return source
-
-
-def read_rows(source: Source) -> Iterator[dict[str, Any] | str]:
-    """Raw rows as dicts, in order; a row that cannot be read comes as a sentence saying why."""
-    if source.source == "hub":
-        return _arrow_rows(_hub_table(source))
-    path = Path(source.path).expanduser()
-    if not path.exists():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(
-            f"data file {path}: not found; wanted one of {', '.join(FILE_TYPES)}.{did_you_mean(path.name, near) if near else ''}"
-        )
-    if path.is_dir():
-        return _arrow_rows(_folder_table(path, source.split))
-    if path.stat().st_size == 0:
-        raise DataError(f"data file {path}: empty; wanted one problem per row.")
-    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}
-    if path.suffix in readers:
-        return readers[path.suffix](path)
-    if path.suffix in (".parquet", ".arrow"):
-        return _arrow_rows(_file_table(path))
-    raise DataError(f"data file {path}: type '{path.suffix}'; wanted one of {', '.join(FILE_TYPES)}.")
-
-
-def _jsonl_rows(path: Path) -> Iterator[dict[str, Any] | str]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-        for line in lines:
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    yield f"not JSON ({error})"
-                    continue
-                yield row if isinstance(row, dict) else f"a JSON {type(row).__name__}; wanted an object"
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any] | str]:
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-    try:
-        rows = json.loads(text)
-    except ValueError as error:
-        try:
-            json.loads(text.lstrip().split("\n", 1)[0])
-        except ValueError:
-            raise DataError(f"data file {path}: not JSON ({error}); wanted a list of objects, or one object per line.") from None
-        yield from _jsonl_rows(path)  # the ending is .json, the content is JSON lines, as many published sets have it
-        return
-    if isinstance(rows, dict):
-        lists = [value for value in rows.values() if isinstance(value, list)]
-        rows = lists[0] if len(lists) == 1 else [rows]
-    if not isinstance(rows, list):
-        raise DataError(f"data file {path}: a JSON {type(rows).__name__}; wanted a list of objects.")
-    for row in rows:
-        yield row if isinstance(row, dict) else f"a JSON {type(row).__name__}; wanted an object"
-
-
-def _csv_rows(path: Path) -> Iterator[dict[str, Any] | str]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        for row in csv.DictReader(lines):
-            if None in row:
-                yield f"{len(row[None])} more cells than columns"
-            else:
-                yield dict(row)
-
-
-def _file_table(path: Path) -> Any:
-    import datasets
-    import pyarrow.parquet
-
-    try:
-        if path.suffix == ".arrow":
-            return datasets.Dataset.from_file(str(path)).data.table
-        return pyarrow.parquet.read_table(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"data file {path}: cannot be read as {path.suffix[1:]} ({error}). Write it again or correct the path.") from error
-
-
-def _folder_table(path: Path, split: str) -> Any:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"data folder {path}: {error}; wanted a folder written by save_to_disk, or name a file in it.") from error
-    return _pick(loaded, split, f"data folder {path}")
-
-
-def _hub_table(source: Source) -> Any:
-    import datasets
-
-    try:
-        loaded = datasets.load_dataset(source.name, source.subset or None, split=source.split, revision=source.revision or None)
-    except Exception as error:  # the hub client, fsspec and dataset builders each raise their own types
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if "split" in first.lower():
-            raise DataError(f"dataset '{source.name}': split '{source.split}' cannot be had ({first}). Correct split.") from error
-        raise DataError(f"dataset '{source.name}': cannot be loaded from the Hugging Face hub ({first}). {LOCAL_ALTERNATIVE}") from error
-    return loaded.with_format("arrow")[:]
-
-
-def _pick(loaded: Any, split: str, place: str) -> Any:
-    if not isinstance(loaded, dict):
-        return loaded.with_format("arrow")[:]
-    if split not in loaded:
-        raise DataError(f"{place}: no split '{split}'; it has {', '.join(map(str, loaded))}.{did_you_mean(split, map(str, loaded))}")
-    return loaded[split].with_format("arrow")[:]
-
-
-def _arrow_rows(table: Any) -> Iterator[dict[str, Any] | str]:
-    names = table.column_names
-    for batch in table.to_batches():
-        for i in range(batch.num_rows):
-            try:
-                yield {name: batch.column(k)[i].as_py() for k, name in enumerate(names)}
-            except UnicodeDecodeError as error:
-                yield f"not UTF-8 ({error.reason})"

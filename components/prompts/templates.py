@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import DataError, did_you_mean
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
+
+AnswerKind = Literal["value", "choice", "boolean", "code"]
 
 THOUGHT_INSTRUCTIONS = """\
 Solve the problem below one reasoning step at a time.
@@ -32,10 +34,23 @@ Each step must
 - contain no filler, no repetition and no announcement of what you will do;
 - end with </thought>.
 
-In the last step, put the final answer in \\boxed{} before you close the step with </thought>.
+In the last step, {answer} before you close the step with </thought>.
 """
 
-CHAT_INSTRUCTIONS = "Reason step by step and put the final answer in \\boxed{}."
+# A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
+THOUGHT_ANSWERS: dict[AnswerKind, str] = {
+    "value": "put the final answer in \\boxed{}",
+    "choice": "put the letter of the right choice in \\boxed{}",
+    "boolean": "put yes or no in \\boxed{}",
+    "code": "give the whole Python program in one ```python block and write \\boxed{done} under it",
+}
+
+CHAT_INSTRUCTIONS: dict[AnswerKind, str] = {
+    "value": "Reason step by step and put the final answer in \\boxed{}.",
+    "choice": "Reason step by step and put the letter of the right choice in \\boxed{}.",
+    "boolean": "Reason step by step and put yes or no in \\boxed{}.",
+    "code": "Reason step by step, then give the whole Python program in one ```python block.",
+}
 
 LOCALIZE_INSTRUCTIONS = """\
 Below are a problem and a solution attempt cut into numbered steps. The final answer of this attempt is wrong.
@@ -62,15 +77,22 @@ def check_template(template: str) -> str:
     return template
 
 
-def solve_prompt(template: str, question: str, tokenizer: Any) -> str:
-    """The text a policy continues to solve the problem; the same for training and evaluation."""
+def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind = "value") -> str:
+    """The text a policy continues to solve the problem; the same for training and evaluation.
+
+    Args:
+        template: one of `TEMPLATES`.
+        question: the problem, with choices or starter code where it has them.
+        tokenizer: its chat template serves "chat".
+        kind: what the answer is, for templates with instructions.
+    """
     check_template(template)
     if template == "chains":
         return f"<solve> {question} </problem>"
     if template == "thought":
-        return f"{THOUGHT_INSTRUCTIONS}\nProblem: {question}\n\nSolution:\n"
+        return f"{THOUGHT_INSTRUCTIONS.replace('{answer}', THOUGHT_ANSWERS[kind])}\nProblem: {question}\n\nSolution:\n"
     if template == "chat":
-        return _chat(f"{question}\n\n{CHAT_INSTRUCTIONS}", tokenizer, required=True)
+        return _chat(f"{question}\n\n{CHAT_INSTRUCTIONS[kind]}", tokenizer, required=True)
     return question
 
 

@@ -146,7 +146,7 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
         + b'{"question": "3 s1 + 2", "answer": "  "}\n'
         + b'{"question": "x\xe9", "answer": "5"}\n'
         + b'{"question": 6, "answer": "8"}\n'
-        + b'{"question": "7 s1 + 2", "answer": ["9"]}\n'
+        + b'{"question": "7 s1 + 2", "answer": {"a": "9"}}\n'
         + b"[1, 2]\n"
         + b'{"question": \n'
         + b'{"question": "<solve>' + b" 7" * 599 + b'", "answer": "9"}\n'
@@ -161,7 +161,7 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
         "no answer",
         "question is not UTF-8",
         "question is a int; wanted text",
-        "answer is a list; wanted text",
+        "answer is a dict; wanted text",
     ]
     assert found[5] == "a JSON list; wanted an object"
     assert found[6].startswith("not JSON (")
@@ -222,7 +222,7 @@ def test_unreachable_hub_names_the_local_way(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"dataset 'a/b': cannot be loaded .*\(no route to host\). .*use a local copy with source: file"):
+    with pytest.raises(DataError, match=r"dataset 'a/b': cannot be loaded .*\(no route to host\)\. .*set data.train.path=FILE_OR_FOLDER"):
         started({"source": "hub", "name": "a/b"})
 
 

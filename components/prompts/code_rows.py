@@ -1,0 +1,99 @@
+"""Tests of programming problems as LiveCodeBench stores them: JSON text, or JSON text pickled, compressed and written in base 64.
+
+A pickle can run any code when it is loaded, so none is: its opcodes are checked against the few that make text, lists and
+dictionaries, and only then are they followed, without any way to look up a class.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import pickletools
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+MAX_BYTES = 256 << 20  # of one problem's tests, unpacked
+_MAX_MEMO = 1 << 16
+_HARMLESS = re.compile(
+    r"(PROTO|FRAME|STOP|MARK|MEMOIZE|(LONG_|BIN)?PUT|LONG_BINPUT|(LONG_BIN|BIN)?GET|(SHORT_)?BINUNICODE8?|UNICODE|"
+    r"(EMPTY_)?(LIST|DICT)|APPENDS?|SETITEMS?)"
+)
+
+
+class _PlainUnpickler(pickle._Unpickler):  # in Python: its memo grows with use, not by request
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to something outside")
+
+
+def plain_unpickle(data: bytes) -> Any:
+    """A pickle made of text, lists and dictionaries alone.
+
+    Raises:
+        ValueError: anything else in it, before any of it is followed.
+
+    >>> plain_unpickle(pickle.dumps(["a", {"b": "c"}]))
+    ['a', {'b': 'c'}]
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if not _HARMLESS.fullmatch(opcode.name) or ("PUT" in opcode.name and int(argument or 0) > _MAX_MEMO):
+                raise ValueError(f"a pickle with the instruction {opcode.name}; wanted text, lists and dictionaries alone")
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"a broken pickle ({error})") from None
+
+
+def unpack_tests(text: str) -> Any:
+    """JSON text, or base 64 of zlib of a pickle of JSON text.
+
+    Raises:
+        ValueError: it is neither, unpacks to more than 256 MiB, or its pickle is more than text.
+    """
+    if text.lstrip()[:1] in ("[", "{", '"'):
+        return json.loads(text)
+    try:
+        packed = base64.b64decode(text.encode("ascii"), validate=True)
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(packed, MAX_BYTES)
+    except (binascii.Error, zlib.error, UnicodeEncodeError) as error:
+        raise ValueError(f"neither JSON nor packed ({error})") from None
+    if unpacker.unconsumed_tail:
+        raise ValueError(f"more than {MAX_BYTES >> 20} MiB when unpacked")
+    if not unpacker.eof:
+        raise ValueError("cut short")
+    found = plain_unpickle(data)
+    return json.loads(found) if isinstance(found, str) else found
+
+
+def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str] | str:
+    """(tests, name of the function or "" for standard input) of a row, or a sentence saying why there are none.
+
+    Public tests come first; each is {"input", "output", "public"}, as `verifier.code` reads them.
+    """
+    tests: list[dict[str, Any]] = []
+    for column, public in (("public_test_cases", True), ("private_test_cases", False)):
+        found = row.get(column)
+        try:
+            found = unpack_tests(found) if isinstance(found, str) else found
+        except (ValueError, RecursionError) as error:
+            return f"{column}: {error}"
+        for test in found or ():
+            if not isinstance(test, dict) or not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
+                return f"{column}: a test without text as input and output"
+            tests.append({"input": test["input"], "output": test["output"], "public": public})
+    if not tests:
+        return "no tests"
+    try:
+        notes = row.get("metadata")
+        notes = json.loads(notes) if isinstance(notes, str) and notes.strip() else notes
+    except ValueError as error:
+        return f"metadata: not JSON ({error})"
+    return tests, str((notes.get("func_name") if isinstance(notes, dict) else "") or "")

@@ -1,0 +1,75 @@
+"""Accepted problems: small sets in memory, large ones in a temporary file, read back one row at a time."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Any, overload
+
+IN_MEMORY = 16 << 20  # bytes of rows; more go to the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One usable problem.
+
+    Attributes:
+        text: what the model sees.
+        answer: reference answer.
+        metadata: JSON values; always "template", "question" and "source_row", for the embedded task the whole problem.
+    """
+
+    text: str
+    answer: str
+    metadata: dict[str, Any]
+
+
+class RowStore(Sequence[Row]):
+    """Rows in the order they were appended. Beyond 16 MiB they lie in a file without a name, which ends with the process.
+
+    Eight bytes per row stay in memory, so a million rows cost 8 MB however long their texts are.
+
+    Args:
+        folder: where the file goes; the system's folder for temporary files when None.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = SpooledTemporaryFile(max_size=IN_MEMORY, dir=None if folder is None else str(folder))  # noqa: SIM115 (as long as the store)
+        self._ends = array("q", [0])
+        self._digest = blake2b(digest_size=16)
+
+    def append(self, row: Row) -> None:
+        """Adds a row; its metadata must be JSON values, anything else becomes text."""
+        data = json.dumps([row.text, row.answer, row.metadata], ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        self._file.seek(self._ends[-1])
+        self._file.write(data)
+        self._ends.append(self._ends[-1] + len(data))
+        self._digest.update(data)
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal BLAKE2b of all rows in order."""
+        return self._digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        self._file.seek(self._ends[place])
+        text, answer, metadata = json.loads(self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass"))
+        return Row(text=text, answer=answer, metadata=metadata)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
