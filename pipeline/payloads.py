@@ -219,6 +219,17 @@ class Credit(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class TokenLogprobs(Batch):
+    """What a learner makes of sampled tokens; less the engine's log-probs, the log-ratio between the two.
+
+    Attributes:
+        logprobs: Jagged float32 over response tokens [nats], at the batch's temperature; NaN where none was computed.
+    """
+
+    logprobs: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TrainReport(Payload):
     """What one learner iteration did. `metrics` are plain floats, `seconds` per phase."""
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from components.learner.metrics import Mismatch, MismatchGuard, mismatch_meters,
 from components.learner.objective import Inputs, Meters, Objective, aggregate, counts, loss_terms, prepare
 from components.learner.packing import PackedBatch, check_rows, join, pack, plan
 from components.learner.prefix import Sorted, plan_shared, unique_tokens, without_last
-from pipeline.component import Context, identity_sum
+from pipeline.component import Context, identity_sum, same_rows
 from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, TrainReport, Trajectories, Weights
+from pipeline.payloads import Credit, TokenLogprobs, TrainReport, Trajectories, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Outputs:
 
     report: TrainReport
     weights: Weights
+    logprobs: Annotated[TokenLogprobs, same_rows("trajectories")]
 
 
 class Settings(Protocol):
@@ -120,7 +121,7 @@ class RolloutPass(ABC):
         self.lengths = torch.where(self.response.lengths > 0, self.prompt.lengths + self.response.lengths - 1, 0)
         self.tree = Sorted.of(join(self.prompt, self.response)) if settings.share_prefixes and not padded else None
         self.work = Counter[str](slots=0, tokens=0, shared=0, unique=0)
-        self.prompt_uid = trajectories.prompt_uid
+        self.uid, self.prompt_uid = trajectories.uid, trajectories.prompt_uid
         self.temperature = trajectories.temperature  # ratios are 1 at equal weights only at the temperature of the sampler
         engine = trajectories.engine_logprobs.to(device)
         self.inputs = Inputs(
@@ -133,6 +134,9 @@ class RolloutPass(ABC):
             old_entropies=trajectories.entropies.to(device),
             columns={k: v.to(device) for k, v in credit.columns.items()},
         )
+        # Log-probs as first computed, and for which tokens.
+        self.first = torch.zeros(2, len(engine.values), device=device)
+        self.keeps_first = settings.old_logprobs == "engine"
         # Rows whose new tokens were sampled by exactly these weights, and those tokens: where engine and learner should agree.
         same = (trajectories.policy_version == version).to(device)
         fresh = self.response.positions >= self.response.spread(trajectories.inherited.to(device)).values
@@ -179,7 +183,8 @@ class RolloutPass(ABC):
         with self.clock("publish"):
             weights = publish()
         self.context.log(**metrics, **{f"seconds_{k}": v for k, v in self.seconds.items()})
-        return Outputs(report=TrainReport(metrics=metrics, seconds=self.seconds), weights=weights)
+        logprobs = TokenLogprobs(uid=self.uid, logprobs=self._first_logprobs())
+        return Outputs(report=TrainReport(metrics=metrics, seconds=self.seconds), weights=weights, logprobs=logprobs)
 
     def train(self) -> dict[str, float]:
         """All optimiser steps; returns the metrics."""
@@ -191,6 +196,7 @@ class RolloutPass(ABC):
         useful = torch.ones_like(has_credit) if pulled else has_credit
         before = dict(self.totals)
         for epoch in range(c.epochs):
+            self.keeps_first &= epoch == 0
             for rows in self.minibatch_rows(epoch):
                 denominators = counts(self.inputs.mask.select(rows), c.objective)
                 if not bool(has_credit[rows].any()):
@@ -212,6 +218,13 @@ class RolloutPass(ABC):
             "policy_lag": self.lag,
             "version": float(self.version + 1),
         }
+
+    def _first_logprobs(self) -> Jagged:
+        """Of all replicas, on every rank: recomputed old log-probs, else those of the first epoch's forward passes."""
+        if self.settings.old_logprobs == "recompute":
+            return self.inputs.old_logprobs.to("cpu")
+        values, known = self.shared(self.first).to("cpu")  # exact: one replica knows a token, the others add 0
+        return self.response.to("cpu").with_values(torch.where(known > 0, values, torch.nan))
 
     def _score_old(self) -> None:
         # Log-probs that must be known before any step: recomputed old ones, the reference's, and batch-wide columns.
@@ -312,6 +325,9 @@ class RolloutPass(ABC):
     def loss(self, logprobs: Jagged, entropies: Jagged, index: Tensor, denominators: Tensor, meters: Meters) -> Tensor:
         """The share of the loss of rows `index` from their log-probs and entropies; fills the meters."""
         part = self.inputs.select(index).replace(logprobs=logprobs, entropies=entropies)
+        if self.keeps_first:
+            place = self.response.offsets[:-1][index][logprobs.row_ids] + logprobs.positions
+            self.first[0, place], self.first[1, place] = logprobs.values.detach().to(self.first), 1.0
         terms = loss_terms(part, self.settings.objective)
         meters.merge(terms.meters)
         if self.untouched and self.settings.old_logprobs == "engine":

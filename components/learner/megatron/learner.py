@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from components.learner.megatron.clock import ComputeClock
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.metrics import Mismatch, MismatchGuard
 from components.learner.objective import Meters, Objective
@@ -122,6 +124,7 @@ class MegatronLearner(Component):
             self.reference = self._load(layout, dtype) if c.objective.kl.coefficient else None
             settings = self.model.transformer_config
             settings.finalize_model_grads_func = finalize_gradients
+            self.compute = settings.timers = ComputeClock(context.device)
             settings.calculate_per_token_loss = True  # the loss arrives with its denominators
             self.chunks = data_parallel(settings, self.model.chunks, distributed)
             steps = context.iterations * c.epochs * c.minibatches
@@ -207,6 +210,7 @@ class _Pass(RolloutPass):
             max_context=learner.max_context,
         )
         self.model, self.reference, self.chunks, self.optimizer = learner.model, learner.reference, learner.chunks, learner.optimizer
+        self.compute, self.busy, self.passed = learner.compute, 0.0, 0.0
 
     def score(self, pieces: list[Tensor], reference: bool) -> list[Jagged]:
         """On the last stage, the log-probs of all micro-batches; nothing on the others."""
@@ -233,8 +237,22 @@ class _Pass(RolloutPass):
         for batch in batches:
             self.count_work(batch)
         self.optimizer.clear()
+        self.compute.take()  # forget the passes of `score`
+        begin = time.perf_counter()
         losses = run_schedule(self.chunks, self.model.forward, batches, consume, self.context.device, train=True)
+        self.busy += self.compute.take()
+        self.passed += time.perf_counter() - begin
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.context.device)
+
+    def train(self) -> dict[str, float]:
+        """Logs, besides, which share of the passes' time the ranks did not compute in: their mean, and the most idle one's."""
+        found = super().train()
+        if self.settings.pipeline_parallel > 1:  # type: ignore[attr-defined]
+            from components.learner.megatron.schedule import mean_and_most
+
+            mean, most = mean_and_most(1 - self.busy / self.passed if self.passed else 0.0)
+            self.context.log(bubble=mean, bubble_max=most)
+        return found
 
     def update(self) -> tuple[float, float, bool]:
         """Decided by the gradient norm over all ranks."""

@@ -114,3 +114,11 @@ def objects_from_last_stage(value: Any) -> Any:
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return box[0]
+
+
+def mean_and_most(value: float) -> tuple[float, float]:
+    """Mean and largest of a number over all ranks of the run."""
+    total, most = (torch.tensor(value, dtype=torch.float64) for _ in range(2))
+    dist.all_reduce(total)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(total) / dist.get_world_size(), float(most)

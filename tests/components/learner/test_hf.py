@@ -201,6 +201,29 @@ def test_zero_credit_rows_do_not_change_the_gradient(make_learner, make_batch):
     assert distance(*moments) < 1e-6
 
 
+@pytest.mark.parametrize("settings", [{}, {"minibatches": 2, "epochs": 2, "micro_batch_tokens": 30}, {"old_logprobs": "recompute"}])
+def test_logprobs_as_first_computed_are_given_out(make_learner, make_batch, settings):
+    learner = make_learner(objective=REINFORCE, optimizer=FAST, **settings)
+    batch = make_batch()
+    before = at_own_logprobs(learner, batch)[0].engine_logprobs
+    trajectories, credit = batch
+    nothing = torch.where(credit.advantage.row_ids == 2, 0.0, credit.advantage.values)
+    out = run(learner, (trajectories, credit.replace(advantage=credit.advantage.with_values(nothing))))
+    assert out.logprobs.uid.tolist() == trajectories.uid.tolist()
+    found, skipped = out.logprobs.logprobs, before.row_ids == 2
+    if "old_logprobs" in settings:  # all tokens are computed, before any step
+        assert float((found.values - before.values).abs().max()) < 1e-5
+        return
+    assert bool(found.values[skipped].isnan().all())  # a row without credit is not run
+    assert not bool(found.values[~skipped].isnan().any())
+    gap = (found.values - before.values)[~skipped].abs()
+    if "minibatches" in settings:  # later mini-batches are computed after the first one's step
+        assert 0 < float(gap.max()) < 1
+        assert float(gap.min()) < 1e-5
+    else:
+        assert float(gap.max()) < 1e-5
+
+
 def test_row_without_response_counts_but_is_not_run(make_learner, make_batch):
     trajectories, credit = make_batch(rows=3)
     keep = [trajectories.response_tokens.row(i) if i else trajectories.response_tokens.row(i)[:0] for i in range(3)]
@@ -398,6 +421,7 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
     split = {"imbalance_before", "imbalance_after", "pack_waste", "forward_tokens", "shared_tokens"}
     once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
     assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
+    assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)
     assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
     if minibatches == 1:
         moments = [{n: m["exp_avg"] for n, m in x.state_dict()["optimizer"]["moments"].items()} for x in (alone, learners[0])]

@@ -125,10 +125,28 @@ def test_shared_prefixes_change_nothing_but_the_work(gloo_pool: Callable[[int], 
 
 
 def test_a_replica_without_rows_takes_part(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
-    alone, weights = gloo_pool(1).run(training.one_prompt, folder, {})[0]
-    for metrics, found in gloo_pool(2).run(training.one_prompt, folder, {}):
+    alone, weights, logprobs = gloo_pool(1).run(training.one_prompt, folder, {})[0]
+    for metrics, found, told in gloo_pool(2).run(training.one_prompt, folder, {}):
+        assert float((told - logprobs).abs().max()) < 1e-5
         assert learned(metrics) == pytest.approx(learned(alone), rel=1e-5, abs=2e-6)
         assert relative(found, weights) < 1e-5
+
+
+@pytest.mark.parametrize("old", ["engine", "recompute"])
+def test_every_rank_gives_out_all_logprobs_and_the_pipeline_tells_its_bubble(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str, old: str
+) -> None:
+    settings = {**training.CASES["reinforce"], "old_logprobs": old, "micro_batch_tokens": 40}
+    learner = training.hf_learner(folder, settings)
+    trajectories, credit = training.make_batch(0)
+    wanted = learner.run(trajectories=trajectories, credit=credit).logprobs.logprobs.values
+    for layouts in gloo_pool(2).run(training.one_step, folder, [{}, TP2, PP2], settings):
+        for logprobs, _ in layouts:
+            assert float((logprobs - wanted).abs().max()) < 1e-5
+        logged = [metrics for _, metrics in layouts]
+        assert ["bubble" in m for m in logged] == [False, False, True]
+        # Two stages and few micro-batches: at least one stage waits while the other computes.
+        assert 0 < logged[2]["bubble"] <= logged[2]["bubble_max"] < 1
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

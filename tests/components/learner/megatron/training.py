@@ -185,12 +185,23 @@ def train_layouts(folder: str, layouts: list[dict[str, Any]], cases: dict[str, d
     return [train(folder, layout, cases, dtype) for layout in layouts]
 
 
-def one_prompt(folder: str, layout: dict[str, Any]) -> tuple[dict[str, float], Any]:
+def one_prompt(folder: str, layout: dict[str, Any]) -> tuple[dict[str, float], Any, Any]:
     """A step on one prompt, which one replica takes; the others have nothing to compute."""
     learner = megatron_learner(folder, layout, CASES["reinforce"])
     trajectories, credit = make_batch(0, prompts=1)
     out = learner.run(trajectories=trajectories, credit=credit)
-    return out.report.metrics, out.weights.tensors
+    return out.report.metrics, out.weights.tensors, out.logprobs.logprobs.values
+
+
+def one_step(folder: str, layouts: list[dict[str, Any]], settings: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, float]]]:
+    """Per layout: the log-probs that a step gives out, and what it logs."""
+    out = []
+    for layout in layouts:
+        learner = megatron_learner(folder, layout, settings)
+        trajectories, credit = make_batch(0)
+        made = learner.run(trajectories=trajectories, credit=credit)
+        out.append((made.logprobs.logprobs.values, dict(learner.context.metrics)))
+    return out
 
 
 def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, float], bool, bool]:
