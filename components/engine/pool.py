@@ -68,6 +68,7 @@ class ServerPool:
         self._thread.start()
         self._ticker: asyncio.Task[None] | None = None
         self._losses = 0
+        self.updates: list[tuple[str, float, float]] = []  # server, begin and end of the last weight update (perf_counter)
 
     # The blocking side
 
@@ -107,6 +108,10 @@ class ServerPool:
     def progress(self) -> dict[str, int]:
         """Requests that run and that wait, now."""
         return {"running": sum(m.outstanding for m in self.members), "waiting": len(self._waiting)}
+
+    def in_flight(self) -> dict[str, float]:
+        """Server → requests that it works on, now."""
+        return {f"server {m.index} requests": float(m.outstanding) for m in self.members}
 
     def close(self) -> None:
         """Ends requests, servers that were started here, and the thread."""
@@ -159,9 +164,9 @@ class ServerPool:
 
     async def _update_all(self, update: Update) -> None:
         begin = time.perf_counter()
-        self._update = update
+        self._update, self.updates = update, []
         usable = [m for m in self.members if m.state in ("starting", "ready", "updating")]
-        failures = await asyncio.gather(*(m.load(update, self.settings.in_flight) for m in usable), return_exceptions=True)
+        failures = await asyncio.gather(*(self._load(m, update) for m in usable), return_exceptions=True)
         for member, failure in zip(usable, failures, strict=True):
             if isinstance(failure, asyncio.CancelledError) or (failure is not None and not isinstance(failure, Exception)):
                 raise failure
@@ -171,6 +176,11 @@ class ServerPool:
             self._check_hope()
             await self._changed()
         self.counters["seconds_update"] += time.perf_counter() - begin  # type: ignore[assignment]
+
+    async def _load(self, member: Member, update: Update) -> None:
+        begin = time.perf_counter()
+        await member.load(update, self.settings.in_flight)
+        self.updates.append((f"server {member.index}", begin, time.perf_counter()))
 
     # Requests
 

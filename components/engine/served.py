@@ -71,6 +71,7 @@ class Servers:
         ids = [(7919 * n + 13) % vocabulary for n in range(length)]
         self._probe = ScoreAsk(row=0, group=0, context=ids[:1], tokens=ids[1:], temperature=1.0)
         self.pool.start()
+        context.trace.watch(context.node, self.pool.in_flight)
 
     def load(self, weights: Weights) -> ServedPolicy:
         """Publishes weights and has every server load them; the handle on them."""
@@ -92,6 +93,9 @@ class Servers:
         if follows:
             self._meet()
         self.pool.update(update)
+        for server, begin, end in self.pool.updates:
+            name = f"weights {weights.version}"
+            self.engine.context.trace.write(name, "weight update", begin, end, server, iteration=self.engine.context.iteration)
         if not follows:
             self._meet()  # all servers hold the weights, or are out
         self.channel.retire(weights.version)

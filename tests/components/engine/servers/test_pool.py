@@ -73,6 +73,9 @@ def test_updates_reach_every_server_and_answers_carry_their_version(fleet):
 
         run.pool.generate(rows.start(), advance)
         assert seen == {version}
+        assert sorted(server for server, _, _ in run.pool.updates) == ["server 0", "server 1"]
+        assert all(begin < end for _, begin, end in run.pool.updates)
+    assert run.pool.in_flight() == {"server 0 requests": 0, "server 1 requests": 0}
     assert [e["loaded"] for e in run.records() if "loaded" in e].count(7) == 2
     folders = [p.name for p in run.channel.path.iterdir()]
     assert folders == ["v7"], "older versions are removed"
