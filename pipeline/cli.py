@@ -159,6 +159,26 @@ def _cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     doctor.add_argument("--shared", metavar="FOLDER", help="also a folder that all nodes must see")
     doctor.add_argument("--quiet", action="store_true", help="print only what failed")
 
+    simulate = command(
+        "simulate",
+        "Predict how a measured run would go with overlap, and on how many GPUs.",
+        "example:\n  creditgraph simulate --measured runs/toy_srpo-s0 --model qwen2.5-7b --gpus 8 64 512 cluster.gpus_per_server=2",
+    )
+    _overrides(simulate)
+    simulate.add_argument("--measured", metavar="RUN", required=True, help="run directory: phases, rows and lengths are taken from it")
+    simulate.add_argument("--replicas", type=int, default=1, help="data-parallel replicas of that run")
+    simulate.add_argument("--delays", type=int, nargs="+", default=[1, 2], metavar="K", help="learner.weights@K to compare")
+    simulate.add_argument("--model", help="a shape of tools/plan_layout, or a config.json: also simulate GPUs")
+    simulate.add_argument("--device", default="h100")
+    simulate.add_argument("--gpus", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    simulate.add_argument("--rollouts", type=int, default=4096, help="of an iteration, on those GPUs")
+    simulate.add_argument("--per-gpu", action="store_true", help="--rollouts are per GPU")
+    simulate.add_argument("--length", type=float, default=2048, help="mean tokens of a rollout there")
+    simulate.add_argument("--prompt", type=float, default=512, help="tokens of a prompt there")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("--json", metavar="FILE", help="write the rows of the last table")
+    simulate.add_argument("--picture", metavar="FILE", help="draw them (.svg or .png)")
+
     serve = command("serve", "Run one engine server of a configuration (job scripts do).")
     _overrides(serve)
     serve.add_argument("--index", type=int, default=0, help="number of this server")
