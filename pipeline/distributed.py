@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -167,6 +168,7 @@ class Team:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
+        self.folder: Path | None = None  # run directory, for what the ranks say of themselves there
 
     def lane(self, name: str) -> Lane:
         """Communication for one lane, so that lanes that overlap never interleave."""

@@ -79,6 +79,7 @@ class Executor:
         checkpoints = path / "checkpoints" if path else None
         self._checkpoints = Checkpoints(checkpoints, settings.checkpoint.keep) if checkpoints else None
         self._trace = Timeline(path, settings.trace, ranks.rank, ranks.world)
+        self._team.folder = path
         self._recorder = Recorder(path / "record", settings.record, graph, self._trace) if path else None
         self._values = Values(self._place.nodes, self._trace)
         self._start = -1  # unknown before restore

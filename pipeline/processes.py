@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from pipeline.component import Ranks
 from pipeline.distributed import DistributedError, Lane, Rendezvous, Team
 from pipeline.errors import CreditgraphError
+from pipeline.timeline import where
 from pipeline.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
 from pipeline.wire_format import pack, unpack
 
@@ -100,7 +101,7 @@ class Processes(Team):
         rank = self.ranks.rank
         if _is_loss(error):
             first = self._watchdog.blame() or self._watchdog.report(
-                f"{_text(error)}; all ranks live, so one is stuck or slower than run.timeout allows"
+                f"{_text(error)}; all ranks live, so one is stuck or slower than run.timeout allows{self._places()}"
             )
         else:
             first = self._watchdog.report(_text(error))
@@ -109,6 +110,10 @@ class Processes(Team):
         if self._hosts_store:
             time.sleep(3 * PULSE)  # the others read the error from a store that ends with this process
         leave(stopped(rank, first), 2 if isinstance(error, CreditgraphError) and not _is_loss(error) else EXIT_CODE)
+
+    def _places(self) -> str:
+        told = where(self.folder) if self.folder else ""
+        return f" ({told})" if told else ""
 
 
 class _Lane(Lane):

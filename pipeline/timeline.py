@@ -385,13 +385,15 @@ def heartbeats(run: Path) -> list[dict[str, Any]]:
 
 
 def where(run: Path, now: float | None = None) -> str:
-    """One sentence on where the ranks are, the furthest behind first; "" without a heartbeat.
+    """One sentence on where the ranks are, the furthest behind first; "" without a heartbeat, and when all have ended.
 
     A rank is silent when its heartbeat is older than ten times what it should be.
     """
     now = time.time() if now is None else now
     silent, places = [], dict[tuple[Any, ...], list[tuple[int, float]]]()
     beats = heartbeats(run)
+    if all(b.get("state") == "ended" for b in beats):
+        return ""
     for beat in beats:
         rank, age = int(beat["rank"]), now - float(beat["time"])
         if beat.get("state") == "ended":

@@ -4,7 +4,7 @@
 
 It reads one JSON object a line, {world, path, port, …options of `Options`}, forks that many ranks with the variables torchrun sets, and
 answers with the list of their exit codes. The messages of rank r go to PATH.r. A fault is [node, rank, iteration, what], what being
-"raise", "kill" (SIGKILL), "stop" (SIGUSR1) or "diverge".
+"raise", "kill" (SIGKILL), "stop" (SIGUSR1), "sleep" or "diverge".
 """
 
 import json
@@ -77,6 +77,8 @@ class Faulty(Component):
         what = self.config.fault[3]
         if what == "raise":
             raise DataError(f"no rows left on {self.context.node}")
+        if what == "sleep":
+            time.sleep(600)
         if what == "diverge":
             raise FloatingPointError("diverged")
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGUSR1}[what])

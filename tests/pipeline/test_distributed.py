@@ -171,6 +171,12 @@ def test_a_killed_rank_is_named_by_the_other(launch, rank, text):
     assert text in found.text(1 - rank)
 
 
+def test_a_rank_that_is_stuck_is_named_with_its_place(launch):
+    found = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=5)
+    assert 0 not in found.codes
+    assert "all ranks live, so one is stuck or slower than run.timeout allows (rank 1 in score of iteration 2 since " in found.text(0)
+
+
 def test_ranks_that_do_not_fit_are_told_before_anything_loads(launch):
     found = launch(3, "odd", size=2)
     assert found.codes == [2, 2, 2]
