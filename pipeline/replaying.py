@@ -73,7 +73,7 @@ class Replay:
 
     def newest_checkpoint(self) -> int:
         """Iteration of the newest checkpoint, −1 without one."""
-        return max((number for number, _ in self._checkpoints()), default=-1)
+        return max((number for number, _ in self.checkpoints()), default=-1)
 
     def run(
         self, name: str, iteration: int, settings: Mapping[str, Any] | None = None, iterations: int | None = None
@@ -161,7 +161,8 @@ class Replay:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
         return set_origin(read_payload(file), f"{node}.{output}") if file.exists() else None
 
-    def _checkpoints(self) -> list[tuple[int, Path]]:
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(iteration, folder) of every checkpoint, oldest first."""
         folder = self.path / "checkpoints"
         return sorted((int(p.name), p) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
@@ -169,7 +170,7 @@ class Replay:
         """Gives a component its state after an iteration, from the nearest checkpoint at or below it."""
         if not runner.component.state_dict() or after < 0:
             return
-        below = [entry for entry in self._checkpoints() if entry[0] <= after]
+        below = [entry for entry in self.checkpoints() if entry[0] <= after]
         name = runner.node.name
         if not below:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state stands in.")

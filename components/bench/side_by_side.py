@@ -162,7 +162,7 @@ def _iteration(replay: Replay, wire: Wire) -> int:
             f"{replay.path}: {wire} is not recorded, so there are no rollouts to judge; train with run.record.every=1 and "
             "run.record.outputs=all."
         )
-    saved = {number for number, _ in replay._checkpoints()}
+    saved = {number for number, _ in replay.checkpoints()}
     exact = [i for i in there if i == 0 or i - 1 in saved]
     return exact[-1] if exact else there[-1]
 
