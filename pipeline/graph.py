@@ -11,15 +11,17 @@ must be acyclic.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from pipeline.component import Component
 from pipeline.errors import ConfigError, GraphError, did_you_mean
-from pipeline.registry import load_class
+from pipeline.registry import known_components, load_class
 from pipeline.settings import build_config
 from pipeline.sockets import Node, Wire, sockets_of
 from pipeline.wiring import check_wiring, sorted_names
@@ -162,7 +164,7 @@ def _parse_node(name: str, entry: Any, problems: list[str]) -> Node | None:
         return None
     settings = entry.get("config")
     config, found = build_config(component.Config, settings, name)
-    problems += found
+    problems += [text + _elsewhere(text, name, use, settings) for text in found]
     return Node(name, use, component, config, wires, dict(settings) if isinstance(settings, Mapping) else {})
 
 
@@ -179,6 +181,21 @@ def _load(name: str, use: str, problems: list[str]) -> Any:
         problems.append(f"{name}.use: importing '{use}' failed with {type(error).__name__}: {error}")
         return None
     return component
+
+
+def _elsewhere(problem: str, name: str, use: str, settings: Any) -> str:
+    """Which other components of the kind have an unknown setting; "" when the problem is another one, or none has it."""
+    keys = settings if isinstance(settings, Mapping) else ()
+    key = next((k for k in keys if problem.startswith(f"{name}.{k}: unknown setting.")), None)
+    family = use.partition(".")[0] + "."
+    found = []
+    for other in known_components() if key is not None and ":" not in use else ():
+        if other.startswith(family) and other != use:
+            with suppress(ConfigError, ImportError):
+                component: Any = load_class(other)
+                if key in {f.name for f in dataclasses.fields(component.Config)}:
+                    found.append(other)
+    return f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it." if found else ""
 
 
 def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[Wire]]:

@@ -22,6 +22,7 @@ BUILTIN: dict[str, str] = {
     "engine.vllm": "components.engine.vllm:VllmEngine",
     "engine.sglang": "components.engine.sglang:SGLangEngine",
     "sampler.chains": "components.sampler.chains:Chains",
+    "sampler.partial": "components.sampler.partial:Partial",
     "sampler.seeded": "components.sampler.seeded:Seeded",
     "sampler.dynamic": "components.sampler.dynamic:Dynamic",
     "sampler.retry": "components.sampler.retry:Retry",

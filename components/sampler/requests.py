@@ -198,16 +198,16 @@ def _generate(policy: Policy, requests: Requests) -> Completions:
     for place, row in enumerate(kept.tolist()):
         reasons[row], texts[row] = part.finish_reason[place], part.text[place]
     return Completions(
-        tokens=_scatter_rows(part.tokens, kept, count),
-        logprobs=_scatter_rows(part.logprobs, kept, count),
-        entropies=_scatter_rows(part.entropies, kept, count),
-        thought_ends=_scatter_rows(part.thought_ends, kept, count),
+        tokens=scatter_rows(part.tokens, kept, count),
+        logprobs=scatter_rows(part.logprobs, kept, count),
+        entropies=scatter_rows(part.entropies, kept, count),
+        thought_ends=scatter_rows(part.thought_ends, kept, count),
         finish_reason=reasons,
         text=texts,
     )
 
 
-def _scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
+def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
     """Puts the rows of `part` at the (increasing) places `rows` of `count` rows; the others are empty."""
     lengths = torch.zeros(count, dtype=torch.int64)
     lengths[rows] = part.lengths

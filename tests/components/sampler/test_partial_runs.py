@@ -1,0 +1,136 @@
+"""Runs with groups in flight: overlapped or not, killed or not, alone or replayed, the same bytes."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.compose import build_experiment, compose
+from pipeline.errors import GraphError
+from pipeline.executor import Executor
+from pipeline.recording import read_payload
+from pipeline.replaying import Replay, describe_difference
+from pipeline.run_directory import RunDirectory
+
+ITERATIONS = 7
+SETTINGS = [
+    "recipe=toy_grpo_partial",
+    "prompts.batch=3",
+    "sampler.group_size=4",
+    "sampler.carry.tokens=20",
+    "evaluator.num_problems=2",
+    "evaluator.every=0",
+    "learner.optimizer.lr=1e-3",
+    "run.record.every=1",
+    "run.checkpoint.every=1",
+    "run.checkpoint.keep=20",
+    "run.name=run",
+    f"run.iterations={ITERATIONS}",
+]
+LATE = "nodes.engine.in.weights=learner.weights@2"
+
+
+def train(root, *more):
+    experiment = build_experiment(compose([*SETTINGS, *more, f"run.root={root}"]), "test")
+    with (
+        RunDirectory.open(experiment.run_path, experiment.resolved) as run,
+        Executor(experiment.graph, experiment.run, model=experiment.model, data=experiment.data, run=run) as executor,
+    ):
+        executor.setup()
+        start = executor.restore()
+        executor.run()
+    return experiment.run_path, start
+
+
+def metrics(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "seconds" not in k and not k.startswith("utilisation/")} for row in rows]
+
+
+def digest(path):
+    newest = path / "checkpoints" / f"{ITERATIONS - 1:06d}"
+    return {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in ("tensors.safetensors", "state.json")}
+
+
+def rollouts(path, iteration):
+    return read_payload(path / "record" / "sampler.trajectories" / f"{iteration:06d}.parquet")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The uninterrupted run without overlap, weights two iterations old."""
+    return train(tmp_path_factory.mktemp("whole"), LATE, "run.overlap=false")[0]
+
+
+def assert_same(path, whole):
+    assert metrics(path) == metrics(whole)
+    assert digest(path) == digest(whole)
+    for iteration in range(ITERATIONS):
+        assert describe_difference(rollouts(whole, iteration), rollouts(path, iteration)) == []
+
+
+def test_groups_are_carried_and_none_is_lost(whole):
+    rows = metrics(whole)[:ITERATIONS]
+    begun = torch.cat([read_payload(whole / "record" / "prompts.batch" / f"{i:06d}.parquet").uid for i in range(ITERATIONS)])
+    delivered = [read_payload(whole / "record" / "sampler.prompts" / f"{i:06d}.parquet").uid.tolist() for i in range(ITERATIONS)]
+    assert delivered[0] == []  # no rollout of the embedded task has 20 tokens or less
+    assert rows[0]["learner/skipped_zero_credit"] == 1
+    flat = [uid for uids in delivered for uid in uids]
+    assert len(set(flat)) == len(flat)
+    assert len(flat) + rows[-1]["sampler/carried_groups"] == len(begun)
+    assert set(flat) <= set(begun.tolist())
+    versions = torch.cat([rollouts(whole, i).token_versions.values for i in range(ITERATIONS)])
+    assert versions.max() >= 3
+    assert max(row["sampler/staleness_max"] for row in rows) >= 2
+    sampled = sum(row["sampler/sampled_tokens"] for row in rows)
+    assert len(versions) + rows[-1]["sampler/carried_tokens"] == sampled
+
+
+def test_overlap_changes_nothing(tmp_path, whole):
+    path, _ = train(tmp_path, LATE)
+    assert_same(path, whole)
+
+
+def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, whole):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import torch; torch.set_num_threads(1)\n" + (
+        f"import importlib.util as u; s = u.spec_from_file_location('runs', {str(Path(__file__))!r}); m = u.module_from_spec(s)\n"
+        "s.loader.exec_module(m); m.train(sys.argv[2], m.LATE)"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    child = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parents[3]), str(tmp_path)], env=environment)
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "run" / "checkpoints" / "000003").exists():
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    path, start = train(tmp_path, LATE)
+    assert 4 <= start < ITERATIONS
+    assert_same(path, whole)
+
+
+def test_a_replayed_sampler_has_its_groups_in_flight_again(tmp_path):
+    path, _ = train(tmp_path)
+    for iteration in (0, 1, 4):
+        replay = Replay(path)
+        recorded, again, logged = replay.run("sampler", iteration)
+        replay.close()
+        assert replay.notes == []
+        for output in ("trajectories", "prompts"):
+            assert describe_difference(recorded[output], again[output]) == []
+        line = metrics(path)[iteration]
+        assert all(value == line[name] for name, value in logged.items() if "seconds" not in name)
+    assert metrics(path)[4]["sampler/staleness_max"] > 0
+
+
+def test_samplers_that_cannot_carry_name_the_one_that_can():
+    with pytest.raises(GraphError, match=r"sampler.carry: unknown setting.*sampler.partial has it"):
+        build_experiment(compose(["recipe=toy_grpo", "sampler.carry.tokens=8"]), "test")
