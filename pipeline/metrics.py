@@ -1,17 +1,16 @@
-"""Where the numbers of a run go: metrics.jsonl always, wandb when asked."""
+"""Where the numbers of a run go: metrics.jsonl always; `pipeline/trackers.py` has wandb and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pipeline.run_directory import write_aside, writing
+from pipeline.run_directory import writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,30 @@ class WandbSettings:
     """user or team; "" takes the account's default"""
     name: str = ""
     """display name; "" takes the run's name"""
+    checkpoints: bool = False
+    """also keep every checkpoint as an artifact; offline, each is copied to wandb's staging folder"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorboardSettings:
+    """Mirroring to TensorBoard (pip install 'creditgraph[tensorboard]')."""
+
+    enabled: bool = False
+    """write event files to tensorboard/ in the run directory"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """Tables of rollouts for wandb and TensorBoard."""
+
+    every: int = 10
+    """iterations between tables, of those that are recorded; 0 writes none"""
+    rows: int = 16
+    """rollouts per table, evenly spaced over those of the iteration"""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.rows < 1:
+            raise ValueError(f"every {self.every} and rows {self.rows}: wanted every ≥ 0 and rows ≥ 1.")
 
 
 class Sink(Protocol):
@@ -35,7 +58,7 @@ class Sink(Protocol):
         """Records the metrics of an iteration."""
 
     def sync(self) -> None:
-        """Makes everything logged so far durable."""
+        """Makes everything logged so far durable; what was recorded so far is written by then."""
 
     def close(self) -> None:
         """Ends the sink."""
@@ -72,46 +95,6 @@ class JsonLines:
         """Closes the file."""
         with writing(self.path):
             self._file.close()
-
-
-class Wandb:
-    """Mirrors metrics to wandb; a resumed run keeps its wandb id."""
-
-    def __init__(self, settings: WandbSettings, run_path: Path, config: dict[str, Any]) -> None:
-        import wandb
-
-        id_path = run_path / "wandb_id"
-        if not id_path.exists():
-            write_aside(id_path, uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            mode=settings.mode,
-            project=settings.project,
-            entity=settings.entity or None,
-            name=settings.name or run_path.name,
-            id=id_path.read_text(encoding="utf-8").strip(),
-            dir=str(run_path),
-            config=config,
-            resume="allow" if settings.mode == "online" else None,
-            settings=wandb.Settings(console="off"),
-        )
-        self._run.define_metric("*", step_metric="iteration")
-
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Sends one iteration."""
-        self._run.log({"iteration": iteration, **metrics})
-
-    def image(self, name: str, path: Path) -> None:
-        """Sends a picture."""
-        import wandb
-
-        self._run.log({name: wandb.Image(str(path))})
-
-    def sync(self) -> None:
-        """Nothing: wandb has its own files."""
-
-    def close(self) -> None:
-        """Ends the wandb run."""
-        self._run.finish()
 
 
 class FanOut:

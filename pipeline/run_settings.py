@@ -10,7 +10,7 @@ import torch
 
 from pipeline.checkpoint import CheckpointSettings
 from pipeline.errors import ConfigError
-from pipeline.metrics import WandbSettings
+from pipeline.metrics import TableSettings, TensorboardSettings, WandbSettings
 from pipeline.recording import RecordSettings
 from pipeline.timeline import TraceSettings
 
@@ -51,6 +51,10 @@ class RunSettings:
     """when each rank did what"""
     wandb: WandbSettings = field(default_factory=WandbSettings)
     """mirroring to Weights & Biases"""
+    tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)
+    """mirroring to TensorBoard"""
+    tables: TableSettings = field(default_factory=TableSettings)
+    """rollouts shown in both"""
 
     def __post_init__(self) -> None:
         if self.iterations < 0 or self.iterations >= 1 << 24:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device for component tests")
 
 
-# Tests of real processes meet ports, kernels and schedulers that other programs share. One that fails is run once more, and the summary names it (R).
+# Tests of real processes meet ports, kernels and schedulers that other programs share.
+# One that fails is run once more, and the summary names it (R).
 REAL_PROCESSES = (
     "components/engine/servers",
     "components/engine/test_sglang.py",
@@ -41,6 +43,34 @@ def device(request: pytest.FixtureRequest) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--device cuda: torch sees no CUDA device; run on a GPU machine or drop the option", returncode=2)
     return name
+
+
+@pytest.fixture(scope="session")
+def undocumented_metrics() -> Iterator[set[str]]:
+    """Names that registered components have logged in this process and that components/metric_names.py lacks."""
+    from components.metric_names import DEFINITIONS
+    from pipeline.node_runner import NodeReport, NodeRunner
+
+    found, harvest = set(), NodeRunner.harvest
+
+    def watched(self: NodeRunner) -> NodeReport:
+        known = DEFINITIONS.get(self.node.use)
+        if known is not None:
+            found.update(f"{self.node.use}: {n}" for n in self.context.metrics if not any(m.fits(n) for m in known))
+        return harvest(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeRunner, "harvest", watched)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def metrics_are_documented(undocumented_metrics: set[str]) -> Iterator[None]:
+    """Every run of every test in this process logs documented names only."""
+    yield
+    names = sorted(undocumented_metrics)
+    undocumented_metrics.clear()
+    assert not names, f"add to components/metric_names.py, then call tools/update_docs: {', '.join(names)}"
 
 
 @pytest.fixture(scope="session")

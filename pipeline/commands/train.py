@@ -59,10 +59,10 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
     from pipeline import draw
     from pipeline.executor import Executor
-    from pipeline.metrics import Wandb
     from pipeline.progress import Progress
     from pipeline.results import write_results
     from pipeline.run_directory import RunDirectory, write_aside
+    from pipeline.trackers import make_sinks
 
     settings = experiment.run
     set_threads(settings.threads)
@@ -74,7 +74,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
         for name, text in (("graph.svg", draw.svg(experiment.graph)), ("graph.mmd", draw.mermaid(experiment.graph))):
             write_aside(run.path / name, text)
         team.barrier()
-        sinks = [] if settings.wandb.mode == "disabled" else [Wandb(settings.wandb, run.path, experiment.resolved)]
+        sinks = make_sinks(settings, run.path, experiment.resolved, experiment.graph)
         parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
         with Executor(experiment.graph, settings, run=run, sinks=sinks, **parts) as executor:
             executor.setup()

@@ -1,11 +1,10 @@
 import json
 import math
-import os
 
 import pytest
 
 from pipeline.errors import RunError
-from pipeline.metrics import FanOut, JsonLines, Wandb, WandbSettings, read_metrics
+from pipeline.metrics import FanOut, JsonLines, read_metrics
 
 
 def test_lines_are_there_at_once_and_nan_is_null(tmp_path):
@@ -45,18 +44,3 @@ def test_fan_out_reaches_all(tmp_path):
     both.sync()
     both.close()
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == '{"iteration": 3, "x": 1.0}\n'
-
-
-def test_wandb_offline_keeps_its_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    for name in [n for n in os.environ if n.startswith("WANDB")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
-    for iteration in range(2):
-        sink = Wandb(WandbSettings(mode="offline", project="p"), tmp_path, {"a": 1})
-        sink.log(iteration, {"x": 1.0})
-        ids.append(sink._run.id)
-        sink.close()
-    assert ids[0] == ids[1] == (tmp_path / "wandb_id").read_text()
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}"))) >= 1
