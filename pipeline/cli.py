@@ -119,11 +119,17 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluate = command(
         "eval",
-        "Evaluate the newest checkpoint of a run on its held-out split.",
-        "example:\n  creditgraph eval runs/toy_srpo-s0 evaluator.samples=8 evaluator.num_problems=0",
+        "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run by the evaluator of its own graph.",
+        "examples:\n"
+        "  creditgraph eval run=runs/toy_srpo-s0 suite=toy\n"
+        "  creditgraph eval run=runs/a,runs/b model=qwen3_4b suite=math engine=vllm tasks=aime_2024,math_500\n"
+        "  creditgraph eval model=tiny suite=math data.math_500.path=math_500.jsonl tasks=math_500\n"
+        "  creditgraph eval runs/toy_srpo-s0 evaluator.samples=8 evaluator.num_problems=0\n"
+        "docs/evaluation.md has all settings.",
     )
-    evaluate.add_argument("run", metavar="RUN", help="run directory")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change for this evaluation")
+    _overrides(evaluate)
+    evaluate.add_argument("--fresh", action="store_true", help="throw away what an earlier evaluation of the same name wrote")
+    evaluate.add_argument("--compare", action="store_true", help="only compare results that are there; ask nothing")
     _cluster_commands(command)
     return parser
 

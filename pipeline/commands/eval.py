@@ -1,23 +1,63 @@
-"""`creditgraph eval`: the newest checkpoint of a run on its held-out split."""
+"""`creditgraph eval`: a suite of tasks on runs and models, or the held-out split of one run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import logging
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ConfigError
 from pipeline.replaying import Replay, parse_settings
 from pipeline.run_directory import write_aside
 
+# Named by text: pipeline/ imports nothing of components/.
+SUITES = "components.evaluator.command"
+
 
 def main(options: argparse.Namespace) -> int:
+    """With suite=NAME the suite; without, the evaluators of the run's own graph."""
+    runs, settings = split_arguments(options.overrides)
+    if any(text.startswith("suite=") for text in settings):
+        module: Any = importlib.import_module(SUITES)
+        arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        module.evaluate_suite(arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True))
+        return 0
+    named = [text.partition("=")[2] for text in settings if text.startswith("run=")]
+    runs += named
+    if len(runs) != 1 or options.fresh or options.compare:
+        raise ConfigError(
+            "eval: wanted suite=NAME with run=RUN or model=NAME (several separated by commas), or one RUN alone for the evaluator of its "
+            "own graph; for example creditgraph eval run=runs/toy_srpo-s0 suite=toy."
+        )
+    return evaluate_own(Path(runs[0]), [text for text in settings if not text.startswith("run=")])
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Bare run directories and key=value settings; a run's name may hold a "=", so an existing directory is a run.
+
+    >>> split_arguments(["runs/a", "suite=toy"])
+    (['runs/a'], ['suite=toy'])
+    """
+    runs = [text for text in arguments if "=" not in text or Path(text).is_dir()]
+    return runs, [text for text in arguments if text not in runs]
+
+
+def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
     """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
-    replay = Replay(Path(options.run), parse_settings(options.overrides))
+    replay = Replay(run, parse_settings(overrides))
     try:
         names = [n.name for n in replay.graph.nodes if getattr(n.cls, "final_pass", False)]
         if not names:
-            raise ConfigError(f"{options.run}: its graph has no evaluator with a final pass; add a node such as evaluator.accuracy.")
+            raise ConfigError(
+                f"{run}: its graph has no evaluator with a final pass; add a node such as evaluator.accuracy, or evaluate a suite with "
+                "suite=NAME."
+            )
         done = replay.newest_checkpoint() + 1
         metrics: dict[str, float] = {"iteration": float(done)}
         for name in names:
@@ -28,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     for name, value in metrics.items():
         print(f"{name} = {value:.6g}")
-    target = Path(options.run) / "eval.json"
-    write_aside(target, json.dumps({"overrides": options.overrides, "metrics": metrics}, indent=1) + "\n")
+    target = run / "eval.json"
+    write_aside(target, json.dumps({"overrides": list(overrides), "metrics": metrics}, indent=1) + "\n")
     print(f"wrote {target}")
     return 0

@@ -1,0 +1,35 @@
+"""A verifier that writes down what it judges, and can end its own process in the middle of an evaluation."""
+
+import os
+import signal
+from dataclasses import dataclass
+
+from components.verifier.exact import ExactJudge
+from pipeline.component import Component
+from pipeline.payloads import Judge
+
+
+class LoggedJudge(ExactJudge):
+    """Appends a line per judged response to the file EVAL_TOYS_LOG; the process is killed in call number EVAL_TOYS_KILL."""
+
+    calls = 0
+
+    def judge(self, prompts, trajectories):
+        self.calls += 1
+        if self.calls == int(os.environ.get("EVAL_TOYS_KILL", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(os.environ["EVAL_TOYS_LOG"], "a", encoding="utf-8") as log:
+            log.writelines(f"{int(uid)}\n" for uid in trajectories.prompt_uid)
+        return super().judge(prompts, trajectories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    judge: Judge
+
+
+class LoggedExact(Component):
+    """verifier.exact with a log."""
+
+    def run(self) -> Outputs:
+        return Outputs(judge=LoggedJudge(True))
