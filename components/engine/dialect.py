@@ -5,7 +5,7 @@ The pool, the processes and the weight channel know servers only through this pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -92,6 +92,10 @@ class ScoreAnswer:
     version: int | None = None
 
 
+Take = Callable[[Answer, bool], bool]
+"""Takes the next part of an answer and whether it is the last; whether no more is wanted."""
+
+
 class Dialect(Protocol):
     """One kind of server. Methods take an `httpx.AsyncClient` whose base URL is the server's address.
 
@@ -101,6 +105,8 @@ class Dialect(Protocol):
 
     name: str
     """of the kind, in messages and file names"""
+    streams: bool
+    """whether answers come in parts (`stream`), so that one request may serve a row that its text ends"""
 
     def launch(self, port: int, identity: str) -> Launch:
         """Command and environment of a server on `port` of "{host}" that later tells `identity` (its served model name)."""
@@ -112,6 +118,10 @@ class Dialect(Protocol):
 
     async def generate(self, client: httpx.AsyncClient, ask: Ask, request_id: str) -> Answer:
         """One completion. Closing the connection ends the request at the server."""
+        ...
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
+        """One completion, handed over as it comes and ended as soon as `take` wants no more; its version as in `Answer`."""
         ...
 
     async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
@@ -162,15 +172,20 @@ async def call(
     """
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     response = await client.request(method, path, json=body, params=query, **options)
-    if response.status_code != 200:
-        refused = 400 <= response.status_code < 500 and response.status_code not in (408, 429)
-        raise (RefusedError if refused else ServerError)(f"{method} {path}: status {response.status_code}: {_short(response.text)}")
+    check_status(f"{method} {path}", response)
     if not response.content:
         return {}
     try:
         return response.json()
     except ValueError:
         raise ServerError(f"{method} {path}: an answer that is no JSON: {_short(response.text)}") from None
+
+
+def check_status(what: str, response: httpx.Response) -> None:
+    """Raises RefusedError or ServerError, with its text, for a response (read) whose status is not 200."""
+    if response.status_code != 200:
+        refused = 400 <= response.status_code < 500 and response.status_code not in (408, 429)
+        raise (RefusedError if refused else ServerError)(f"{what}: status {response.status_code}: {_short(response.text)}")
 
 
 def _short(text: str, limit: int = 300) -> str:
@@ -190,6 +205,8 @@ __all__ = [
     "ScoreAnswer",
     "ScoreAsk",
     "ServerError",
+    "Take",
     "Update",
     "call",
+    "check_status",
 ]

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -92,6 +93,32 @@ class ServerPool:
     def generate(self, asks: Sequence[Ask], advance: Callable[[int, Answer], Ask | None]) -> None:
         """Asks until every row has ended; `advance(row, answer)` gives the row's next ask and raises BadAnswer for an unsound answer."""
         self._call(self._rows(asks, lambda m, ask: lambda client, rid: self._dialect.generate(client, ask, rid), advance))
+
+    def stream(self, asks: Sequence[Ask], feed: Callable[[int, Answer, bool], bool], again: Callable[[int], None]) -> None:
+        """Like `generate` with one ask per row, whose tokens are handed over as they come.
+
+        `feed(row, part, last)` tells whether the row has ended and raises BadAnswer for an unsound part; after one, and after an answer
+        that was cut off, `again(row)` is called and the row asked for elsewhere.
+        """
+        by_row = {ask.row: ask for ask in asks}
+        ended: set[int] = set()
+
+        def request(member: Member, ask: Ask) -> Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, Any]]:
+            def take(part: Answer, last: bool) -> bool:
+                if feed(ask.row, part, last):
+                    ended.add(ask.row)
+                return ask.row in ended
+
+            async def whole(client: httpx.AsyncClient, name: str) -> _Streamed:
+                return _Streamed(await self._dialect.stream(client, ask, name, take))
+
+            return whole
+
+        def undo(row: int) -> None:
+            ended.discard(row)
+            again(row)
+
+        self._call(self._rows(asks, request, lambda row, _: None if row in ended else by_row[row], undo))
 
     def score(self, asks: Sequence[ScoreAsk], take: Callable[[int, ScoreAnswer], None]) -> None:
         """One answer per ask; `take(row, answer)` raises BadAnswer for an unsound one."""
@@ -189,12 +216,13 @@ class ServerPool:
         asks: Sequence[Any],
         request: Callable[[Member, Any], Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, Any]]],
         advance: Callable[[int, Any], Any],
+        undo: Callable[[int], None] = lambda row: None,
     ) -> None:
         homes: dict[int, Member] = {}
 
         async def row(ask: Any) -> None:
             while ask is not None:
-                ask = await self._answered(ask, homes, request, advance)
+                ask = await self._answered(ask, homes, request, advance, undo)
 
         await _all([asyncio.create_task(row(ask)) for ask in asks])
 
@@ -204,8 +232,9 @@ class ServerPool:
         homes: dict[int, Member],
         request: Callable[[Member, Any], Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, Any]]],
         advance: Callable[[int, Any], Any],
+        undo: Callable[[int], None],
     ) -> Any:
-        """One sound answer to `ask`, from whichever server; what `advance` makes of it."""
+        """One sound answer to `ask`, from whichever server; what `advance` makes of it. `undo(row)` follows every other one."""
         wrong: list[Member] = []
         while True:
             member = await self._take(ask.group, homes, wrong)
@@ -217,9 +246,11 @@ class ServerPool:
                 following = advance(ask.row, answer)
             except Interrupted:
                 self.counters["retries"] += 1
+                undo(ask.row)
                 continue
             except (ServerError, BadAnswer, httpx.HTTPError, OSError) as error:
                 self.counters["retries"] += 1
+                undo(ask.row)
                 wrong.append(member)
                 self._failed(member, error)
                 if len(wrong) > self.settings.retries:
@@ -321,6 +352,11 @@ class ServerPool:
             if task is not asyncio.current_task():
                 task.cancel()
         await asyncio.sleep(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streamed:
+    version: int | None
 
 
 class AllServersLost(LostError):

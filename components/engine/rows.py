@@ -91,6 +91,7 @@ class _Row:
     tail: bytes = b""  # end of its text, as far as a stop string may reach back
     reason: str = ""
     asked: Ask | None = None
+    mark: tuple[Ask, int, list[int], int, bytes, int] | None = None  # where its ask found it: see `Rows.again`
 
 
 class Rows:
@@ -188,8 +189,8 @@ class Rows:
     def feed(self, index: int, part: Answer, last: bool) -> bool:
         """Takes the next tokens of the open ask of row `index`, for asks of whole rows; True when the row has ended.
 
-        What the engine samples for the ask after that is of no use. Raises BadAnswer as `advance` does, and for a `last` part after
-        which the row has not ended.
+        What the engine samples for the ask after that is of no use. A `last` part with reason "abort" leaves the row as `again` does.
+        Raises BadAnswer as `advance` does, and for another `last` part after which the row has not ended.
         """
         row = self._rows[index]
         ask = row.asked
@@ -202,9 +203,20 @@ class Rows:
             if row.reason:
                 row.asked = None
                 return True
-        if last:
+        if last and part.reason == "abort":
+            self.again(index)
+        elif last:
             raise BadAnswer(f"row {index}: ended by '{part.reason}' after {len(row.tokens)} tokens; wanted {row.limit} or an end.")
         return False
+
+    def again(self, index: int) -> None:
+        """Forgets what `feed` took for the ask of row `index`, which is open again: its answer was cut off or is not to be trusted."""
+        row = self._rows[index]
+        if row.mark is None:
+            raise CreditgraphError(f"row {index}: no ask of a whole row; wanted one, made by start(whole=True).")
+        row.asked, taken, ends, row.start, row.tail, row.thoughts = row.mark
+        row.reason, row.ends = "", list(ends)
+        del row.tokens[taken:], row.logprobs[taken - row.begun :], row.entropies[taken - row.begun :]
 
     def completions(self) -> Completions:
         """All rows in order; every row must have ended."""
@@ -246,6 +258,8 @@ class Rows:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
         )
+        if self._whole:
+            row.mark = (row.asked, taken, list(row.ends), row.start, row.tail, row.thoughts)
         return row.asked
 
     def _check(self, ask: Ask, answer: Answer, before: int | None = None) -> None:

@@ -56,7 +56,7 @@ class Servers:
 
     def __init__(self, engine: ExternalEngine, dialect: Dialect, settings: ServerSettings, tolerance: float) -> None:
         context = engine.context
-        self.engine, self._tolerance = engine, tolerance
+        self.engine, self._tolerance, self.streams = engine, tolerance, dialect.streams
         # Servers that were started here are this replica's own; servers found elsewhere are those of all replicas.
         self._shared = not settings.servers and context.ranks.num_replicas > 1
         wanted = settings.channel.dtype
@@ -133,8 +133,12 @@ class ServedPolicy(ExternalPolicy):
         self._servers = servers
 
     def sample(self, rows: Rows) -> None:
-        """Each row is asked for, and goes on, by itself."""
-        self._servers.pool.generate(rows.start(), rows.advance)
+        """Each row is asked for, and goes on, by itself: in one request that ends with the row where the server streams, thought by
+        thought otherwise."""
+        if rows.watched and self._servers.streams:
+            self._servers.pool.stream(rows.start(whole=True), rows.feed, rows.again)
+        else:
+            self._servers.pool.generate(rows.start(), rows.advance)
         self._servers.count()
 
     def score_rows(self, asks: Sequence[ScoreAsk]) -> list[ScoreAnswer]:

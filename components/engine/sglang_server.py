@@ -15,7 +15,7 @@ import torch
 
 from components.engine import sglang_wire as wire
 from components.engine.channel import read_file
-from components.engine.dialect import Answer, Ask, InFlight, Launch, ScoreAnswer, ScoreAsk, ServerError, Update, call
+from components.engine.dialect import Answer, Ask, InFlight, Launch, ScoreAnswer, ScoreAsk, ServerError, Take, Update, call
 from components.engine.server import free_port
 from components.engine.sglang_checks import held_checksum, names_to_skip
 from components.engine.sglang_group import UpdateGroup, new_group_name, own_address
@@ -120,6 +120,8 @@ def engine_variables(settings: ProcessSettings, model: ServedModel) -> dict[str,
         # Health checks that generate a token would wait behind all requests.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # A connection that the server closes just when it is used again would look like a fault.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         "OMP_NUM_THREADS": str(settings.threads) if cpu else os.environ.get("OMP_NUM_THREADS"),
         **(_CPU_VARIABLES if cpu else {}),
     }
@@ -141,6 +143,8 @@ class SGLangDialect:
     """
 
     name = "sglang"
+    # Its streams repeat all log-probs of the answer in every part.
+    streams = False
 
     def __init__(
         self,
@@ -186,6 +190,12 @@ class SGLangDialect:
         async with self._ended(client, request_id):
             body = await call(client, "POST", "/generate", wire.generate_body(ask, request_id, self._top))
         return wire.read_generated(body, self.entropies)
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
+        """Not used: `streams` is False."""
+        answer = await self.generate(client, ask, request_id)
+        take(answer, True)
+        return answer.version
 
     async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
         """Teacher-forced log-probs."""

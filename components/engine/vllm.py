@@ -58,11 +58,13 @@ class VllmEngine(ExternalEngine):
         """gives weights and KV cache memory back between calls (in this process and on a GPU only; ignored otherwise)"""
         arguments: tuple[str, ...] = ()
         """further arguments of vLLM's servers, such as --tensor-parallel-size=2; they come last, so they win"""
+        stream_tokens: int = 8
+        """tokens in each message of a server about a row whose text may end it; fewer cost more work, more are sampled in vain"""
         probe: bool = True
         """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
 
         def __post_init__(self) -> None:
-            for name in ("max_rows", "cpu_threads"):
+            for name in ("max_rows", "cpu_threads", "stream_tokens"):
                 if getattr(self, name) < 1:
                     raise ValueError(f"{name}: {getattr(self, name)}; wanted at least 1.")
             if self.kv_cache_gb < 0 or not 0 < self.gpu_memory <= 1:
@@ -116,6 +118,7 @@ class VllmEngine(ExternalEngine):
             cache_gb=config.kv_cache_gb,
             channel=config.channel,
             update_seconds=config.pool.update_seconds,
+            stream_tokens=config.stream_tokens,
         )
 
     def _variables(self) -> dict[str, str]:

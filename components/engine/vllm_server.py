@@ -9,6 +9,7 @@ why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from components.engine.channel import ChannelSettings
-from components.engine.dialect import Answer, Ask, InFlight, Launch, RefusedError, ScoreAnswer, ScoreAsk, ServerError, Update, call
+from components.engine.dialect import (
+    Answer,
+    Ask,
+    InFlight,
+    Launch,
+    RefusedError,
+    ScoreAnswer,
+    ScoreAsk,
+    ServerError,
+    Take,
+    Update,
+    call,
+    check_status,
+)
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +43,7 @@ if TYPE_CHECKING:
 EXTENSION = "components.engine.vllm_files.FileExtension"
 _ROOT = Path(__file__).resolve().parents[2]
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+_GENERATE = "/inference/v1/generate"
 Reason = Literal["stop", "length", "eos", "abort"]
 _REASONS: dict[str, Reason] = {"length": "length", "abort": "abort"}
 
@@ -48,9 +63,11 @@ class VllmDialect:
         cache_gb: gigabytes of KV cache on a CPU.
         channel: how weights travel; "nccl" broadcasts them from this process's GPU.
         update_seconds: until a server must have answered a broadcast's requests.
+        stream_tokens: tokens in each part of a streamed answer but the first.
     """
 
     name = "vllm"
+    streams = True
 
     def __init__(
         self,
@@ -66,11 +83,13 @@ class VllmDialect:
         cache_gb: float = 1.0,
         channel: ChannelSettings | None = None,
         update_seconds: float = 300.0,
+        stream_tokens: int = 8,
     ) -> None:
         self._model, self._dtype, self._length, self._device = model, dtype, length, device
         self._forbidden, self._eos, self._arguments = list(forbidden), frozenset(eos), list(arguments)
         self._threads, self._cache_gb = threads, cache_gb
         self._channel, self._update_seconds = channel or ChannelSettings(), update_seconds
+        self._stream_tokens = stream_tokens
         self._broadcaster: Broadcaster | None = None
         if self._channel.kind == "nccl" and device != "cuda":
             raise ConfigError("engine.channel.kind: 'nccl' needs GPUs, and the model runs on a CPU; wanted kind=file there.")
@@ -86,6 +105,8 @@ class VllmDialect:
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # A connection that the server closes just when it is used again would look like a fault.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             "VLLM_RPC_BASE_PATH": "{scratch}",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         }
@@ -114,12 +135,37 @@ class VllmDialect:
 
     async def generate(self, client: httpx.AsyncClient, ask: Ask, request_id: str) -> Answer:
         """One completion."""
-        reply = await call(client, "POST", "/inference/v1/generate", self.generate_body(ask, request_id))
+        reply = await call(client, "POST", _GENERATE, self.generate_body(ask, request_id))
         return self.read_answer(reply)
+
+    async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
+        """One completion as server-sent events. Only the last one tells the version, so a request that is ended early is read on."""
+        body = self.generate_body(ask, request_id) | {"stream": True}
+        body["sampling_params"]["stream_interval"] = self._stream_tokens
+        wanted = True
+        async with client.stream("POST", _GENERATE, json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                check_status(f"POST {_GENERATE}", response)
+            version, ended = None, False
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                choice = _choice(line.removeprefix("data: "))
+                ended = choice["finish_reason"] is not None
+                if ended:
+                    version = _version(choice)
+                if wanted and take(self._answer_of(choice), ended):
+                    wanted = False
+                    if not ended:
+                        await self.abort(client, [request_id])
+        if not ended:
+            raise ServerError(f"POST {_GENERATE}: an answer that was cut off.")
+        return version
 
     async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
         """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
-        reply = await call(client, "POST", "/inference/v1/generate", self.score_body(ask, request_id))
+        reply = await call(client, "POST", _GENERATE, self.score_body(ask, request_id))
         return self.read_scores(reply, ask)
 
     def generate_body(self, ask: Ask, request_id: str) -> dict[str, Any]:
@@ -150,17 +196,19 @@ class VllmDialect:
         """The answer in a reply to `generate_body`; raises ServerError for one of another form."""
         try:
             (choice,) = reply["choices"]
-            tokens = [int(token) for token in choice["token_ids"]]
-            entries = (choice["logprobs"] or {"content": []})["content"] or []
-            logprobs = [float(entry["logprob"]) for entry in entries]
-            entropies = [_entropy(entry) for entry in entries]
-            ended: Reason = "eos" if tokens and tokens[-1] in self._eos else "stop"
-            reason = _REASONS.get(choice["finish_reason"], ended)
-            return Answer(tokens=tokens, logprobs=logprobs, entropies=entropies, reason=reason, version=_version(choice))
+            return dataclasses.replace(self._answer_of(choice), version=_version(choice))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             if isinstance(error, ServerError):
                 raise
             raise ServerError(f"an answer without the wanted fields ({type(error).__name__}: {error})") from error
+
+    def _answer_of(self, choice: Mapping[str, Any]) -> Answer:
+        tokens = [int(token) for token in choice["token_ids"]]
+        entries = (choice["logprobs"] or {"content": []})["content"] or []
+        logprobs = [float(entry["logprob"]) for entry in entries]
+        entropies = [_entropy(entry) for entry in entries]
+        ended: Reason = "eos" if tokens and tokens[-1] in self._eos else "stop"
+        return Answer(tokens=tokens, logprobs=logprobs, entropies=entropies, reason=_REASONS.get(choice["finish_reason"], ended))
 
     def read_scores(self, reply: Any, ask: ScoreAsk) -> ScoreAnswer:
         """The answer in a reply to `score_body`; raises ServerError for one of another form."""
@@ -218,7 +266,8 @@ class VllmDialect:
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """/abort_requests."""
         if request_ids:
-            await call(client, "POST", "/abort_requests", {"request_ids": list(request_ids)})
+            # The server puts this before the names that it is given.
+            await call(client, "POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in request_ids]})
 
     async def _broadcast(self, client: httpx.AsyncClient, update: Update) -> None:
         from components.engine.vllm_nccl import Broadcaster
@@ -252,8 +301,20 @@ def _entropy(entry: Mapping[str, Any]) -> float:
     return -float(other["logprob"])
 
 
-def _version(choice: Mapping[str, Any]) -> int:
+def _choice(text: str) -> dict[str, Any]:
+    """The choice in an event of a streamed answer; raises ServerError for any other event."""
+    try:
+        (choice,) = json.loads(text)["choices"]
+        return {"finish_reason": None, **choice}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"an event that is no part of an answer: {text[:200]}") from error
+
+
+def _version(choice: Mapping[str, Any]) -> int | None:
+    """Of the weights behind an answer; None for one that ended before its first token."""
     spans = {str(span["version"]) for span in choice.get("weight_versions") or []}
+    if not spans and choice["finish_reason"] == "abort":
+        return None
     if len(spans) != 1:
         raise ServerError(f"an answer by weights versions {sorted(spans)}; wanted one.")
     return _number(spans.pop())

@@ -48,7 +48,7 @@ class FakeDialect(VllmDialect):
     """VllmDialect whose servers are `fake_vllm.py`."""
 
     def __init__(self, folder: Path, options=()):
-        super().__init__(model="fake", dtype="float32", length=512, device="cpu", forbidden=[], eos=[1])
+        super().__init__(model="fake", dtype="float32", length=512, device="cpu", forbidden=[], eos=[1], stream_tokens=3)
         self.folder, self.options = folder, list(options)
 
     def launch(self, port: int, identity: str) -> Launch:
@@ -94,7 +94,7 @@ class Fleet:
         limits = Limits(tokens=torch.full((count,), max_tokens), thoughts=torch.full((count,), 50), eos=eos)
         return Rows(requests, limits, TokenText(Words(), fake.VOCABULARY), Words(), fake.VOCABULARY, version)
 
-    def generate(self, prompts: int = 6, group: int = 4, max_tokens: int = 8, version=None):
+    def generate(self, prompts: int = 6, group: int = 4, max_tokens: int = 8, version=None, streamed: bool = False):
         rows = self.rows(prompts, group, max_tokens, version)
         taken: list[int] = []
 
@@ -104,13 +104,24 @@ class Fleet:
                 taken.append(row)
             return following
 
-        self.pool.generate(rows.start(), advance)
+        if streamed:
+            self.pool.stream(rows.start(whole=True), rows.feed, rows.again)
+            taken.extend(range(prompts * group))  # `completions` raises for a row that has not ended
+        else:
+            self.pool.generate(rows.start(), advance)
         assert sorted(taken) == list(range(prompts * group)), "every row once"
         done = rows.completions()
         for row in range(prompts * group):
-            seed = counter_seed(100 + row, 0)
-            assert done.tokens.row(row).tolist() == [fake.token_at(seed, place) for place in range(max_tokens)]
+            assert done.tokens.row(row).tolist() == self.tokens(row, max_tokens)
         return done
+
+    def tokens(self, row: int, count: int) -> list[int]:
+        """What a server samples for a row."""
+        seed = counter_seed(100 + row, 0)
+        return [fake.token_at(seed, place) for place in range(count)]
+
+    def logprobs(self, version: int, tokens: list[int]) -> list[float]:
+        return [fake.logprob_at(version, token) for token in tokens]
 
     def records(self):
         file = self.folder / "record.jsonl"

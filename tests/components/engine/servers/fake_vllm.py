@@ -116,7 +116,8 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/abort_requests":
             with state.changed:
                 for name in body["request_ids"]:
-                    state.running.get(name, {})["aborted"] = True
+                    state.running.get(name.removeprefix("generate-tokens-"), {})["aborted"] = True
+                    state.log(aborted=name)
                 state.changed.notify_all()
             return self.reply({"status": "aborted"})
         if path == "/pause":
@@ -186,6 +187,8 @@ class Handler(BaseHTTPRequestHandler):
         seconds = state.fault().get("seconds", state.options.seconds)
         with state.changed:
             state.changed.wait_for(lambda: request.get("aborted"), timeout=seconds)
+        if body.get("stream") and fault not in ("500", "400"):
+            return self.stream(body, request, fault, version, told)
         if fault == "die in generation":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "500":
@@ -206,8 +209,16 @@ class Handler(BaseHTTPRequestHandler):
         if request.get("aborted"):
             count, reason = count // 2, "abort"
         tokens = [token_at(seed, place) for place in range(count)]
+        choice = self.choice(tokens, reason, fault, version, told, count)
+        with state.changed:
+            state.tokens += count
+        state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
+        return self.reply({"choices": [] if fault == "no completions" else [choice]})
+
+    def choice(self, tokens, reason, fault, version, told, count):
+        """`count`: tokens in all, or None for a part that is not the last."""
         if fault == "outside vocabulary":
-            tokens[0] = VOCABULARY + 7
+            tokens = [VOCABULARY + 7, *tokens[1:]]
         content = [
             {
                 "token_id": t,
@@ -217,18 +228,54 @@ class Handler(BaseHTTPRequestHandler):
             for t in tokens
         ]
         if fault == "few log-probs":
-            content = content[: count // 2]
-        choice = {
+            content = content[: len(tokens) // 2]
+        spans = [{"version": "77" if fault == "wrong version" else told, "start": 0, "end": count}]
+        return {
             "index": 0,
             "finish_reason": reason,
             "token_ids": tokens,
             "logprobs": {"content": content},
-            "weight_versions": [{"version": "77" if fault == "wrong version" else told, "start": 0, "end": count}],
+            "weight_versions": None if count is None else spans,
         }
-        with state.changed:
-            state.tokens += count
-        state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
-        return self.reply({"choices": [] if fault == "no completions" else [choice]})
+
+    def stream(self, body, request, fault, version, told):
+        """Server-sent events: the first token, then parts of the wanted size; between two of them it waits for `part_seconds`."""
+        state, sampling = self.state, body["sampling_params"]
+        seed, count, size = sampling["seed"], sampling["max_tokens"], sampling["stream_interval"]
+        pause = state.fault().get("part_seconds", 0.0)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+
+        def event(choices):
+            data = json.dumps({"choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
+            try:
+                self.wfile.write(f"data: {data}\n\n".encode())
+                self.wfile.flush()
+            except OSError:
+                request["aborted"] = True
+
+        sent = 0
+        while True:
+            with state.changed:
+                state.changed.wait_for(lambda: request.get("aborted"), timeout=pause if sent else 0.0)
+            upto = sent if request.get("aborted") else min(count, sent + size if sent else 1)
+            part = [token_at(seed, place) for place in range(sent, upto)]
+            sent += len(part)
+            with state.changed:
+                state.tokens += len(part)
+            reason = "abort" if request.get("aborted") else "length" if sent == count else None
+            if fault == "cut" and sent > 1:
+                return
+            if fault == "die in generation" and sent > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            event([] if fault == "no completions" else [self.choice(part, reason, fault, version, told, sent if reason else None)])
+            if reason:
+                state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason, sent=sent)
+                self.wfile.write(b"data: [DONE]\n\n")
+                return
 
 
 def main() -> None:

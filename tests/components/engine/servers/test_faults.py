@@ -84,11 +84,12 @@ def test_a_server_that_is_asked_but_makes_no_progress_is_lost(fleet):
 @pytest.mark.parametrize(
     "kind", ["500", "garbage", "cut", "no completions", "few log-probs", "outside vocabulary", "wrong version", "die in generation"]
 )
-def test_unsound_answers_are_asked_for_elsewhere(fleet, kind):
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_unsound_answers_are_asked_for_elsewhere(fleet, kind, streamed):
     run = fleet(3, options=["--seconds", "0.01"])
     run.load(1)
     run.fault(1, kind)
-    run.generate(prompts=9, group=4, version=1)
+    run.generate(prompts=9, group=4, version=1, streamed=streamed)
     assert run.pool.take_counters()["retries"] > 0
     run.fault(1)
     run.until(lambda: run.states() == ["ready"] * 3)

@@ -60,6 +60,41 @@ def test_rows_go_on_by_themselves_thought_by_thought(fleet):
     assert done.finish_reason == ["length"] * 6
 
 
+def test_a_streamed_row_is_one_request_that_ends_with_the_row(fleet):
+    run = fleet(2)
+    run.load(1)
+    rows = run.rows(2, 3, max_tokens=9000, version=1, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
+    for n in range(2):
+        run.fault(n, "", part_seconds=0.01)  # of 3000 parts: the end of the row gets to the server long before that of its request
+    run.pool.stream(rows.start(whole=True), rows.feed, rows.again)
+    done = rows.completions()
+    assert done.finish_reason == ["thoughts"] * 6
+    assert done.thought_ends.to_lists() == [list(range(1, 51))] * 6
+    assert done.tokens.to_lists() == [run.tokens(row, 50) for row in range(6)]
+    assert run.pool.take_counters()["requests"] == 6
+    finished = [e for e in run.records() if "reason" in e]
+    assert [e["reason"] for e in finished] == ["abort"] * 6
+    assert max(e["sent"] for e in finished) < 9000
+
+
+def test_a_streamed_row_that_is_aborted_by_an_update_starts_again(fleet):
+    run = fleet(1, in_flight="abort")
+    run.load(1)
+    run.fault(0, "", part_seconds=30.0)
+    rows = run.rows(3, 1)
+    thread = threading.Thread(target=run.pool.stream, args=(rows.start(whole=True), rows.feed, rows.again))
+    thread.start()
+    run.until(lambda: len([e for e in run.records() if "running" in e]) == 3)
+    run.until(lambda: all(row.tokens for row in rows._rows))
+    run.fault(0)
+    run.load(2)
+    thread.join()
+    done = rows.completions()
+    # What the old weights had given is forgotten.
+    assert done.logprobs.values.tolist() == pytest.approx(run.logprobs(2, done.tokens.values.tolist()))
+    assert run.pool.take_counters()["aborted"] == 3
+
+
 def test_updates_reach_every_server_and_answers_carry_their_version(fleet):
     run = fleet(2)
     for version in (1, 2, 7):
