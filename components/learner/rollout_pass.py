@@ -137,10 +137,10 @@ class RolloutPass(ABC):
         # Log-probs as first computed, and for which tokens.
         self.first = torch.zeros(2, len(engine.values), device=device)
         self.keeps_first = settings.old_logprobs == "engine"
-        # Rows whose new tokens were sampled by exactly these weights, and those tokens: where engine and learner should agree.
-        same = (trajectories.policy_version == version).to(device)
+        # New tokens that were sampled by exactly these weights: where engine and learner should agree.
+        same = (trajectories.versions_by_token().values == version).to(device)
         fresh = self.response.positions >= self.response.spread(trajectories.inherited.to(device)).values
-        self.comparable = self.response.with_values(fresh & self.response.spread(same).values)
+        self.comparable = self.response.with_values(fresh & same)
         self.lag = float((version - trajectories.policy_version).double().mean()) if len(trajectories) else 0.0
 
     @abstractmethod
