@@ -130,8 +130,36 @@ def build_parser() -> argparse.ArgumentParser:
     _overrides(evaluate)
     evaluate.add_argument("--fresh", action="store_true", help="throw away what an earlier evaluation of the same name wrote")
     evaluate.add_argument("--compare", action="store_true", help="only compare results that are there; ask nothing")
+    _data_commands(command)
     _cluster_commands(command)
     return parser
+
+
+def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    data = command(
+        "data",
+        "List the data files of the configuration, or load one and check it: rows, answers, verifier, revision.",
+        "examples:\n"
+        "  creditgraph data list\n"
+        "  creditgraph data check gsm8k\n"
+        "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl --rows 1000 --model Qwen/Qwen3-4B",
+    )
+    data.add_argument("action", choices=["list", "check"])
+    data.add_argument("names", nargs="*", metavar="NAME", help="files of configs/data")
+    data.add_argument("--entry", help="one entry of the file (train, eval …); default: all")
+    data.add_argument("--path", metavar="FILE", help="read this local copy (file or folder) in place of the hub; needs one entry")
+    data.add_argument("--rows", type=int, default=2000, help="rows to look at; 0 looks at all (default: 2000)")
+    data.add_argument("--model", help="show prompts and count tokens with this model's tokenizer")
+    data.add_argument("-c", "--config-dir", action="append", default=[], metavar="DIR", help="a folder with data/ files")
+
+    preview = command(
+        "preview",
+        "Print exactly the tokens that the model of a recipe sees for its first prompts, and what ends a response.",
+        "example:\n  creditgraph preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl",
+    )
+    _overrides(preview)
+    preview.add_argument("-n", "--prompts", type=int, default=2, help="prompts to show")
+    preview.add_argument("--tokens", type=int, default=400, help="tokens to show of each, from both ends; 0 shows all")
 
 
 def _cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

@@ -20,6 +20,7 @@ from components.engine.score import score
 from components.engine.stops import TokenText, decode_rows
 from components.engine.weights import WeightNames
 from components.models.load import resolve_model_path
+from components.prompts.templates import turn_end_ids
 from pipeline.component import Context
 from pipeline.errors import ConfigError, CreditgraphError, DataError
 from pipeline.jagged import Jagged
@@ -216,10 +217,11 @@ def largest_difference(lean: LeanDecoder, model: Any) -> float:
 
 
 def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
-    """Bool [V]: ids that end a response: the generation configuration's (None when there is none), and the tokenizer's."""
+    """Bool [V]: ids that end a response: the generation configuration's (None: it has none), the tokenizer's, the end of a chat turn."""
     listed = getattr(generation, "eos_token_id", None)
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids += turn_end_ids(tokenizer)
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[[i for i in ids if 0 <= i < vocab_size]] = True
     return mask

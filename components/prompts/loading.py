@@ -129,6 +129,7 @@ def load_problems(
     drop_duplicates: bool = False,
     long_prompts: LongPrompts = "reject",
     most: int = 0,
+    room: int = 0,
 ) -> Loaded:
     """All usable rows of a data section, in the order of the source. In a run, data_card.json says how they came about.
 
@@ -141,13 +142,14 @@ def load_problems(
         drop_duplicates: keep only the first row of each question, compared as `question_key` does.
         long_prompts: what to do with prompts that do not fit: reject them, or cut the beginning of the question.
         most: ends reading after that many raw rows; 0 reads all.
+        room: prompts must have fewer tokens; 0 takes what the model's context leaves.
 
     Raises:
         DataError: the source cannot be read, lacks a column, or has no usable row.
     """
     source = parse_source(entry, place)
     tokenizer = load_tokenizer(context.model) if tokenizer is None else tokenizer
-    limit = context_length(context.model) - reserve
+    limit = room or context_length(context.model) - reserve
     opened = _open(source, place)
     loaded = Loaded(rows=RowStore(context.run_dir), counts=Counts(), source=source, revision=opened.revision, files=opened.files)
     counts, seen, rejects = loaded.counts, set[int](), _Rejects(context, source, place)

@@ -20,6 +20,9 @@ from typing import Any, Literal
 from pipeline.errors import DataError, did_you_mean
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
+_ENDING = re.compile(r"(?:<\|[A-Za-z_]+\|>|<｜[^｜<>]{1,40}｜>|</s>|<eos>|<end_of_turn>|<pad>)\Z")
+_MOST_ENDINGS = 16
+_PROBE = "Two, says Zyx."
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
@@ -135,6 +138,38 @@ def extract_answer(template: str, text: str) -> str | None:
             if opened > begin:
                 begin, end = opened, brace.start()
     return text[begin:end].strip() if begin >= 0 else None
+
+
+def response_text(text: str) -> str:
+    """A response without the special tokens that end it, so that an answer at its very end can be read.
+
+    >>> response_text("The answer is B<|im_end|>\\n"), response_text("x</s><|endoftext|>")
+    ('The answer is B', 'x')
+    """
+    for _ in range(_MOST_ENDINGS):
+        bare = text.rstrip()
+        found = _ENDING.search(bare[-64:])
+        if not found:
+            break
+        text = bare[: -len(found.group())]
+    return text
+
+
+def turn_end_ids(tokenizer: Any) -> list[int]:
+    """The special token that closes an answer in the tokenizer's chat template, such as <|im_end|>; [] where there is none.
+
+    Base models often name another token as their end of text, and would talk on after their turn.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return []
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2]
+        first = tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
+    except Exception:  # templates raise what they like for conversations that they do not know
+        return []
+    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+    return [i for i in first if i in special]
 
 
 def _chat(content: str, tokenizer: Any, required: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from components.prompts.templates import extract_answer
+from components.prompts.templates import extract_answer, response_text
 from pipeline.payloads import Judge, Prompts, Rewards, Trajectories
 
 MEMORY = 200_000
@@ -84,7 +84,7 @@ class MemoJudge(Judge):
         new: dict[tuple[int, bytes], Item] = {}
         for key, row, text in zip(keys, rows, trajectories.text, strict=True):
             if key not in self._memory and key not in new:
-                new[key] = Item(text=text, answer=prompts.answer[row], metadata=prompts.metadata[row])
+                new[key] = Item(text=response_text(text), answer=prompts.answer[row], metadata=prompts.metadata[row])
         known = {key: self._memory[key] for key in keys if key in self._memory}
         known.update(zip(new, self.verdicts(list(new.values())) if new else [], strict=True))
         self._remember({key: known[key] for key in new})

@@ -1,0 +1,317 @@
+"""Every data file composes, and its entries load by the real code from small files of the schema that the dataset's card states."""
+
+import base64
+import json
+import pickle
+import re
+import zlib
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.prompts.check import check_entry
+from pipeline.cli import main
+from pipeline.compose import CONFIG_DIR, compose, list_choices
+
+NAMES = list(list_choices("data", [CONFIG_DIR]))
+PROMISED = (
+    "aime_2024 aime_2025 aime_2026 amc23 math_500 minerva_math olympiadbench hmmt_2025 acereason_math math_level5 sciknoweval_l3 "
+    "strategyqa commonsense_qa livecodebench_v6 livecodebench gsm8k deepmath_103k open_rs opencodereasoning dapo_math_17k math numina_cot "
+    "numina_competitions numina_olympiads openr1_math_4k "
+)
+
+
+def packed(tests):
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+def competition(i):
+    return {"problem_idx": i, "problem": f"Find {i} + 1.", "answer": i + 1}
+
+
+def numina(i):
+    source = ["olympiads", "amc_aime", "cn_k12"][i % 3]
+    solution = f"It is \\boxed{{{i}}}." if i % 6 != 3 else "It is \\boxed{" + "x + " * 20 + "1}."
+    return {"source": source, "problem": f"Prove nothing, find {i}.", "solution": solution, "messages": [{"content": "c", "role": "user"}]}
+
+
+def hendrycks(i):
+    return {"problem": f"Find {i}.", "level": f"Level {i % 5 + 1}", "type": "Algebra", "solution": f"So $\\boxed{{\\frac{{{i}}}{{7}}}}$."}
+
+
+def sciknoweval(i):
+    kind = "mcq-4-choices" if i % 2 else "open-ended-qa"
+    choices = {"text": ["iron", "gold", "lead", "tin"], "label": ["A", "B", "C", "D"]}
+    details = {"level": f"L{i % 4}", "task": "t", "subtask": "s", "source": "u"}
+    prompt = {"default": "Answer the question."}
+    return {"question": f"Metal {i}?", "choices": choices, "answerKey": "BCD"[i % 3], "type": kind, "details": details, "prompt": prompt}
+
+
+def livecode(i):
+    public = json.dumps([{"input": f"{i}\n", "output": f"{i}\n", "testtype": "stdin"}])
+    private = packed([{"input": f"{i + 1}\n", "output": f"{i + 1}\n", "testtype": "stdin"}])
+    return {
+        "question_title": "t",
+        "question_content": f"Print the number, {i}.",
+        "platform": "atcoder",
+        "question_id": str(i),
+        "contest_date": "2025-01-01T00:00:00",
+        "starter_code": "" if i % 2 else "class Solution:\n    def same(self, n: int) -> int:\n",
+        "difficulty": ["easy", "medium", "hard"][i % 3],
+        "public_test_cases": public,
+        "private_test_cases": private if i % 4 else json.dumps([]),
+        "metadata": "{}" if i % 2 else json.dumps({"func_name": "same"}),
+    }
+
+
+def apps(i):
+    tests = {"inputs": [f"{i}\n"], "outputs": [f"{i}\n"]} | ({"fn_name": "f"} if i % 2 else {})
+    tests["inputs"] = [[i]] if i % 2 else tests["inputs"]
+    return {"id": i, "question": f"Echo {i}.", "input_output": json.dumps(tests), "difficulty": "interview", "url": "u", "starter_code": ""}
+
+
+def reasoning(i):
+    dataset = "apps" if i % 2 else "taco"
+    return {"id": str(i), "input": "-", "output": "r", "source": "s", "dataset": dataset, "split": "train", "index": str(i // 2)}
+
+
+def commonsense(i):
+    choices = {"label": ["A", "B", "C", "D", "E"], "text": ["sky", "sea", "sun", "sand", "salt"]}
+    return {"id": str(i), "question": f"Where is {i}?", "question_concept": "c", "choices": choices, "answerKey": "ABCDE"[i % 5]}
+
+
+# Dataset → its row number i, with the columns of the card.
+SCHEMAS = {
+    "HuggingFaceH4/aime_2024": lambda i: {
+        "id": i,
+        "problem": f"Find {i}.",
+        "solution": "s",
+        "answer": f"{i:03}",
+        "url": "u",
+        "year": "2024",
+    },
+    "MathArena/aime_2025": competition,
+    "MathArena/aime_2026": competition,
+    "MathArena/hmmt_nov_2025": lambda i: competition(i) | {"answer": f"\\frac{{{i}}}{{3}}", "problem_type": ["Algebra"]},
+    "MathArena/hmmt_feb_2025": lambda i: competition(i) | {"answer": f"\\sqrt{{{i + 2}}}", "problem_type": ["Algebra"]},
+    "math-ai/amc23": lambda i: {"id": i, "question": f"Find {i}.", "answer": float(i), "url": "u"},
+    "math-ai/minervamath": lambda i: {"question": f"Find {i}.", "answer": f"{i}.5e3"},
+    "HuggingFaceH4/MATH-500": lambda i: hendrycks(i) | {"answer": f"\\frac{{{i}}}{{7}}", "subject": "Algebra", "unique_id": str(i)},
+    "Hothan/OlympiadBench": lambda i: {
+        "id": i,
+        "question": f"Find {i}.",
+        "solution": ["s"],
+        "final_answer": [f"${i}$"] if i % 2 else [f"{i}", f"{i + 1}"],
+        "is_multiple_answer": not i % 2,
+        "language": "English",
+    },
+    "nvidia/AceReason-Math": lambda i: {"problem": f"Find {i}.", "answer": f"{i}"},
+    "DigitalLearningGmbH/MATH-lighteval": hendrycks,
+    "hicai-zju/SciKnowEval": sciknoweval,
+    "ChilleD/StrategyQA": lambda i: {
+        "qid": str(i),
+        "term": "t",
+        "description": "d",
+        "question": f"Is {i} even?",
+        "answer": i % 2 == 0,
+        "facts": "f",
+    },
+    "tau/commonsense_qa": commonsense,
+    "livecodebench/code_generation_lite": livecode,
+    "codeparrot/apps": apps,
+    "nvidia/OpenCodeReasoning": reasoning,
+    "openai/gsm8k": lambda i: {"question": f"Count to {i}.", "answer": f"1 #### 2\nso <<1+1=2>>\n#### {i},000"},
+    "zwhe99/DeepMath-103K": lambda i: {
+        "question": f"Find {i}.",
+        "final_answer": f"{i}\\pi",
+        "difficulty": 5.0,
+        "topic": "t",
+        "r1_solution_1": "s",
+    },
+    "knoveleng/open-rs": lambda i: {"problem": f"Find {i}.", "solution": "s", "answer": f"{i}", "level": "Hard"},
+    "open-r1/DAPO-Math-17k-Processed": lambda i: {
+        "prompt": f"Find {i}.",
+        "solution": f"{i}",
+        "data_source": "math_dapo",
+        "ability": "MATH",
+    },
+    "AI-MO/NuminaMath-CoT": numina,
+    "open-r1/OpenR1-Math-220k": lambda i: {"problem": f"Find {i}.", "solution": "s", "answer": f"{i}", "problem_type": "Algebra"},
+}
+ROWS = 60
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Dataset → a local copy with `ROWS` rows: the files an entry names, or one Parquet file."""
+    folder = tmp_path_factory.mktemp("copies")
+
+    def make(name, files):
+        rows = [SCHEMAS[name](i) for i in range(ROWS)]
+        place = folder / name.replace("/", "--")
+        if files:
+            place.mkdir(exist_ok=True)
+            for k, file in enumerate(files):
+                (place / file).write_text("".join(json.dumps(row) + "\n" for row in rows[k :: len(files)]))
+            return place
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place.with_suffix(".parquet"))
+        return place.with_suffix(".parquet")
+
+    return make
+
+
+def entries():
+    return [(name, entry) for name in NAMES for entry in compose([f"data={name}"])["data"]]
+
+
+def localised(settings, copies):
+    """The entry with a local copy of its schema in place of the hub."""
+    if settings["source"] == "chains":
+        return settings | {"size": 5}
+    local = settings | {"path": str(copies(settings["name"], settings.get("files")))}
+    if settings.get("join"):
+        join = settings["join"]
+        local["join"] = join | {"path": str(copies(join["name"], join.get("files")))}
+    return local
+
+
+def test_every_promised_dataset_is_there():
+    assert [name for name in PROMISED.split() if name not in NAMES] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_entries_load_and_the_verifier_accepts_their_answers(name, copies):
+    sections = compose([f"data={name}"])["data"]
+    assert sections
+    for entry, settings in sections.items():
+        found = check_entry(localised(settings, copies), f"data.{entry}", None, 0)
+        assert found.loaded.counts.rejected.total() <= ROWS // 2
+        assert found.refused == []
+        assert len(found.loaded.rows) >= 1
+        assert all(row.metadata["question"] and row.text for row in found.loaded.rows)
+        if settings["source"] == "hub":
+            assert settings["verifier"].startswith("verifier.")
+            assert "revision" in settings
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("chains")])
+def test_files_say_where_their_schema_is_from(name):
+    first, second = list_choices("data", [CONFIG_DIR])[name].read_text().splitlines()[:2]
+    assert re.match(r"# \w.*\.$", first)
+    assert (
+        second
+        == f"# Schema from the dataset card; not loaded here. `creditgraph data check {name}` loads it and prints the revision to pin."
+    )
+
+
+def only(name, copies, entry="eval"):
+    settings = compose([f"data={name}"])["data"][entry]
+    return check_entry(localised(settings, copies), f"data.{entry}", None, 0)
+
+
+def test_answers_are_taken_from_where_they_stand(copies):
+    assert [r.answer for r in only("gsm8k", copies).loaded.rows][:2] == ["0,000", "1,000"]
+    assert [r.answer for r in only("amc23", copies).loaded.rows][:2] == ["0", "1"]
+    assert [r.answer for r in only("aime_2024", copies).loaded.rows][:2] == ["000", "001"]
+    assert [r.answer for r in only("olympiadbench", copies).loaded.rows][:2] == ["0, 1", "$1$"]
+    assert [r.answer for r in only("strategyqa", copies).loaded.rows][:2] == ["yes", "no"]
+    assert [r.answer for r in only("math", copies).loaded.rows][:2] == ["\\frac{0}{7}", "\\frac{1}{7}"]
+
+
+def test_filters_count_what_they_leave_out(copies):
+    level = only("math_level5", copies).loaded
+    assert [r.metadata["source_row"] for r in level.rows] == list(range(4, ROWS, 5))
+    assert level.counts.filtered == {"level": ROWS * 4 // 5}
+    science = only("sciknoweval_l3", copies).loaded
+    assert [r.metadata["source_row"] for r in science.rows] == list(range(3, ROWS, 4))
+    assert science.counts.filtered == {"details.level": ROWS * 3 // 4}
+    olympiads = only("numina_olympiads", copies, "train").loaded  # rows 0, 3 … 51; every second one has a long answer
+    assert [r.metadata["source_row"] for r in olympiads.rows] == list(range(0, 54, 6))
+    assert olympiads.counts.rejected == {"an answer of N characters; at most N are taken": 9}
+
+
+def test_train_and_eval_of_one_split_do_not_overlap(copies):
+    for name in ("acereason_math", "numina_olympiads"):
+        sections = compose([f"data={name}"])["data"]
+        questions = []
+        for entry, settings in sections.items():
+            settings = localised(settings, copies) | {"max_answer": 0, "keep": {}, "answer_boxed": False, "verifier": ""}
+            rows = check_entry(settings, f"data.{entry}", None, 0).loaded.rows
+            questions.append({row.metadata["question"] for row in rows})
+        assert not questions[0] & questions[1]
+        assert len(questions[0] | questions[1]) == ROWS
+
+
+def test_choices_stand_under_the_question(copies):
+    row = only("commonsense_qa", copies).loaded.rows[1]
+    assert row.metadata["question"] == "Where is 1?\n\nA. sky\nB. sea\nC. sun\nD. sand\nE. salt"
+    assert (row.answer, row.metadata["choices"][1]) == ("B", "sea")
+
+
+def test_programs_carry_their_tests(copies):
+    found = only("livecodebench_v6", copies)
+    rows = {r.metadata["source_row"]: r for r in found.loaded.rows}
+    assert sorted(rows) == list(range(1, ROWS, 3))  # the medium ones
+    assert rows[1].metadata["tests"][1] == {"input": "2\n", "output": "2\n", "public": False}
+    assert rows[1].metadata["fn_name"] == ""
+    assert rows[1].metadata["question"].endswith("The program reads standard input and writes standard output.")
+    assert rows[10].metadata["fn_name"] == "same"
+    assert "The program begins with:\n```python\nclass Solution:" in rows[10].metadata["question"]
+    assert found.verdict == "35 tests, 20 of them public; 10 problems call a function, 10 read standard input"
+
+
+def test_a_joined_dataset_gives_question_and_tests(copies):
+    found = only("opencodereasoning", copies, "train")
+    # Odd rows are of APPS; row i is its row i // 2.
+    assert [r.metadata["question"].split(".")[0] for r in found.loaded.rows] == [f"Echo {i}" for i in range(ROWS // 2)]
+    assert found.loaded.counts.filtered == {"dataset": ROWS // 2}
+    assert json.loads(found.loaded.rows[2].metadata["tests"]) == {"inputs": ["2\n"], "outputs": ["2\n"]}
+
+
+def test_the_command_lists_and_checks(copies, capsys):
+    assert main(["data", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{listed}" for name in NAMES)
+    local = copies("openai/gsm8k", None)
+    assert main(["data", "check", "gsm8k", "--entry", "eval", "--path", str(local), "--rows", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "10 read, the first 10 looked at, 10 usable" in said
+    assert "verifier.math accepts 10 of 10 reference answers" in said
+    assert "(as plain text; --model NAME shows it through its chat template), answer '0,000'\n  | Count to 0." in said
+
+
+def test_the_command_finds_answers_its_verifier_refuses(tmp_path, capsys):
+    rows = [{"question": "Is it?", "answer": "yes"}, {"question": "Or?", "answer": "perhaps\x1b[31m"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "check", "strategyqa", "--entry", "eval", "--path", str(tmp_path / "rows.jsonl")]) == 1
+    said = capsys.readouterr().out
+    assert "verifier.boolean accepts 1 of 2 reference answers" in said
+    assert "row 1: 'perhaps␛[31m': the reference" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["check"], "data check: no NAME; wanted a data file"),
+        (["check", "gsm8"], "no data file 'gsm8'. Did you mean 'gsm8k'?"),
+        (["check", "gsm8k", "--entry", "evl"], "no entry 'evl'. Did you mean 'eval'?"),
+        (["check", "gsm8k", "--path", "x"], "--path: gsm8k has the entries train, eval; wanted one of them. Add --entry train."),
+        (["check", "gsm8k", "--rows", "-1"], "--rows -1: wanted 0 (all) or more."),
+        (["list", "gsm8k"], "takes no name. Did you mean: creditgraph data check gsm8k?"),
+    ],
+)
+def test_mistakes_of_the_command(arguments, text, capsys):
+    assert main(["data", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_without_a_network_the_local_way_is_named(monkeypatch, capsys):
+    import datasets
+
+    def unreachable(*_args, **_kwargs):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert main(["data", "check", "gsm8k", "--entry", "train"]) == 2
+    assert "set data.train.path=FILE_OR_FOLDER to read a local copy" in capsys.readouterr().out
