@@ -102,7 +102,8 @@ def load_problems(suite: Suite, choices: DataChoices, spec: ModelSpec, tokenizer
 
 
 def _with_override(name: str, error: CreditgraphError) -> str:
-    step = f" For a local copy: data.{name}.path=FILE." if isinstance(error, DataError) else ""
+    override = f"data.{name}.path="
+    step = f" For a local copy: {override}FILE." if isinstance(error, DataError) and override not in str(error) else ""
     return f"{name}: {error}{step}"
 
 
@@ -114,7 +115,7 @@ def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelS
     if task.problems:
         entry["size"] = min(int(entry.get("size") or task.problems), task.problems)
     context = Context(node=name, model=spec)
-    rows = load_rows(entry, context, tokenizer, place=place)
+    rows = load_rows(entry, context, tokenizer, place=f"data.{name}")
     # A judge remembers verdicts by prompt: no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
     seen: dict[str, int] = {}

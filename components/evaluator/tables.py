@@ -105,7 +105,8 @@ def comparison_page(comparison: Mapping[str, Any]) -> str:
         f"Percent, with {100 * comparison['confidence']:g} % bootstrap intervals; differences are drawn in pairs over the problems both "
         "have, and * marks those whose interval leaves out 0."
     )
-    return f"{table(head, rows)}\n\n{note}\n"
+    made = "; ".join(f"{n} is checkpoint {comparison['checkpoints'][n]} with {comparison['engines'][n]}" for n in names)
+    return f"{table(head, rows)}\n\n{note} Suite {comparison['suite']} version {comparison['version']}; {made}.\n"
 
 
 def _plain(value: Any) -> str:

@@ -6,14 +6,19 @@ import argparse
 import importlib
 import json
 import logging
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pipeline.errors import ConfigError
 from pipeline.replaying import Replay, parse_settings
 from pipeline.run_directory import write_aside
+from pipeline.run_settings import EXIT_CODES
 
 # Named by text: pipeline/ imports nothing of components/.
 SUITES = "components.evaluator.command"
@@ -26,7 +31,8 @@ def main(options: argparse.Namespace) -> int:
         module: Any = importlib.import_module(SUITES)
         arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-        module.evaluate_suite(arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True))
+        with _leaving_in_order():
+            module.evaluate_suite(arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True))
         return 0
     named = [text.partition("=")[2] for text in settings if text.startswith("run=")]
     runs += named
@@ -36,6 +42,22 @@ def main(options: argparse.Namespace) -> int:
             "own graph; for example creditgraph eval run=runs/toy_srpo-s0 suite=toy."
         )
     return evaluate_own(Path(runs[0]), [text for text in settings if not text.startswith("run=")])
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """A signal to end (a job's time limit, preemption) closes the engine first; what is asked already is on disk."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print(f"creditgraph eval: {signal.Signals(number).name}; start again to continue.", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODES["preempted"])
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

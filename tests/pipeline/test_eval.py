@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from components.evaluator.sets import DataChoices
+from components.models.load import resolve_model_path
 from components.prompts import chains
 from components.prompts.sources import parse_source
 from pipeline.cli import main
@@ -228,6 +229,22 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path)
     assert len(judged) == sum(pq.read_metadata(folder / name).num_rows for name in before)
 
 
+def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatch, capsys):
+    """SIGTERM in the third chunk: the exit code of a preempted run, two chunks on disk, and the old handler back."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("EVAL_TOYS_TERM", "3")
+    with pytest.raises(SystemExit) as left:
+        evaluate(configs, "model=tiny", f"root={tmp_path}", "chunk=6")
+    assert left.value.code == 75
+    assert "SIGTERM; start again to continue" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(list(tmp_path.rglob("*.parquet"))) == 2
+    monkeypatch.delenv("EVAL_TOYS_TERM")
+    assert evaluate(configs, "model=tiny", f"root={tmp_path}", "chunk=6") == 0
+    assert "one: 16 responses to ask, 9 were there" in capsys.readouterr().out
+    assert items(tmp_path / "model-tiny" / "eval" / "small" / "initial") == items(model)
+
+
 def test_a_finished_evaluation_asks_nothing_again(model, configs, tmp_path, capsys):
     shutil.copytree(model.parents[3], tmp_path / "again")
     assert evaluate(configs, "model=tiny", f"root={tmp_path / 'again'}") == 0
@@ -287,6 +304,13 @@ def test_checkpoints_have_records_of_their_own_and_other_weights(run, configs):
     first, last = (records(run / "eval" / "small" / n, "one") for n in ("000000", "000001"))
     assert [r["seed"] for r in first] == [r["seed"] for r in last]  # the same random numbers for every policy
     assert sum(r["logprob"] for r in first) != sum(r["logprob"] for r in last)
+
+
+def test_a_model_folder_can_stand_for_a_checkpoint(run, model, configs, tmp_path):
+    exported = shutil.copytree(resolve_model_path("tiny"), tmp_path / "exported")
+    assert evaluate(configs, f"run={run}", f"checkpoint={exported}", "tasks=one", "contamination=false", "chunk=6") == 0
+    rows = records(run / "eval" / "small" / "exported", "one")
+    assert [r["tokens"] for r in rows] == [r["tokens"] for r in records(model, "one")]
 
 
 def test_problems_that_are_in_the_training_data_are_flagged(run, configs, tmp_path):

@@ -10,14 +10,15 @@ from pipeline.payloads import Judge
 
 
 class LoggedJudge(ExactJudge):
-    """Appends a line per judged response to the file EVAL_TOYS_LOG; the process is killed in call number EVAL_TOYS_KILL."""
+    """Appends a line per judged response to the file EVAL_TOYS_LOG; EVAL_TOYS_KILL=3 kills the process in the third call."""
 
     calls = 0
 
     def judge(self, prompts, trajectories):
         self.calls += 1
-        if self.calls == int(os.environ.get("EVAL_TOYS_KILL", "0")):
-            os.kill(os.getpid(), signal.SIGKILL)
+        for name, number in (("EVAL_TOYS_KILL", signal.SIGKILL), ("EVAL_TOYS_TERM", signal.SIGTERM)):
+            if self.calls == int(os.environ.get(name, "0")):
+                os.kill(os.getpid(), number)
         with open(os.environ["EVAL_TOYS_LOG"], "a", encoding="utf-8") as log:
             log.writelines(f"{int(uid)}\n" for uid in trajectories.prompt_uid)
         return super().judge(prompts, trajectories)
