@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipeline.component import Component
 from pipeline.errors import did_you_mean
-from pipeline.payloads import Credit
+from pipeline.payloads import Credit, Prompts, Trajectories
 from pipeline.sockets import Node, Socket, Wire
 
 # A batch's rows are those of these outputs, stacked: (node, output, iterations ago).
@@ -25,6 +25,7 @@ def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
     populations = _Populations(nodes)
     for node in nodes.values():
         problems += _misaligned(node, nodes, populations)
+        problems += _other_prompts(node, nodes, populations)
     return problems + list(_unread(nodes))
 
 
@@ -137,6 +138,20 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
                 f"{node.name}: '{name}' must have the rows of '{other}', but {_listed(node.wires[name])} has the rows of {_shown(mine)} "
                 f"and {_listed(node.wires[other])} has the rows of {_shown(theirs)}; wire both from the same population."
             )
+
+
+def _other_prompts(node: Node, nodes: Mapping[str, Node], populations: _Populations) -> Iterator[str]:
+    """A node that gives out prompts beside its trajectories may hold prompts back: who reads the one must read the other."""
+    wired = {name: socket for name, socket in node.sockets.inputs.items() if name in node.wires}
+    for name in (n for n, s in wired.items() if Prompts in s.types):
+        for other in (n for n, s in wired.items() if Trajectories in s.types):
+            for source, output, ago in populations.of_wires(node.wires[other]) or ():
+                own = next((o for o, s in nodes[source].sockets.outputs.items() if Prompts in s.types), "")
+                if own and node.wires[name] != [wanted := Wire(source, own, ago)]:
+                    yield (
+                        f"{node.name}: '{other}' has the rows of {source}.{output}, whose prompts are {wanted}, but '{name}' is wired to "
+                        f"{_listed(node.wires[name])}; wire {wanted}."
+                    )
 
 
 def _all_fit(nodes: Mapping[str, Node], node: Node, name: str) -> bool:

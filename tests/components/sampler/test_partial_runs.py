@@ -138,3 +138,12 @@ def test_a_replayed_sampler_has_its_groups_in_flight_again(tmp_path):
 def test_samplers_that_cannot_carry_name_the_one_that_can():
     with pytest.raises(GraphError, match=r"sampler.carry: unknown setting.*sampler.partial has it"):
         build_experiment(compose(["recipe=toy_grpo", "sampler.carry.tokens=8"]), "test")
+
+
+def test_a_reader_of_other_prompts_is_refused_before_the_run():
+    wrong = "rewards: 'trajectories' has the rows of sampler.trajectories, whose prompts are sampler.prompts, but 'prompts' is wired to "
+    with pytest.raises(GraphError) as error:
+        build_experiment(compose(["recipe=toy_grpo", "sampler.use=sampler.partial"]), "test")
+    assert wrong + "prompts.batch; wire sampler.prompts." in str(error.value)
+    mended = ["recipe=toy_grpo", "sampler.use=sampler.partial", "nodes.rewards.in.prompts=sampler.prompts"]
+    assert build_experiment(compose(mended), "test").graph["sampler"].use == "sampler.partial"
