@@ -221,6 +221,32 @@ def test_with_carry_off_a_checkpoint_s_groups_are_finished(toolbox, caplog):
     assert later.trajectories.token_versions is None
 
 
+def test_two_replicas_carry_what_one_process_carries(toolbox):
+    settings = {"group_size": 2, "max_tokens": 60, "carry": Carry(tokens=5)}
+    alone, *halves = (toolbox.start(Partial, **settings) for _ in range(3))
+    for replica, node in enumerate(halves):
+        node.context.ranks = Ranks(rank=replica, world=2, num_replicas=2)
+    late = 0
+    for iteration in range(4):
+        texts = [f"a{7 * iteration + 3}", "b2", f"c{11 - iteration}", "d9"]
+        whole, _ = step(toolbox, alone, texts, iteration)
+        parts = []
+        for replica, node in enumerate(halves):
+            node.context.iteration = iteration
+            prompts = toolbox.prompts(texts, first_uid=100 * (iteration + 1)).select(torch.arange(2 * replica, 2 * replica + 2))
+            parts.append(node.run(prompts=prompts, policy=Letters(toolbox.tokenizer(), iteration)).trajectories)
+        joined = type(whole.trajectories).concat(parts)
+        assert len(joined.uid.unique()) == len(joined)
+
+        def seen(rows):
+            columns = (rows.prompt_uid.tolist(), rows.text, rows.token_versions.to_lists(), rows.engine_logprobs.to_lists())
+            return sorted(zip(*columns, strict=True))
+
+        assert seen(joined) == seen(whole.trajectories)
+        late += int((whole.trajectories.policy_version < iteration).sum())
+    assert late > 4
+
+
 def test_another_number_of_replicas_is_refused(toolbox):
     node = toolbox.start(Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5))
     step(toolbox, node, ["a18"], 0)
