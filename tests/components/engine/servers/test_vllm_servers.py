@@ -1,12 +1,15 @@
 """Two real vLLM servers on the embedded model, started once: exactness, updates, a training run, then faults until none is left."""
 
 import importlib.util
-import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import httpx
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from components.engine.vllm_server import VllmDialect
 from pipeline.cli import main
 from pipeline.component import Context, ModelSpec
 from pipeline.jagged import Jagged
+from pipeline.metrics import read_metrics
 from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights
 
 pytestmark = [
@@ -37,14 +41,31 @@ class Real:
 
     def __init__(self, folder):
         self.folder = folder
-        starter = VllmEngine(VllmEngine.Config(servers=1, kv_cache_gb=1.0))
-        ExternalEngine.setup(starter, self.context())
-        self.processes, self.addresses = [], []
-        for n in range(2):
-            port = free_port()
-            launch = starter._dialect().launch(port, f"creditgraph-{n}-test")
-            self.processes.append(ServerProcess(launch, folder / f"engine-{n}.log"))
-            self.addresses.append(f"127.0.0.1:{port}")
+        self.starter = VllmEngine(VllmEngine.Config(servers=1, kv_cache_gb=1.0))
+        ExternalEngine.setup(self.starter, self.context())
+        self.ports = [free_port(), free_port()]
+        self.addresses = [f"127.0.0.1:{port}" for port in self.ports]
+        self.processes = [self.start(n) for n in range(2)]
+
+    def start(self, index):
+        launch = self.starter._dialect().launch(self.ports[index], f"creditgraph-{index}-test")
+        return ServerProcess(launch, self.folder / f"engine-{index}.log")
+
+    def settings(self, root, name, iterations, servers=2):
+        """Of a training run on the first servers."""
+        addresses = ",".join(f"'{a}'" for a in self.addresses[:servers])
+        where = [f"engine.addresses=[{addresses}]", "engine.pool.start_seconds=400", "engine.pool.hang_seconds=10"]
+        small = ["prompts.batch=4", "evaluator.num_problems=4", "evaluator.every=0", f"model.max_context={CONTEXT}"]
+        return [
+            "train",
+            "recipe=toy_srpo",
+            "engine=vllm",
+            f"run.root={root}",
+            f"run.name={name}",
+            f"run.iterations={iterations}",
+            *where,
+            *small,
+        ]
 
     def context(self):
         return Context(node="engine", model=ModelSpec(path="tiny", max_context=CONTEXT))
@@ -100,11 +121,6 @@ def requests(rows=12, max_tokens=24, **sampling):
         seed=torch.arange(len(prompts)) + (1 << 40),
         sampling=Sampling(max_tokens=max_tokens, **sampling),
     )
-
-
-def generate_for_ever(policy):
-    while True:
-        policy.generate(requests(rows=64, max_tokens=150))
 
 
 @pytest.mark.parametrize(
@@ -178,18 +194,45 @@ def test_weights_that_do_not_take_effect_are_caught_by_the_probe(engine, monkeyp
         served.run(weights=changed(served, 7, noise=0.2))
 
 
-def test_toy_srpo_trains_with_weights_updated_every_iteration(real, tmp_path):
-    addresses = "[" + ",".join(f"'{a}'" for a in real.addresses) + "]"
-    overrides = [f"engine.addresses={addresses}", f"run.root={tmp_path}", "run.name=served", "run.iterations=2"]
-    small = ["prompts.batch=2", "evaluator.num_problems=4", "model.max_context=192"]
-    assert main(["train", "recipe=toy_srpo", "engine=vllm", *overrides, *small]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "served" / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "learner/version" in line]
-    assert len(trained) == 2
-    assert all(line["engine/servers_ready"] == 2 for line in trained)
-    mismatch = [value for line in trained for name, value in line.items() if "mismatch" in name and "max" in name]
+@pytest.fixture(scope="module")
+def undisturbed(real, tmp_path_factory):
+    """Directory of a finished run of toy SRPO on both servers, three iterations."""
+    root = tmp_path_factory.mktemp("runs")
+    assert main(real.settings(root, "undisturbed", 3)) == 0
+    return root / "undisturbed"
+
+
+def trained(run):
+    """Metrics of the iterations that trained."""
+    return [line for line in read_metrics(run / "metrics.jsonl") if "learner/version" in line]
+
+
+def check_equal(lines, wanted):
+    """Two runs sampled the same and learned the same, up to float32 rounding: batches differ, and with them the order of sums."""
+    assert len(lines) == len(wanted)
+    for line, other in zip(lines, wanted, strict=True):
+        for name in ("rewards/mean", "sampler/sampled_tokens", "expander/sampled_tokens", "learner/trained_tokens"):
+            assert line.get(name) == other.get(name), name
+        assert line["learner/grad_norm"] == pytest.approx(other["learner/grad_norm"], rel=1e-3)
+        assert line["learner/entropy"] == pytest.approx(other["learner/entropy"], rel=1e-4)
+
+
+def test_toy_srpo_trains_with_weights_updated_every_iteration(undisturbed):
+    lines = trained(undisturbed)
+    assert len(lines) == 3
+    assert all(line["engine/servers_ready"] == 2 for line in lines)
+    mismatch = [value for line in lines for name, value in line.items() if "mismatch" in name and "max" in name]
     assert mismatch
     assert max(mismatch) < 1e-4
+
+
+def test_two_ranks_share_the_servers(real, undisturbed, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pipeline.cli"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += real.settings(tmp_path, "ranks", 2)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_equal(trained(tmp_path / "ranks"), trained(undisturbed)[:2])
 
 
 def test_a_stopped_server_costs_only_time_and_comes_back(engine, real):
@@ -228,15 +271,36 @@ def test_a_server_killed_while_it_loads_weights_is_left_behind(engine, real, mon
         assert served.servers.pool.take_counters()["servers_ready"] <= 2
 
 
-def test_the_last_server_killed_while_it_generates_ends_the_run_in_words(real):
-    survivor = real.addresses[:1]
-    settings = PoolSettings(**{**POOL, "hang_seconds": 2.0})
-    served = VllmEngine(VllmEngine.Config(addresses=tuple(survivor), pool=settings))
-    served.setup(real.context())
+def test_a_run_whose_servers_are_all_killed_goes_on_with_the_same_command(real, undisturbed, tmp_path, capsys):
+    command = [*real.settings(tmp_path, "cut", 3, servers=1), "engine.pool.hang_seconds=2"]
+    log = tmp_path / "cut" / "metrics.jsonl"
+    over = threading.Event()
+
+    def kill_while_it_generates():
+        """In the second iteration or later: at least one is finished."""
+        while not over.is_set():
+            if log.exists() and trained(tmp_path / "cut"):
+                metrics = httpx.get(f"http://{real.addresses[0]}/metrics", timeout=60).text
+                running = re.search(r"^vllm:num_requests_running\S* (\S+)", metrics, re.MULTILINE)
+                if running and float(running[1]) > 0:
+                    break
+            time.sleep(0.01)
+        real.signal(0, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_while_it_generates)
+    thread.start()
     try:
-        policy = served.run(weights=changed(served, 11)).policy
-        threading.Timer(0.3, real.signal, (0, signal.SIGKILL)).start()
-        with pytest.raises(AllServersLost, match=r"all 1 servers are lost:(.|\n)*start the same command again"):
-            generate_for_ever(policy)
+        code = main(command)
     finally:
-        served.close()
+        over.set()
+        thread.join()
+    assert code != 0
+    told = capsys.readouterr().err
+    assert "all 1 servers are lost:" in told
+    assert "start the same command again" in told
+    finished = len(trained(tmp_path / "cut"))
+    assert 1 <= finished < 3
+    real.processes[0].stop()
+    real.processes[0] = real.start(0)
+    assert main(command) == 0
+    check_equal(trained(tmp_path / "cut"), trained(undisturbed))
