@@ -47,8 +47,9 @@ def overview(run: RunSource) -> dict[str, Any]:
     }
 
 
-def data_card(run: RunSource) -> list[tuple[str, str]]:
-    """Facts about the data of a run."""
+def data_card(run: RunSource) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(heading, facts) about the data of a run: its data card, part by part, then what is recorded."""
+    parts = [(str(name), _flat(value)) for name, value in run.card.items()]
     facts = [(f"{part}", yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()) for part, value in _sections(run)]
     names = sorted({name for name, kind in run.classes.items() if kind == "Prompts"})
     batches = [b for name in names[:1] for i in _spread(run.iterations(name), 20) if isinstance(b := run.read(name, i), Prompts)]
@@ -68,7 +69,17 @@ def data_card(run: RunSource) -> list[tuple[str, str]]:
         facts.append(("rejected rows", "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(5))))
     else:
         facts.append(("rejected rows", "none"))
-    return facts
+    return [*parts, ("as configured and recorded", facts)]
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
+    """(dotted name, text) of every entry of a card, whatever it holds."""
+    if isinstance(value, dict) and value:
+        return [fact for key, inner in value.items() for fact in _flat(inner, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
+        return [fact for i, inner in enumerate(value) for fact in _flat(inner, f"{name}.{i}" if name else str(i))]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
+    return [(name or "value", _cut(text) or "–")] if value not in ({}, []) else [(name or "value", "none")]
 
 
 def _sections(run: RunSource) -> list[tuple[str, Any]]:

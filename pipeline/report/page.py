@@ -19,6 +19,7 @@ from pipeline.report.curves import AXES, all_lines, phases
 from pipeline.report.pack import pack, pack_rollouts
 from pipeline.report.rollouts import collect
 from pipeline.report.source import RunSource
+from pipeline.report.timelines import timeline
 from pipeline.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
@@ -43,6 +44,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         if len(blob) <= LIMIT * 0.8 or bytes_read < 1e5:
             break
         bytes_read *= 0.6 * LIMIT / len(blob)
+    spans = [timeline(run) for run in runs]
     cards = [overview(run) for run in runs]
     curves = all_lines(runs)
     main = {
@@ -52,13 +54,15 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "graphs": [{k: v for k, v in card.items() if k != "svg"} if card else None for card in graphs],
     }
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
+    blobs |= {f"data-timeline-{i}": pack(*found) for i, found in enumerate(spans) if found}
     has_curves = bool(curves["lines"])
     sections = [("runs", "Runs"), *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else [])]
+    sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
     sections += [("rollouts", "Rollouts"), ("data", "Data"), ("configuration", "Configuration")]
     return render(
         "report.jinja",
-        scripts=("core.js", "charts.js", "graph.js", "rollouts.js", "start.js"),
+        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
         blobs=blobs,
         title=title or ("Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=f"{len(runs)} run{'s' if len(runs) != 1 else ''}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
@@ -66,6 +70,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         sections=sections,
         runs=cards,
         graphs=graphs,
+        timelines=[bool(s) for s in spans],
         axes=AXES,
         has_curves=has_curves,
         num_rollouts=len(rollouts),

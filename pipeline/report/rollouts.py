@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.jagged import Jagged
-from pipeline.payloads import Batch, Credit, Prompts, Rewards, Segments, SegmentValues, StepErrors, Trajectories
+from pipeline.payloads import Batch, Credit, Prompts, Rewards, Segments, SegmentValues, StepErrors, TokenLogprobs, Trajectories
 from pipeline.report.pieces import load_tokenizer, piece
 from pipeline.report.source import RunSource, read_table
 
 TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
 LONGEST_PIECE, LONGEST_TEXT = 400, 20_000  # characters kept of one token, and of a prompt or reason
-
-_CLASSES = {c.__name__: c for c in (Trajectories, Rewards, Credit, Segments, SegmentValues, StepErrors, Prompts)}
 
 
 class Flat:
@@ -185,6 +183,7 @@ class _Collector:
         known: dict[int, int] = {}
         rewards, credit, errors = (self._rows(kind, iteration) for kind in (Rewards, Credit, StepErrors))
         prompts, values = self._rows(Prompts, iteration), self._values(iteration)
+        scores = self._logprobs(iteration, credit)
         pending: list[tuple[int, int]] = []
         for name in self.kinds["Trajectories"]:
             if self._all_known(name, iteration, known):
@@ -200,7 +199,7 @@ class _Collector:
                 pending.append((len(self.out), table["parent"][i]))
                 self._row(name.partition(".")[0], iteration, table, i)
                 self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
-                self._tokens(table, pieces.row(i), i, credit, values)
+                self._tokens(table, pieces.row(i), i, credit, values, scores)
         for row, parent in pending:
             self.out.rows["parent"][row] = known.get(parent, -1)
 
@@ -226,6 +225,11 @@ class _Collector:
             elif (name, iteration) not in self.run.files:
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
         return found
+
+    def _logprobs(self, iteration: int, credit: dict[int, Any]) -> dict[int, NDArray[Any]]:
+        """uid → log-probs of the learner; where it recorded none, those that came with the credit."""
+        found = {uid: t["columns"]["logprobs"].row(i) for uid, (t, i) in credit.items() if "logprobs" in t["columns"]}
+        return found | {uid: table["logprobs"].row(i) for uid, (table, i) in self._rows(TokenLogprobs, iteration).items()}
 
     def _values(self, iteration: int) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
         """uid → (segment ends, values at the start and after each), where both are recorded."""
@@ -265,7 +269,9 @@ class _Collector:
         problems, i = prompts.get(problem, (None, 0))
         rows["answer"].append(texts.add(problems["answer"][i] if problems else ""))
 
-    def _tokens(self, table: Table, pieces: NDArray[Any], i: int, credit: dict[int, Any], values: dict[int, Any]) -> None:
+    def _tokens(
+        self, table: Table, pieces: NDArray[Any], i: int, credit: dict[int, Any], values: dict[int, Any], scores: dict[int, Any]
+    ) -> None:
         uid, size, put = table["uid"][i], len(pieces), self.out.tokens
         flags = np.zeros(size, np.uint8)
         _mark(flags, table["thought_ends"].row(i), THOUGHT_END)
@@ -275,10 +281,10 @@ class _Collector:
         if found is not None and len(found["advantage"].row(row)) == size:
             advantage = found["advantage"].row(row)
             flags |= found["mask"].row(row).astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
-            logprobs = found["columns"].get("logprobs")
-            if logprobs is not None and len(logprobs.row(row)) == size:
-                ratio = logprobs.row(row) - sampled
-                flags |= np.uint8(HAS_RATIO)
+        logprobs = scores.get(uid, ())
+        if len(logprobs) == size:
+            ratio = logprobs - sampled  # NaN, and 0 in the page, where the learner computed none
+            flags |= np.isfinite(ratio).astype(np.uint8) * np.uint8(HAS_RATIO)
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
         entropy = _sized(table["entropies"].row(i), size)

@@ -19,6 +19,7 @@ from pipeline.errors import CreditgraphError, RunError, did_you_mean
 from pipeline.graph import Graph
 from pipeline.metrics import read_metrics
 from pipeline.recording import KEY, from_arrow
+from pipeline.timeline import trace_files
 
 Key = tuple[str, int]  # ("node.output", iteration)
 
@@ -32,6 +33,8 @@ class RunSource:
         config: the resolved configuration; {} when it cannot be read.
         rows: metrics, one dict per line.
         rejected: rows of rejected.jsonl.
+        card: data_card.json, where the run wrote one.
+        traces: files of its timeline.
         files: ("node.output", iteration) → Parquet file.
         running: whether a process holds the run's lock.
         notes: what is missing, as sentences.
@@ -41,6 +44,8 @@ class RunSource:
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
+    card: dict[str, Any] = field(default_factory=dict)
+    traces: list[Path] = field(default_factory=list)
     files: dict[Key, Path] = field(default_factory=dict)
     running: bool = False
     notes: list[str] = field(default_factory=list)
@@ -116,6 +121,8 @@ def read_run(path: Path) -> RunSource:
     run.config = _guarded(run, "config.yaml", _read_config) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
     run.rejected = _guarded(run, "rejected.jsonl", lambda p: list(_json_lines(p))) or []
+    run.card = _guarded(run, "data_card.json", _read_card) or {}
+    run.traces = trace_files(path)
     if not run.rows:
         run.note("no metrics (metrics.jsonl is missing or empty), so there are no curves")
     for file in sorted((path / "record").glob("*/*.parquet")):
@@ -133,7 +140,7 @@ def _guarded(run: RunSource, name: str, read: Callable[[Path], Any]) -> Any:
     try:
         return read(run.path / name)
     except FileNotFoundError:
-        if name != "rejected.jsonl":
+        if name not in ("rejected.jsonl", "data_card.json"):
             run.note(f"no {name}")
     except (OSError, ValueError, yaml.YAMLError) as error:
         run.note(f"{name} cannot be read ({_first_line(error)})")
@@ -142,6 +149,13 @@ def _guarded(run: RunSource, name: str, read: Callable[[Path], Any]) -> Any:
 
 def _read_config(path: Path) -> dict[str, Any]:
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a mapping")
+    return found
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     if not isinstance(found, dict):
         raise ValueError("not a mapping")
     return found

@@ -20,7 +20,7 @@
       view: { stroke: c.line }, range: { category: c.series },
       axis: { labelColor: c.text, titleColor: c.text, gridColor: c.line, gridOpacity: 0.5, domainColor: c.soft, tickColor: c.soft,
         labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal" },
-      legend: { labelColor: c.text, titleColor: c.text, orient: "bottom", labelFontSize: 12, labelLimit: 220, columns: 3, symbolLimit: 24, symbolOpacity: 1, symbolStrokeWidth: 2 },
+      legend: { labelColor: c.text, titleColor: c.text, orient: "bottom", labelFontSize: 12, labelLimit: window.innerWidth < 500 ? 120 : 220, columns: window.innerWidth < 500 ? 2 : 3, symbolLimit: 24, symbolOpacity: 1, symbolStrokeWidth: 2 },
       title: { color: c.text }, text: { color: c.text },
     };
   }

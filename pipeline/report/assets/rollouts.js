@@ -4,7 +4,7 @@
   const { el, visible, signed, number } = report;
   const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16;
   const HEIGHT = 54, MOST_TOKENS = 3000;
-  let data, c, runs, texts, prompts, rows = [], current = -1, order = [];
+  let data, c, runs, texts, prompts, rows = [], current = -1, order = [], recorded = false;
   const $ = id => document.getElementById(id);
 
   const creditOf = t => (c.credit ? (c.credit[t] / 32767) * data.scales.credit : 0);
@@ -138,7 +138,7 @@
     let thought = 1;
     for (let j = c.offset[i]; j < t; j++) if (c.flags[j] & THOUGHT_END) thought++;
     const credit = !(flags & HAS_CREDIT) ? "no credit recorded" : `credit ${signed(creditOf(t), 4)}${flags & TRAINED ? "" : " (not trained on)"}`;
-    const ratio = flags & HAS_RATIO && c.ratio ? signed((c.ratio[t] / 32767) * data.scales.ratio, 4) : flags & HAS_RATIO ? "0" : "not recorded";
+    const ratio = flags & HAS_RATIO && c.ratio ? signed((c.ratio[t] / 32767) * data.scales.ratio, 4) : flags & HAS_RATIO ? "0" : recorded ? "not computed (the learner left this row out)" : "not recorded";
     return `Token ${k + 1} of ${length(i)}, thought ${thought}${k < c.inherited[i] ? ", inherited" : ""}: “${visible(data.pieces[c.piece[t]])}” · ${credit} · ` +
       `entropy ${entropyOf(t).toFixed(3)} nats · log-prob ${signed(logprobOf(t), 3)} · log-ratio ${ratio}`;
   }
@@ -202,7 +202,7 @@
     values.push({ x: length(i), value: c.value[first + many - 1] });
     const place = el("div", { class: "chart" });
     report.chart(place, "value at segment boundaries, as a step line", () => ({
-      height: 90, data: { values }, mark: { type: "line", interpolate: "step-after", strokeWidth: 2, point: true },
+      height: 90, data: { values }, mark: { type: "line", interpolate: "step-after", strokeWidth: 2, color: report.colors().series[0], point: { color: report.colors().series[0] } },
       encoding: { x: along(i), y: { field: "value", type: "quantitative", title: "segment value" }, tooltip: [{ field: "x", title: "token" }, { field: "value", format: ".4f" }] },
     }));
     return place;
@@ -241,6 +241,7 @@
     if (!found || !found.columns.run.length) return;
     data = found; c = found.columns; runs = names;
     index();
+    recorded = c.flags.some(f => f & HAS_RATIO);
     names.forEach((n, k) => $("which-run").append(el("option", { value: k }, visible(n))));
     for (const id of ["search", "which-run", "outcome", "sort", ...["iteration", "reward", "length", "credit"].flatMap(n => [`min-${n}`, `max-${n}`])]) $(id).addEventListener("input", filter);
     $("scale").addEventListener("input", () => current >= 0 && detail(current));

@@ -12,7 +12,7 @@ import yaml
 from pipeline.cli import main
 from pipeline.compose import compose
 from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Payload, Prompts, Rewards, Segments, SegmentValues, StepErrors, Trajectories
+from pipeline.payloads import Credit, Payload, Prompts, Rewards, Segments, SegmentValues, StepErrors, TokenLogprobs, Trajectories
 from pipeline.recording import write_payload
 
 
@@ -48,13 +48,47 @@ def config_of(root: Path, name: str, *overrides: str) -> dict[str, Any]:
 
 
 Maker = Callable[..., Path]
+SECOND = 1_000_000  # microseconds
+
+
+def put_trace(run: Path, rank: int = 0, iterations: int = 2, node: str = "sampler", more: str = "") -> Path:
+    """A trace by hand: per iteration, of 3 s, a node of 2 s with a part of 1 s in it, then a wait of 0.5 s; a learner beside them."""
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "ts": 0, "tid": i + 1, "args": {"name": n}} for i, n in enumerate(("main", "generation"))
+    ]
+    for i in range(iterations):
+        at = 1_700_000_000 * SECOND + 3 * i * SECOND
+        rows = [
+            ("generate", "generation", 0.5, 1.0, 2),
+            (node, "generation", 0.0, 2.0, 2),
+            ("other ranks", "waiting", 2.0, 0.5, 2),
+            ("learner", "learning", 1.5, 1.5, 1),
+        ]
+        events += [
+            {
+                "name": name,
+                "cat": phase,
+                "ph": "X",
+                "ts": at + int(begin * SECOND),
+                "dur": int(seconds * SECOND),
+                "tid": tid,
+                "args": {"iteration": i, "attempt": 1},
+            }
+            for name, phase, begin, seconds, tid in rows
+        ]
+    file = run / "traces" / f"rank-{rank}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("[\n" + ",\n".join(json.dumps({**e, "pid": rank}) for e in events) + more, encoding="utf-8")
+    return file
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Maker:
     """Writes runs/<name>: 2 iterations of 3 base chains (one a seed) and a suffix, with rewards, credit, segments and values."""
 
-    def make(name: str = "r", *overrides: str, iterations: int = 2, details: list[str] | None = None, records: bool = True) -> Path:
+    def make(
+        name: str = "r", *overrides: str, iterations: int = 2, details: list[str] | None = None, records: bool = True, trace: str = ""
+    ) -> Path:
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
         config = config_of(tmp_path / "runs", name, *(overrides or ("recipe=toy_srpo",)))
@@ -67,6 +101,8 @@ def make_run(tmp_path: Path) -> Maker:
         (run / "record").mkdir()
         for i in range(iterations if records else 0):
             fill(run, i, details or ["", "answered '3'", "answered '4'"])
+        if trace:
+            put_trace(run, node=trace)
         return run
 
     return make
@@ -113,6 +149,9 @@ def fill(run: Path, i: int, details: list[str]) -> None:
         columns={"logprobs": pool.engine_logprobs.with_values(pool.engine_logprobs.values + 0.25)},
     )
     put(run, "advantage.credit", i, credit)
+    # The learner's own log-probs: 0.5 above the engine's, none of row 1.
+    own = torch.where(tokens.row_ids == 1, torch.nan, pool.engine_logprobs.values + 0.5)
+    put(run, "learner.logprobs", i, TokenLogprobs(uid=pool.uid, logprobs=tokens.with_values(own)))
     put(run, "segmenter.segments", i, Segments(uid=pool.uid, ends=Jagged.from_rows([[2, 4], [2, 3], [3]], torch.int32)))
     put(
         run,

@@ -71,7 +71,7 @@ def too_wide(page: Any, width: int) -> list[str]:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1600, "light"), (1600, "dark"), (360, "light"), (360, "dark")])
 def test_clean_console_no_overflow_and_no_violation(make_run, open_tab, width, scheme):
-    runs = [read_run(make_run("a")), read_run(make_run("b", "recipe=toy_grpo"))]
+    runs = [read_run(make_run("a", trace="sampler")), read_run(make_run("b", "recipe=toy_grpo"))]
     tab = open_tab(report_html(runs), width, scheme)
     tab.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
     tab.page.locator("#graph-0 g[data-name=advantage]").click()
@@ -113,7 +113,7 @@ def test_keyboard_alone(make_run, open_tab):
     told = page.inner_text("#readout")
     assert "Token 3 of 3" in told
     assert "credit −2.0000" in told
-    assert "log-ratio +0.25" in told
+    assert "log-ratio +0.5000" in told
     assert "entropy 0.500" in told
     page.keyboard.press("Home")
     assert "inherited" in page.inner_text("#readout")
@@ -123,9 +123,39 @@ def test_keyboard_alone(make_run, open_tab):
     assert "Rewards, 3 rows" in page.inner_text("#node-0")
 
 
+def test_the_timeline_follows_its_menus(make_run, open_tab):
+    page = open_tab(report_html([read_run(make_run("a", trace="sampler")), read_run(make_run("b", trace="expander"))])).page
+    chart, numbers = page.locator("#timeline-chart svg"), page.locator("#timeline-numbers")
+    assert page.locator("#timeline-iteration option").all_inner_texts() == ["0 (3.000 s)", "1 (3.000 s)"]
+    assert "sampler" in chart.text_content()
+    page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    assert numbers.locator("tbody tr").all_inner_texts() == [
+        "generation\tgeneration\t2.000\t66.7 %\t1",
+        "generation\twaiting\t0.500\t16.7 %\t1",
+        "main\tlearning\t1.500\t50.0 %\t1",
+    ]
+    page.select_option("#timeline-run", "1")
+    page.wait_for_function("document.querySelector('#timeline-chart svg').textContent.includes('expander')")
+    page.select_option("#timeline-iteration", "0")
+    assert "3.000 s in all" in numbers.inner_text()
+
+
 def test_every_control_is_reached_by_tab(make_run, open_tab):
-    page = open_tab(report_html([read_run(make_run())])).page
-    wanted = {"search", "outcome", "min-reward", "max-credit", "sort", "scale", "reset", "list", "phase-run", "graph-0"}
+    page = open_tab(report_html([read_run(make_run(trace="sampler"))])).page
+    wanted = {
+        "timeline-run",
+        "timeline-iteration",
+        "search",
+        "outcome",
+        "min-reward",
+        "max-credit",
+        "sort",
+        "scale",
+        "reset",
+        "list",
+        "phase-run",
+        "graph-0",
+    }
     seen = set()
     for _ in range(120):
         page.keyboard.press("Tab")
@@ -175,7 +205,8 @@ def test_hostile_text_is_shown_and_never_runs(make_run, open_tab, tmp_path):
         "'-alert(1)-'",
     ]
     evil_tokenizer(tmp_path / "model", texts)
-    run = make_run("r", "recipe=toy_srpo", f"model.path={tmp_path / 'model'}", details=[*texts[:2], "\ud800 lone"])
+    run = make_run("r", "recipe=toy_srpo", f"model.path={tmp_path / 'model'}", details=[*texts[:2], "\ud800 lone"], trace=texts[1])
+    (run / "data_card.json").write_text(json.dumps({texts[0]: {texts[1]: texts, texts[3]: texts[4]}}), encoding="utf-8")
     metrics = {"iteration": 0, texts[0]: 1.0, texts[1]: 2.0, "seconds/<img src=x onerror=window.pwned=1>": 1.0}
     (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
     tab = open_tab(report_html([read_run(run)], title=texts[0]), 360)

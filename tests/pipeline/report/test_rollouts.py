@@ -36,10 +36,21 @@ def test_token_columns_survive_their_quantisation(packed):
     assert [bool(f & SEGMENT_END) for f in columns["flags"][0:4]] == [False, True, False, True]
     ratio = columns["ratio"].astype(float) / 32767 * header["scales"]["ratio"]
     assert bool(columns["flags"][0] & HAS_RATIO)
-    assert ratio[0] == pytest.approx(0.25, abs=1e-4)
+    assert ratio[0] == pytest.approx(0.5, abs=1e-4)  # the learner's own, not the 0.25 of the credit's column
+    assert not any(f & HAS_RATIO for f in columns["flags"][4:7])  # the learner computed none
+    assert ratio[4:7].tolist() == [0, 0, 0]
     # log-probs 0, −0.1, −0.2, −0.3: the largest is the scale, so 0.2 is sqrt(2/3) of 255 steps.
     logprob = (columns["logprob"].astype(float) / 255) ** 2 * header["scales"]["logprob"]
     assert np.allclose(logprob[0:4], [0, 0.1, 0.2, 0.3], atol=2e-3)
+
+
+def test_without_logprobs_of_the_learner_those_of_the_credit_count(make_run):
+    run = make_run()
+    for file in (run / "record" / "learner.logprobs").iterdir():
+        file.unlink()
+    header, columns = unpack(pack_rollouts(collect([read_run(run)])))
+    ratio = columns["ratio"].astype(float) / 32767 * header["scales"]["ratio"]
+    assert ratio[:7] == pytest.approx([0.25] * 7, abs=1e-4)
 
 
 def test_values_at_segment_boundaries(packed):

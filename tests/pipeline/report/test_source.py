@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.errors import RunError
+from pipeline.report.cards import data_card
 from pipeline.report.page import report_html
 from pipeline.report.rollouts import collect
 from pipeline.report.source import read_run
@@ -73,6 +74,46 @@ def test_a_newer_schema_is_left_out(make_run):
     pq.write_table(table.replace_schema_metadata({b"creditgraph": json.dumps(note)}), file)
     notes, _ = notes_of(run)
     assert any("record format 99" in n for n in notes)
+
+
+def test_one_record_of_an_older_schema_among_newer_ones(make_run):
+    run = make_run()
+    file = run / "record" / "rewards.rewards" / "000000.parquet"
+    table = pq.read_table(file)
+    note = json.loads(table.schema.metadata[b"creditgraph"])
+    del note["fields"]["valid"]
+    pq.write_table(table.drop_columns(["valid"]).replace_schema_metadata({b"creditgraph": json.dumps(note)}), file)
+    source = read_run(run)
+    found = collect([source])
+    assert any("has no valid, which Rewards needs; it was recorded by another version" in n for n in source.notes)
+    assert [bool(x == x) for x in found.rows["reward"]] == [False] * 4 + [True, True, False, True]  # iteration 0 has none, a seed neither
+
+
+def test_a_data_card_is_shown_whatever_it_holds(make_run):
+    run = make_run()
+    card = {
+        "data.train": {
+            "source": "<b>hub/x</b>",
+            "rows": {"read": 12345, "rejected": {"no answer": 3}, "filtered": {}},
+            "files": [{"sha256": "ab"}],
+        }
+    }
+    (run / "data_card.json").write_text(json.dumps(card), encoding="utf-8")
+    source = read_run(run)
+    parts = dict(data_card(source))
+    assert parts["data.train"] == [
+        ("source", "<b>hub/x</b>"),
+        ("rows.read", "12,345"),
+        ("rows.rejected.no answer", "3"),
+        ("rows.filtered", "none"),
+        ("files.0.sha256", "ab"),
+    ]
+    assert ("tasks", "chains 2") in parts["as configured and recorded"]
+    html = report_html([source])
+    assert "&lt;b&gt;hub/x" in html
+    assert "<h3>data.train</h3>" in html
+    (run / "data_card.json").write_text("{", encoding="utf-8")
+    assert any(n.startswith("data_card.json cannot be read") for n in notes_of(run)[0])
 
 
 def test_broken_utf8_in_a_text_column(make_run):
