@@ -17,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ logger = logging.getLogger("creditgraph")
 # A run may be continued although these sections differ: they do not change what is computed.
 FREE_TO_CHANGE = ("run", "recipe", "hydra")
 FIXED = ("run.seed",)
+# Nor does where an engine's servers are and how they are reached, so a run may move between machines.
+PLACES = re.compile(r"[^.]+\.(servers|addresses|rendezvous|pool|channel)(?!\.dtype)(\..+)?")
 
 _NEXT_STEP = {
     errno.EACCES: "it may not be written; choose another place with run.root=PATH or correct its permissions",
@@ -197,7 +200,7 @@ def differences(old: Any, new: Any, place: str = "") -> list[tuple[str, Any, Any
 
 def _is_serious(name: str) -> bool:
     section = name.split(".", 1)[0]
-    return name in FIXED or section not in FREE_TO_CHANGE
+    return name in FIXED or (section not in FREE_TO_CHANGE and not PLACES.fullmatch(name))
 
 
 def _shown(value: Any) -> str:

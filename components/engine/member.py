@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx
 
 from components.engine.dialect import Dialect, InFlight, Probe, ServerError, Update
-from components.engine.server import Address, ServerProcess, free_port, last_lines
+from components.engine.server import Address, ServerProcess, free_port, last_lines, relocated
 from pipeline.errors import CreditgraphError, RunError
 
 logger = logging.getLogger("creditgraph")
@@ -170,7 +170,8 @@ class Member:
             httpx.AsyncClient(
                 base_url=self.address.url,
                 timeout=httpx.Timeout(None, connect=CHECK_SECONDS),  # a long answer is no fault: health checks find servers that hang
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=2 * LANE_REQUESTS, keepalive_expiry=4.0),
+                # Servers close idle connections after 5 s by default, counted from when they answered, which may be long before we read it.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=2 * LANE_REQUESTS, keepalive_expiry=1.0),
                 trust_env=False,  # no proxy between us and our servers
             )
             for _ in range(1 + lanes)
@@ -314,6 +315,10 @@ class Member:
                         return
                     await self.start()
                 else:
+                    if moved := relocated(self.address):
+                        logger.warning("%s was started again at %s.", self.name, moved.url)
+                        self.address = moved
+                        await self._connect()
                     await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS)
                 if update is None:
                     self._become("ready")

@@ -21,6 +21,8 @@ from pipeline.errors import ConfigError, RunError
 GUARD = Path(__file__).with_name("guard.py")
 STOP_SECONDS = 12.0
 LOG_LINES = 8
+ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
+BY_HAND = "by-hand"  # outside of jobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Address:
         name: in messages, for example "server 1".
         log: its log file, "" when it is not known.
         pid: of the process that keeps it, 0 when it is not known.
+        found: rendezvous file that lists it, "" for none.
     """
 
     url: str
@@ -40,6 +43,7 @@ class Address:
     name: str = ""
     log: str = ""
     pid: int = 0
+    found: str = ""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -164,7 +168,12 @@ def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
 
 
 def read_rendezvous(path: Path, seconds: float) -> list[Address]:
-    """The servers in an `engines.json`, waiting up to `seconds` for the file; raises RunError when there are none."""
+    """The servers in an `engines.json`, waiting up to `seconds` for it; raises RunError when there are none.
+
+    A path that does not end in .json is a folder, in which each start of a job has a file of its own.
+    """
+    if path.suffix != ".json":
+        path = path / f"{os.environ.get(ATTEMPT) or BY_HAND}.json"
     deadline = time.monotonic() + seconds
     while not path.is_file():
         if time.monotonic() >= deadline:
@@ -175,7 +184,7 @@ def read_rendezvous(path: Path, seconds: float) -> list[Address]:
         time.sleep(0.2)
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["servers"]
-        found = [Address(**entry) for entry in entries]
+        found = [Address(**{**entry, "found": str(path)}) for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
             f'engine.rendezvous: {path} cannot be read ({error}); wanted {{"servers": [{{"url": "http://host:port"}}, …]}}.'
@@ -183,6 +192,17 @@ def read_rendezvous(path: Path, seconds: float) -> list[Address]:
     if not found:
         raise RunError(f"engine.rendezvous: {path} lists no servers; wanted at least one.")
     return found
+
+
+def relocated(address: Address) -> Address | None:
+    """Where a server is that was started anew elsewhere, as its rendezvous file tells; None without news."""
+    if not address.found:
+        return None
+    try:
+        servers = read_rendezvous(Path(address.found), 0.0)
+    except RunError:
+        return None
+    return next((s for s in servers if s.name == address.name and s != address), None)
 
 
 def address_of(text: str, index: int) -> Address:

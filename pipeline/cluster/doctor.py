@@ -13,20 +13,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-# A file server's clock may differ from ours by this much before locks, leases and log times mislead.
+# A file server's clock may differ from ours by this much before it is worth a word; nothing in a run goes by clocks.
 CLOCK_SKEW_SECONDS = 5.0
 SMALLEST_FREE_GB = 2.0
 
 
+State = Literal["ok", "absent", "warn", "FAIL"]
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One check: its place, whether it passed, and what was found or what to do."""
+    """One check: its place, whether it passed, and what was found or what to do. A warning ends no job."""
 
     name: str
-    state: Literal["ok", "absent", "FAIL"]
+    state: State
     text: str
 
     def __str__(self) -> str:
@@ -74,7 +78,7 @@ def devices() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(i)
         used = 1 - free / total
         text = f"{torch.cuda.get_device_name(i)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
-        state: Literal["ok", "FAIL"] = "ok" if used < 0.2 else "FAIL"
+        state: State = "ok" if used < 0.2 else "FAIL"
         yield Finding(f"cuda:{i}", state, text if state == "ok" else f"{text}; another process holds memory (`nvidia-smi` shows it)")
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""  # type: ignore[no-untyped-call]
@@ -92,26 +96,64 @@ def node() -> Iterator[Finding]:
             yield Finding(str(place), "FAIL", f"missing; {use}")
             continue
         free = shutil.disk_usage(place).free / 1e9
-        state: Literal["ok", "FAIL"] = "ok" if free >= SMALLEST_FREE_GB else "FAIL"
+        state: State = "ok" if free >= SMALLEST_FREE_GB else "FAIL"
         yield Finding(str(place), state, f"{free:.1f} GB free" + ("" if state == "ok" else f"; wanted {SMALLEST_FREE_GB:.0f}, {use}"))
 
 
 def rendezvous() -> Iterator[Finding]:
-    """Inside a job: whether this node reaches the first one."""
+    """Inside a job: whether this node finds the first one, and whether all of its nodes exchange numbers."""
     address, rank = os.environ.get("MASTER_ADDR", ""), os.environ.get("SLURM_PROCID", "")
     if not address or not rank:
         return
     try:
         found = socket.gethostbyname(address)
     except OSError as error:
-        text = f"{address} cannot be resolved ({error}); set cluster.interface, or MASTER_ADDR in cluster.environment"
+        text = f"{address} cannot be resolved ({error}); set MASTER_ADDR in cluster.environment to an address of the first node"
         yield Finding("first node", "FAIL", text)
         return
     yield Finding("first node", "ok", f"{address} is {found}")
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1:
+        yield interconnect(int(rank), tasks, address, int(os.environ.get("MASTER_PORT", "0")))
+
+
+def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float = 120.0) -> Finding:
+    """All nodes sum a tensor over the network that ranks take: NCCL where there are GPUs (not yet run on one), else gloo."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    megabytes = 64 if cuda else 4
+    begin = time.monotonic()
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=rank,
+            world_size=tasks,
+            timeout=timedelta(seconds=seconds),
+        )
+        held = torch.ones(megabytes * 2**18, device="cuda:0" if cuda else "cpu")
+        dist.all_reduce(held)  # the first one makes the connections
+        warm = time.monotonic()
+        dist.all_reduce(held)
+        right = float(held[0]) == tasks**2 == float(held[-1])
+        taken = time.monotonic() - warm
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
+        waited, said = time.monotonic() - begin, (str(error).splitlines() or [type(error).__name__])[0]
+        text = f"{tasks} nodes did not exchange numbers through {address}:{port} in {waited:.0f} s ({said}); "
+        return Finding("interconnect", "FAIL", text + "see that no firewall is between nodes, and set cluster.interface")
+    if not right:
+        return Finding("interconnect", "FAIL", f"a sum over {tasks} nodes came out wrong; have the network of these nodes checked")
+    return Finding("interconnect", "ok", f"{tasks} nodes sum {megabytes} MB in {1000 * taken:.0f} ms")
 
 
 def shared(folder: Path) -> Iterator[Finding]:
     """A folder that all nodes must see: writable, atomic renames, a clock near ours, and, in a job, the same one everywhere."""
+    if "SLURM_STEP_ID" in os.environ and not folder.is_dir():
+        yield Finding(str(folder), "FAIL", "not there on this node; wanted a folder shared by all nodes: set cluster.root=PATH to one")
+        return
     mark = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +166,8 @@ def shared(folder: Path) -> Iterator[Finding]:
         return
     try:
         if abs(skew) > CLOCK_SKEW_SECONDS:
-            text = f"its clock is {skew:+.1f} s off this node's; wanted less than {CLOCK_SKEW_SECONDS:.0f} s. Start chrony or ntpd on both"
-            yield Finding(str(folder), "FAIL", text)
+            text = f"writable; its clock is {skew:+.1f} s off this node's, so times in logs mislead (nothing else does): run chrony on both"
+            yield Finding(str(folder), "warn", text)
         else:
             yield Finding(str(folder), "ok", f"writable, clock {skew:+.2f} s")
         yield from _seen_by_all(folder)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jinja2
 
 from pipeline.cluster.settings import Cluster
 
+Kind = Literal["job", "eval"]
+# What the script leaves in the run directory when it ends.
+ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}
 TEMPLATES = Path(__file__).resolve().parent.parent.parent / "slurm"
 
 
@@ -25,25 +30,28 @@ class Job:
         run: run directory, absolute, on a folder every node sees.
         command: arguments of `creditgraph` that every learner rank runs, as one shell line.
         overrides: those of the training command, which an engine server reads too, as one shell line.
+        kind: "job" trains, "eval" evaluates; each has a script, a log, a note and a last word of its own in the run directory.
     """
 
     title: str
     run: Path
     command: str
     overrides: str = ""
+    kind: Kind = "job"
 
     @property
     def script(self) -> Path:
         """The rendered script."""
-        return self.run / "job.sh"
+        return self.run / f"{self.kind}.sh"
 
 
 def render_job(job: Job, cluster: Cluster) -> str:
     """The text of the job's script."""
-    return _template("job.sh.jinja").render(
+    return _template(f"{job.kind}.sh.jinja").render(
         title=_one_line(job.title),
         script=str(job.script),
         run=str(job.run),
+        ended=ENDED[job.kind],
         cwd=os.getcwd(),
         options=sbatch_options(job, cluster),
         cluster=cluster,
@@ -60,7 +68,7 @@ def render_job(job: Job, cluster: Cluster) -> str:
 def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -> str:
     """A script that runs one job of a list per array task."""
     options = [o for o in sbatch_options(jobs[0], cluster) if not o.startswith(("--job-name", "--output", "--array"))]
-    options = [f"--job-name={job_name(title)}", f"--output={log}/array-%A_%a.log", f"--array=0-{len(jobs) - 1}", *options]
+    options = [f"--job-name={job_name(title)}", _output(log / "array-", "%A_%a"), f"--array=0-{len(jobs) - 1}", *options]
     return _template("array.sh.jinja").render(title=_one_line(title), options=options, scripts=[str(j.script) for j in jobs])
 
 
@@ -70,8 +78,8 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
     ranks = cluster.ranks // cluster.nodes
     tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers
     found = [
-        f"--job-name={job_name(job.title)}",
-        f"--output={job.run}/logs/job-%j.log",
+        f"--job-name={job_name(job.title, job.run if cluster.chain > 1 else None)}",
+        _output(job.run / "logs" / f"{job.kind}-", "%j"),
         "--open-mode=append",
         "--requeue",
         f"--nodes={cluster.all_nodes}",
@@ -109,9 +117,16 @@ def creditgraph_command() -> str:
     return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m pipeline.cli"
 
 
-def job_name(title: str) -> str:
-    """A name squeue can show: no spaces, at most 64 characters."""
-    return "".join(c if c.isalnum() or c in "-_.=+" else "_" for c in title)[:64] or "creditgraph"
+def job_name(title: str, run: Path | None = None) -> str:
+    """A name squeue can show: no spaces, at most 64 characters. Jobs of a chain wait for their name, so `run` makes it the run's own."""
+    own = "" if run is None else f"-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+    return ("".join(c if c.isalnum() or c in "-_.=+" else "_" for c in title)[: 64 - len(own)] or "creditgraph") + own
+
+
+def _output(start: Path, ids: str) -> str:
+    # sbatch reads quotes, and fills in what follows a percent sign.
+    path = str(start).replace("%", "%%")
+    return f'--output="{path}{ids}.log"' if " " in path else f"--output={path}{ids}.log"
 
 
 def _one_line(text: str) -> str:

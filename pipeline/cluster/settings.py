@@ -50,6 +50,8 @@ class Cluster:
     """jobs submitted one behind the other (--dependency=singleton), for runs longer than a time limit"""
     ready_seconds: int = 900
     """deadline for the engine servers of one start to be ready"""
+    engine_restarts: int = 3
+    """how often an engine server that ended is started again in one start of the job; further ends leave the others"""
     interface: str = ""
     """network interface for NCCL and gloo, such as ib0; empty lets them choose"""
     root: str = ""
@@ -68,8 +70,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.nodes < 1 or min(self.engine_nodes, self.gpus_per_node, self.ranks_per_node, self.servers_per_node) < 0:
             raise ValueError("nodes must be 1 or more, engine_nodes, gpus_per_node, ranks_per_node and servers_per_node 0 or more.")
-        if self.chain < 1 or self.gpus_per_server < 1 or self.cpus_per_task < 1 or self.warn_seconds < 0:
-            raise ValueError("chain, gpus_per_server and cpus_per_task must be 1 or more, warn_seconds 0 or more.")
+        if self.chain < 1 or self.gpus_per_server < 1 or self.cpus_per_task < 1 or min(self.warn_seconds, self.engine_restarts) < 0:
+            raise ValueError("chain, gpus_per_server and cpus_per_task must be 1 or more, warn_seconds and engine_restarts 0 or more.")
         if self.gpus_per_node == 0 and self.ranks_per_node == 0:
             raise ValueError("gpus_per_node 0 is a CPU job; wanted ranks_per_node, the number of learner processes on each node.")
         if self.placement == "disaggregated" and self.servers == 0:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pipeline.cluster.render import Kind
 from pipeline.errors import ConfigError, CreditgraphError, RunError
-from pipeline.run_directory import write_aside
+from pipeline.run_directory import write_aside, writing
 
-NOTE = "job.json"
+NOTES: dict[Kind, str] = {"job": "job.json", "eval": "eval-job.json"}
+LOG_NOT_OPENED = "0:53"  # what slurmd reports of a batch script whose --output cannot be opened
 # States of a job that will run, runs or is being cleaned up.
 ALIVE = {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING", "REQUEUE_HOLD", "STAGE_OUT", "SIGNALING"}
 
@@ -36,20 +41,26 @@ class Note:
     cluster: str = ""
     command: str = ""
 
-    def write(self, run: Path) -> None:
+    def write(self, run: Path, kind: Kind = "job") -> None:
         """Keeps the note in the run directory."""
-        write_aside(run / NOTE, json.dumps(asdict(self), indent=1))
+        write_aside(run / NOTES[kind], json.dumps(asdict(self), indent=1))
 
     @staticmethod
-    def read(run: Path) -> Note:
+    def read(run: Path, kind: Kind = "job") -> Note:
         """The note of a run; raises RunError when it was not submitted from here."""
         try:
-            return Note(**json.loads((run / NOTE).read_text()))
+            return Note(**json.loads((run / NOTES[kind]).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
-                f"{run}: no {NOTE} that can be read ({type(error).__name__}); wanted the directory of a run that `creditgraph submit` "
-                "sent to SLURM."
+                f"{run}: no {NOTES[kind]} that can be read ({type(error).__name__}); wanted the directory of a run that "
+                "`creditgraph submit` sent to SLURM."
             ) from error
+
+    @staticmethod
+    def all(run: Path) -> dict[Kind, Note]:
+        """The notes of training and evaluation, those that are there; raises RunError when there is none."""
+        kinds = [kind for kind, name in NOTES.items() if (run / name).exists()]
+        return {kind: Note.read(run, kind) for kind in kinds} or {"job": Note.read(run)}
 
 
 def call(*command: str) -> str:
@@ -101,6 +112,17 @@ class State:
     nodes: str
     restarts: str = "0"
     reason: str = ""
+    exit_code: str = ""
+
+    @property
+    def advice(self) -> str:
+        """What to do about an end that left no log."""
+        if self.exit_code == LOG_NOT_OPENED:
+            return (
+                "it ended before its first line, because its log could not be opened: the run directory is missing there, or not writable. "
+                "Wanted a folder that all nodes share: submit again with cluster.root=PATH"
+            )
+        return ""
 
 
 def states(jobs: Sequence[str]) -> list[State]:
@@ -118,16 +140,36 @@ def states(jobs: Sequence[str]) -> list[State]:
                     State(
                         job=values["JobId"], state=values.get("JobState", "?"), elapsed=values.get("RunTime", "?"),
                         nodes=values.get("NodeList", "") or "", restarts=values.get("Restarts", "0"), reason=values.get("Reason", ""),
+                        exit_code=values.get("ExitCode", ""),
                     )
                 )  # fmt: skip
     return found
 
 
-def refuse_second(run: Path) -> None:
+@contextmanager
+def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
+    """Around the submission of a run: raises RunError when one of its jobs is pending or running, or another `submit` is at it."""
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run / "submit.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{run}: another `creditgraph submit` is sending this run to SLURM now; wanted one at a time.") from None
+        except OSError:
+            pass  # a file system without locks; the job script still lets only one job have the run
+        refuse_second(run, kind)
+        yield
+    finally:
+        os.close(handle)
+
+
+def refuse_second(run: Path, kind: Kind = "job") -> None:
     """Raises RunError when a job of this run is pending or running."""
-    if not (run / NOTE).exists():
+    if not (run / NOTES[kind]).exists():
         return
-    alive = [s for s in states(Note.read(run).jobs) if s.state in ALIVE]
+    alive = [s for s in states(Note.read(run, kind).jobs) if s.state in ALIVE]
     if alive:
         where = f" on {alive[0].nodes}" if alive[0].nodes not in ("", "(null)") else ""
         raise RunError(

@@ -11,7 +11,7 @@ from pipeline.cluster.slurm import ALIVE, Note, call, states
 def main(options: argparse.Namespace) -> int:
     """Cancels what is pending or running; a running learner is first told to save with --save."""
     for run in map(Path, options.runs):
-        alive = [s for s in states(Note.read(run).jobs) if s.state in ALIVE]
+        alive = [s for note in Note.all(run).values() for s in states(note.jobs) if s.state in ALIVE]
         for s in alive:
             if options.save and s.state == "RUNNING":
                 # No requeue afterwards: the script asks for one when the learner has saved, and is refused.

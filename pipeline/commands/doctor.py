@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from pipeline.cluster.doctor import examine
@@ -12,8 +13,10 @@ def main(options: argparse.Namespace) -> int:
     """Prints findings; exit code 1 when one failed."""
     found = examine(Path(options.shared) if options.shared else None, options.node)
     failed = [f for f in found if f.state == "FAIL"]
-    for finding in failed if options.quiet else found:
-        print(finding)
+    node = os.environ.get("SLURMD_NODENAME", "")
+    for finding in found:
+        if not options.quiet or finding.state in ("warn", "FAIL"):
+            print(f"{node}: {finding}" if options.quiet and node else finding)
     if not options.quiet:
         print("all well" if not failed else f"{len(failed)} to fix")
     return 1 if failed else 0

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from pipeline import timeline
+from pipeline.cluster.render import ENDED
 from pipeline.cluster.slurm import Note, states
 
 
@@ -20,23 +24,38 @@ def main(options: argparse.Namespace) -> int:
 
 def describe(run: Path) -> str:
     """Jobs, progress, and the reason of the last end."""
-    note = Note.read(run)
-    lines = [f"{run}  (cluster {note.cluster or 'one_node'})"]
-    known = states(note.jobs)
-    for s in known:
-        where = "" if s.nodes in ("", "(null)") else f" on {s.nodes}"
-        why = "" if s.reason in ("", "None") else f" ({s.reason})"
-        lines.append(f"  job {s.job}: {s.state.lower()}{why}, {s.elapsed} in this start, {s.restarts} restarts{where}")
-    if not known:
-        lines.append(f"  jobs {', '.join(note.jobs)}: no longer known to SLURM")
-    last = last_metrics(run / "metrics.jsonl")
-    if last:
-        age = time.time() - (run / "metrics.jsonl").stat().st_mtime
-        lines.append(f"  iteration {last.get('iteration', '?')} done {age:.0f} s ago")
-    ended = run / "ended"
-    if ended.exists():
-        lines.append(f"  {ended.read_text().strip()}")
+    lines = []
+    for kind, note in Note.all(run).items():
+        lines.append(f"{run}  ({'evaluation, ' if kind == 'eval' else ''}cluster {note.cluster or 'one_node'})")
+        known = states(note.jobs)
+        for s in known:
+            where = "" if s.nodes in ("", "(null)") else f" on {s.nodes}"
+            why = "" if s.reason in ("", "None") else f" ({s.reason})"
+            lines.append(f"  job {s.job}: {s.state.lower()}{why}, {s.elapsed} in this start, {s.restarts} restarts{where}")
+            lines += [f"  {s.advice}"] if s.advice else []
+        if not known:
+            lines.append(f"  jobs {', '.join(note.jobs)}: no longer known to SLURM")
+        last = last_metrics(run / "metrics.jsonl") if kind == "job" else {}
+        if last:
+            lines.append(f"  iteration {last.get('iteration', '?')} done{age(run / 'metrics.jsonl')}")
+        if kind == "job" and (place := timeline.where(run)):
+            lines.append(f"  {place}")
+        ended = run / ENDED[kind]
+        if ended.exists():
+            lines.append(f"  {ended.read_text().strip()}")
     return "\n".join(lines)
+
+
+def age(path: Path) -> str:
+    """Such as " 12 s ago"; both times by the clock of the file's server: this host's may differ. "" where it cannot be told."""
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as now:
+            seconds = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+    except OSError:
+        seconds = time.time() - path.stat().st_mtime
+    if seconds < -1:
+        return f"; its file is dated {-seconds:.0f} s in the future: compare clocks with `creditgraph doctor --shared {path.parent}`"
+    return f" {max(0.0, seconds):.0f} s ago"
 
 
 def last_metrics(path: Path) -> dict[str, Any]:

@@ -7,13 +7,14 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.render import Job, creditgraph_command, render_array, render_job
 from pipeline.cluster.settings import Cluster, load_cluster, split_overrides
-from pipeline.cluster.slurm import Note, refuse_second, sbatch, test_only
+from pipeline.cluster.slurm import Note, sbatch, submitting, test_only
 from pipeline.compose import Experiment, build_experiment, compose
 from pipeline.errors import ConfigError, RunError
 from pipeline.run_directory import write_aside, writing
@@ -25,7 +26,8 @@ def main(options: argparse.Namespace) -> int:
     cluster = load_cluster(name or "one_node", own, options.config_dir)
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest)]
-        cluster = replace(cluster, placement="colocated", nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
+        cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
+        cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
         combinations = sweep(rest) if options.multirun else [rest]
         jobs = [training(combination, cluster, options.config_dir) for combination in combinations]
@@ -34,19 +36,21 @@ def main(options: argparse.Namespace) -> int:
             raise ConfigError(f"submit --multirun: two runs would share {twice[0]}; wanted run names that differ. Do not set run.name.")
     if cluster.placement == "here":
         return here(jobs, options.dry_run)
-    if not options.dry_run:
-        for job in jobs:
-            refuse_second(job.run)  # before its script is touched
-    texts = [prepare(job, cluster) for job in jobs]
     if options.dry_run:
-        for job, text in zip(jobs, texts, strict=True):
+        for job in jobs:
+            text = prepare(job, cluster)
             print(text if len(jobs) == 1 else f"{job.script}")
         return 0
     command = " ".join(["creditgraph submit", *map(shlex.quote, options.overrides)])
-    if len(jobs) > 1:
-        submit_array(jobs, cluster, name, command)
-    else:
-        submit_one(jobs[0], cluster, name, command)
+    with ExitStack() as held:
+        for job in jobs:
+            held.enter_context(submitting(job.run, job.kind))  # before its script is touched
+        for job in jobs:
+            prepare(job, cluster)
+        if len(jobs) > 1:
+            submit_array(jobs, cluster, name, command)
+        else:
+            submit_one(jobs[0], cluster, name, command)
     return 0
 
 
@@ -66,7 +70,9 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
                 f"cluster.placement is disaggregated, but the graph's engine ({used or 'none'}) has no servers; wanted engine=vllm or "
                 "engine=sglang, or cluster=colocated."
             )
-        found = [f"{engine}.{setting}" for engine in engines for setting in (f"rendezvous={run / 'servers.json'}", "servers=0")]
+        found = [f"{engine}.{setting}" for engine in engines for setting in (f"rendezvous={run / 'servers'}", "servers=0")]
+        if cluster.all_nodes > 1 and not any(o.lstrip("+").startswith(f"{engines[0]}.channel.path=") for o in overrides):
+            found.append(f"{engines[0]}.channel.path={run / 'weights'}")  # /dev/shm is another one on every node
         # Named as without them: the settings of a place are not part of what the run is.
         overrides += [*found, f"{engines[0]}.pool.start_seconds={cluster.ready_seconds}", f"run.name={experiment.run.name}"]
     dirs = [part for d in config_dirs for part in ("--config-dir", str(Path(d).resolve()))]
@@ -92,7 +98,7 @@ def evaluation(run: Path, overrides: Sequence[str]) -> Job:
         raise RunError(f"submit --eval {run}: no config.yaml there; wanted the directory of a run.")
     place = run.resolve()
     line = " ".join(map(shlex.quote, [str(place), *overrides]))
-    return Job(title=f"eval {place.name}", run=place, command=f"eval {line}")
+    return Job(title=f"eval {place.name}", run=place, command=f"eval {line}", kind="eval")
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:
@@ -112,7 +118,8 @@ def sweep(overrides: Sequence[str]) -> list[list[str]]:
 def prepare(job: Job, cluster: Cluster) -> str:
     """Writes the script into the run directory and returns its text."""
     with writing(job.run):
-        (job.run / "logs").mkdir(parents=True, exist_ok=True)
+        for folder in ("logs", "weights") if cluster.servers and cluster.all_nodes > 1 else ("logs",):
+            (job.run / folder).mkdir(parents=True, exist_ok=True)
     text = render_job(job, cluster)
     write_aside(job.script, text)
     return text
@@ -122,7 +129,7 @@ def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
     """Hands one script to SLURM, or a chain of the same one."""
     print(test_only(job.script))
     ids = [sbatch(job.script) for _ in range(cluster.chain)]
-    Note(jobs=ids, cluster=name, command=command).write(job.run)
+    Note(jobs=ids, cluster=name, command=command).write(job.run, job.kind)
     print(f"submitted {', '.join(ids)}: {job.title}\n  follow it: creditgraph logs {job.run}\n  state:     creditgraph status {job.run}")
 
 

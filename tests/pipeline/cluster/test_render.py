@@ -1,6 +1,8 @@
 """Rendered job scripts: their options, and that a shell reads them."""
 
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,8 @@ def test_a_shell_reads_the_script(name, tmp_path):
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
     assert "{{" not in text
     assert "{%" not in text
+    evaluation = render_job(replace(job(tmp_path), kind="eval"), CLUSTERS[name])
+    assert subprocess.run(["bash", "-n"], input=evaluation, text=True, capture_output=True, check=False).stderr == ""
     array = render_array("two", [job(tmp_path), job(tmp_path)], CLUSTERS[name], tmp_path)
     assert subprocess.run(["bash", "-n"], input=array, text=True, capture_output=True, check=False).stderr == ""
     assert "#SBATCH --array=0-1" in array
@@ -48,8 +52,9 @@ def test_options(tmp_path):
 
 def test_steps(tmp_path):
     text = render_job(job(tmp_path), CLUSTERS["disaggregated"])
-    assert text.count(" serve ") == 2
+    assert 'for i in {0..1}; do start_engine "$i"; done' in text
     assert "--gpus-per-task=4" in text
+    assert "--gpus-per-task=1 --gpu-bind=none" in text  # every rank sees the node's GPUs and takes the one of its number
     assert "module load cuda" in text
     assert "export NCCL_SOCKET_IFNAME=ib0" in text
     assert "srun --exact --export=ALL --container-image=/images/cg.sqsh --container-mounts=/data:/data" in render_job(
@@ -62,4 +67,14 @@ def test_names_with_spaces_and_quotes(tmp_path):
     text = render_job(job(tmp_path, "my run's\nsecond line"), CLUSTERS["cpu"])
     assert "--job-name=my_run_s_second_line" in text
     assert f"run='{tmp_path}/a run'" in text
+    assert f'#SBATCH --output="{tmp_path}/a run/logs/job-%j.log"' in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
+
+
+def test_jobs_of_a_chain_have_a_name_of_their_own(tmp_path):
+    one, two = (Job(title="srpo", run=tmp_path / root / "srpo", command="train") for root in ("a", "b"))
+    names = [sbatch_options(j, CLUSTERS["container"])[0] for j in (one, two)]
+    assert names[0] != names[1]
+    assert len(job_name("x" * 80, tmp_path)) == 64
+    assert sbatch_options(one, CLUSTERS["cpu"])[0] == "--job-name=srpo"
+    assert "--output=/runs/100%%/logs/job-%j.log" in sbatch_options(Job(title="x", run=Path("/runs/100%"), command=""), CLUSTERS["cpu"])
