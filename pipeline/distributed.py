@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,13 @@ class Lane:
     def to_first(self, value: Any) -> list[Any] | None:
         """Leaders only: on rank 0 the values of all replicas in order, on other leaders None."""
         return [value]
+
+    def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
+        """Leaders only: on rank 0 the values of all replicas, folded pair by pair in the order of replicas; on other leaders None.
+
+        A rank sends one value and takes in at most log2(replicas).
+        """
+        return value
 
     def among_leaders(self, value: Any) -> list[Any]:
         """Leaders only: the values of all replicas in order, on every leader."""

@@ -82,11 +82,9 @@ class Placement:
         if not self.many or not self.ranks.leader:
             return reports
         mine = {n: r for n, r in reports.items() if n not in self.graph or self.graph[n].placement == "replica"}
-        packed = {n: [r.metrics, plain(r.rejected), r.seconds, sorted(r.counts)] for n, r in mine.items()}
-        parts = self._lanes["learning"].to_first(packed)
-        if parts is None:
-            return reports
-        return reports | {name: _merged([NodeReport(m, x, s, set(c)) for m, x, s, c in (p[name] for p in parts)]) for name in mine}
+        packed = {n: [{k: [v, 1] for k, v in r.metrics.items()}, plain(r.rejected), r.seconds, sorted(r.counts)] for n, r in mine.items()}
+        folded = self._lanes["learning"].fold_to_first(packed, _fold)
+        return reports if folded is None else reports | {name: _unpacked(*folded[name]) for name in mine}
 
     # Checkpoints
 
@@ -166,14 +164,26 @@ def _is_sendable(value: Any) -> bool:
     return all(is_storable(type(v)) and not isinstance(v, Weights) for v in items)
 
 
-def _merged(reports: list[NodeReport]) -> NodeReport:
-    counts = {name for r in reports for name in r.counts}
-    names = dict.fromkeys(name for r in reports for name in r.metrics)
-    metrics = {}
-    for name in names:
-        found = [r.metrics[name] for r in reports if name in r.metrics]
-        metrics[name] = max(found) if name.startswith("seconds/") else sum(found) / (1 if name in counts else len(found))
-    return NodeReport(metrics, [row for r in reports for row in r.rejected], max(r.seconds for r in reports), counts)
+def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Reports of two groups of replicas as one: node → [metric → [sum, or most of seconds; replicas that have it], rejected, …]."""
+    found = {}
+    for node, (metrics, rejected, seconds, counts) in first.items():
+        others, more, longer, further = second[node]
+        both = dict(metrics)
+        for name, (value, number) in others.items():
+            mine = both.get(name)
+            if mine is None:
+                both[name] = [value, number]
+            else:
+                both[name] = [max(mine[0], value) if name.startswith("seconds/") else mine[0] + value, mine[1] + number]
+        found[node] = [both, rejected + more, max(seconds, longer), sorted({*counts, *further})]
+    return found
+
+
+def _unpacked(metrics: dict[str, list[float]], rejected: list[dict[str, Any]], seconds: float, counts: list[str]) -> NodeReport:
+    known = set(counts)
+    means = {k: value if k in known or k.startswith("seconds/") else value / number for k, (value, number) in metrics.items()}
+    return NodeReport(means, rejected, seconds, known)
 
 
 def _digest(state: Encoded) -> str:

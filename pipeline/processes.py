@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Processes(Team):
     def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str, timeout: float) -> None:
         super().__init__(ranks)
         limit = timedelta(seconds=timeout)
+        _allow_files(ranks.world)
         self._hosts_store = meeting.hosts_store
         try:
             store: Any = TCPStore(
@@ -135,13 +137,24 @@ class _Lane(Lane):
         return total
 
     def to_first(self, value: Any) -> list[Any] | None:
-        mine = pack(value)
-        sizes = self._sizes(mine)
-        first = self._ranks.rank == 0
-        slots = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if first else None
+        mine = self._padded(pack(value))
+        slots = [torch.empty_like(mine) for _ in range(self._ranks.num_replicas)] if self._ranks.rank == 0 else None
         with _collective("collecting on rank 0"):
-            dist.gather(_padded(mine, max(sizes)), slots, dst=0, group=self._peers)
-        return None if slots is None else [unpack(slot[:size]) for slot, size in zip(slots, sizes, strict=True)]
+            dist.gather(mine, slots, dst=0, group=self._peers)
+        return None if slots is None else [unpack(slot) for slot in slots]
+
+    def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
+        me, replicas, step = self._ranks.replica, self._ranks.num_replicas, 1
+        while step < replicas:
+            if me % (2 * step):
+                with _collective("collecting on rank 0"):
+                    self._send(pack(value), me - step)
+                return None
+            if me + step < replicas:
+                with _collective("collecting on rank 0"):
+                    value = fold(value, unpack(self._receive(me + step)))
+            step *= 2
+        return value
 
     def among_leaders(self, value: Any) -> list[Any]:
         return [unpack(data) for data in self._gathered(pack(value))]
@@ -149,31 +162,42 @@ class _Lane(Lane):
     def to_all(self, value: Any) -> list[Any]:
         if self._inside is None:
             return self.among_leaders(value)
-        if self._ranks.leader:
-            parts = self._gathered(pack(value))
-            _broadcast(pack([len(p) for p in parts]), self._leader, self._inside)
-            _broadcast(torch.cat(parts), self._leader, self._inside)
-        else:
-            sizes = unpack(_broadcast(None, self._leader, self._inside))
-            parts = list(torch.split(_broadcast(None, self._leader, self._inside), sizes))
-        return [unpack(data) for data in parts]
+        whole = torch.cat(self._gathered(pack(value))) if self._ranks.leader else None
+        return [unpack(data) for data in _broadcast(whole, self._leader, self._inside).chunk(self._ranks.num_replicas)]
 
-    def _sizes(self, mine: Tensor) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks.num_replicas)]
+    def _send(self, data: Tensor, replica: int) -> None:
+        rank = replica * self._ranks.per_replica + self._ranks.position
+        dist.send(torch.tensor([len(data)]), rank, group=self._peers)
+        dist.send(data, rank, group=self._peers)
+
+    def _receive(self, replica: int) -> Tensor:
+        rank, size = replica * self._ranks.per_replica + self._ranks.position, torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._peers)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, rank, group=self._peers)
+        return data
+
+    def _padded(self, data: Tensor) -> Tensor:
+        """The data as long as that of the replica with most; packed values say themselves where they end."""
+        most = torch.tensor([len(data)])
         with _collective("exchanging between replicas"):
-            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._peers)
-        return [int(s) for s in sizes]
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._peers)
+        return torch.cat([data, data.new_zeros(int(most) - len(data))])
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        sizes = self._sizes(mine)
-        slots = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        mine = self._padded(mine)
+        slots = [torch.empty_like(mine) for _ in range(self._ranks.num_replicas)]
         with _collective("exchanging between replicas"):
-            dist.all_gather(slots, _padded(mine, max(sizes)), group=self._peers)
-        return [slot[:size] for slot, size in zip(slots, sizes, strict=True)]
+            dist.all_gather(slots, mine, group=self._peers)
+        return slots
 
 
-def _padded(data: Tensor, size: int) -> Tensor:
-    return torch.cat([data, data.new_zeros(size - len(data))])
+def _allow_files(world: int) -> None:
+    """gloo connects a rank to every other one in each of its groups; from some 250 ranks on, more than the usual soft limit of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 8 * world
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:
