@@ -189,23 +189,24 @@ class Rows:
     def feed(self, index: int, part: Answer, last: bool) -> bool:
         """Takes the next tokens of the open ask of row `index`, for asks of whole rows; True when the row has ended.
 
-        What the engine samples for the ask after that is of no use. A `last` part with reason "abort" leaves the row as `again` does.
-        Raises BadAnswer as `advance` does, and for another `last` part after which the row has not ended.
+        What the engine samples for the ask after that is of no use. A part with reason "abort" leaves the row as `again` does.
+        Raises BadAnswer as `advance` does, and for a `last` part after which the row has not ended.
         """
         row = self._rows[index]
         ask = row.asked
         if ask is None:
             raise CreditgraphError(f"row {index}: an answer without an open ask; wanted one answer per ask.")
         self._check(ask, part, len(row.tokens))
+        if part.reason == "abort":
+            self.again(index)
+            return False
         entropies = itertools.repeat(math.nan) if part.entropies is None else part.entropies
         for token, logprob, entropy in zip(part.tokens, part.logprobs, entropies, strict=False):
             self._push(row, token, logprob, entropy)
             if row.reason:
                 row.asked = None
                 return True
-        if last and part.reason == "abort":
-            self.again(index)
-        elif last:
+        if last:
             raise BadAnswer(f"row {index}: ended by '{part.reason}' after {len(row.tokens)} tokens; wanted {row.limit} or an end.")
         return False
 

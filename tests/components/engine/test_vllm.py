@@ -12,9 +12,11 @@ import torch
 from components.engine.local import LocalEngine
 from components.engine.rows import BadAnswer
 from components.engine.vllm import VllmEngine
+from pipeline.cli import main
 from pipeline.component import Context, ModelSpec
 from pipeline.errors import ConfigError, CreditgraphError, RunError
 from pipeline.jagged import Jagged
+from pipeline.metrics import read_metrics
 from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights
 
 pytestmark = [
@@ -78,14 +80,20 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def chains():
-    """100 prompts of the embedded task, Jagged."""
+def problems():
+    """100 problems of the embedded task."""
     from components.prompts.dataset import DatasetPrompts
 
     entry = {"source": "chains", "size": 200, "difficulty": {"steps": [4, 5], "hard_facts": [1, 2]}}
     dataset = DatasetPrompts(DatasetPrompts.Config(batch=PROMPTS))
     dataset.setup(Context(node="prompts", data={"train": entry, "eval": {**entry, "split": "eval"}}))
-    return dataset.run().batch.tokens
+    return dataset.run().batch
+
+
+@pytest.fixture(scope="module")
+def chains(problems):
+    """Their prompts, Jagged."""
+    return problems.tokens
 
 
 def requests(tokens, seed=0, **sampling):
@@ -147,6 +155,30 @@ def test_draws_follow_the_distribution(pair, chains):
     assert float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum()) < cells + 5 * (2 * cells) ** 0.5
     cut = pair.policy.generate(requests(many.select(torch.arange(200)), temperature=2.0, top_k=3, max_tokens=1))
     assert set(cut.tokens.values.tolist()) == set(p.topk(3).indices.tolist())
+
+
+def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, problems):
+    """What a learner is given decides what it learns, so equal distributions at equal weights give equal learning curves."""
+    rows = 4
+    order = torch.arange(PROMPTS).repeat_interleave(rows)
+
+    def sampled(policy, temperature, seed):
+        """Share of right answers and mean length per problem, float64 [2, PROMPTS]."""
+        done = policy.generate(requests(problems.tokens.select(order), seed=seed, temperature=temperature, max_tokens=100))
+        right = [f"\\boxed{{{problems.answer[i]}}}" in text.replace(" ", "") for i, text in zip(order.tolist(), done.text, strict=True)]
+        return torch.stack([torch.tensor(right).double(), done.tokens.lengths.double()]).view(2, PROMPTS, rows).mean(-1)
+
+    def p_values(first, second):
+        """Of equal means: share of 20,000 random sign patterns whose mean difference over problems is as large."""
+        signs = torch.randint(0, 2, (20_000, PROMPTS), generator=torch.Generator().manual_seed(5)).double() * 2 - 1
+        differences = first - second
+        return ((signs @ differences.T).abs() >= differences.sum(1).abs() - 1e-9).double().mean(0)
+
+    wanted = sampled(pair.reference, 1.0, 0)
+    assert 0.05 < float(wanted[0].mean()) < 0.95
+    assert float(p_values(sampled(pair.policy, 1.0, 0), wanted).min()) > 1e-3
+    # The test would see an engine that samples at another temperature.
+    assert float(p_values(sampled(pair.policy, 2.0, 0), wanted).min()) < 1e-3
 
 
 def test_a_group_shares_its_prompt(pair, chains):
@@ -328,3 +360,20 @@ def test_an_untied_model_and_a_second_engine_in_the_process(pair, tmp_path: Path
         torch.testing.assert_close(done.logprobs.values, other.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
     finally:
         other.vllm.close()
+
+
+def test_toy_srpo_trains_with_one_override(pair, tmp_path):
+    # Comes last, for the same reason: weights are updated every iteration, through the command line.
+    pair.vllm.close()
+    command = ["train", "recipe=toy_srpo", "engine=vllm", "run.iterations=3", f"run.root={tmp_path}", "run.name=vllm"]
+    assert main([*command, "prompts.batch=4", "evaluator.num_problems=8", "engine.kv_cache_gb=0.25"]) == 0
+    lines = read_metrics(tmp_path / "vllm" / "metrics.jsonl")
+    trained = [line for line in lines if "learner/mismatch_abs" in line]
+    assert len(trained) == 3
+    for line in trained:
+        # The learner's own log-probs of what the engine sampled, at equal weights.
+        assert line["learner/mismatch_abs"] < 5e-6
+        assert line["learner/mismatch_abs_max"] < 1e-4
+    updated = [line["engine/update_difference"] for line in lines if "engine/update_difference" in line]
+    assert len(updated) >= 2
+    assert max(updated) < 1e-4

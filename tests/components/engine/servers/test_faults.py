@@ -1,5 +1,7 @@
 """Faults of real processes: what a pool loses is time, never a row."""
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -156,6 +158,30 @@ def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
     monkeypatch.setattr(channel, "write_file", corrupted)
     with pytest.raises(AllServersLost, match=r"its weights of version 2 have checksum \w+; wanted \w+: they were changed on their way"):
         run.load(2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: run as root")
+def test_full_shared_memory_leaves_the_servers_as_they_are(fleet, tmp_path):
+    small = tmp_path / "shm"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        run = fleet(2, channel={"path": str(small)})
+        run.load(1)
+        filler = small / "somebody-else"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"0" * 4096)
+        with pytest.raises(RunError, match=r"weights version 2: .* MB found no room in .*Free space there, or set engine.channel.fallback"):
+            run.load(2)
+        run.generate(version=1)
+        filler.unlink()
+        run.load(2)
+        run.generate(version=2)
+        run.close()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_all_servers_lost_says_what_to_do(fleet):
