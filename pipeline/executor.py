@@ -368,7 +368,8 @@ class Executor:
             del inputs
             for output, value in outputs.items():
                 if self._recorder and self._recorder.wants(node.name, output, iteration):
-                    recorded = self._place.recorded(node, value)
+                    with self._trace.waiting(f"rows of {node.name}", iteration):  # of other ranks
+                        recorded = self._place.recorded(node, value)
                     if self._place.first:
                         self._recorder.put(node.name, output, iteration, recorded)
                 self._values.put(node.name, output, iteration, value)

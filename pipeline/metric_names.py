@@ -53,7 +53,7 @@ EXECUTOR = (
     Metric("utilisation/engine", "share", "time since the iteration before in which the engine took weights, generated or scored"),
     Metric("utilisation/learner", "share", "time in which the learner ran"),
     Metric("utilisation/credit", "share", "time in which verifiers, rewards and credit nodes ran"),
-    Metric("utilisation/waiting", "share", "time in which a lane waited for another lane, rank or server"),
+    Metric("utilisation/waiting", "share", "time in which the main lane waited for the other lane or for other ranks"),
     Metric("rejected/<node>", "rows", "rows the node skipped in this iteration; rejected.jsonl has each with its reason"),
 )
 

@@ -291,7 +291,7 @@ class Timeline:
             tops = [(track, spans[0], spans[-1]) for track, spans in self._open.items() if spans]
             lanes = {
                 track: {
-                    "node": outer.name.removeprefix("inputs of "),
+                    "node": outer.name.removeprefix("inputs of ").removeprefix("rows of "),
                     "phase": inner.phase,
                     "iteration": outer.iteration,
                     "since": round(outer.begin + self._base, 3),
