@@ -1,0 +1,1 @@
+"""What the documentation shows of the code: a page per component, every error sentence, and Markdown made fit for the site."""
