@@ -243,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.command:
         parser.print_help()
         return 0
+    options.own_process = argv is None  # the process ends with this command
     # Ranks that lose each other say so themselves; torch would add a page of C++ frames. Read when torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.getcwd() not in sys.path:

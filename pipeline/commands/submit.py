@@ -7,7 +7,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pipeline.cluster.slurm import Note, sbatch, submitting, test_only
 from pipeline.compose import Experiment, build_experiment, compose
 from pipeline.errors import ConfigError, RunError
 from pipeline.run_directory import write_aside, writing
+from pipeline.without_torch import without_torch
 
 
 def main(options: argparse.Namespace) -> int:
@@ -30,7 +31,8 @@ def main(options: argparse.Namespace) -> int:
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
         combinations = sweep(rest) if options.multirun else [rest]
-        jobs = [training(combination, cluster, options.config_dir) for combination in combinations]
+        with without_torch() if options.own_process else nullcontext():  # nothing that is imported here runs here
+            jobs = [training(combination, cluster, options.config_dir) for combination in combinations]
         twice = [j.run for i, j in enumerate(jobs) if j.run in [k.run for k in jobs[:i]]]
         if twice:
             raise ConfigError(f"submit --multirun: two runs would share {twice[0]}; wanted run names that differ. Do not set run.name.")
