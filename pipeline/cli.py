@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directories; those that differ by their seed alone share a line")
     report.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the first run")
     report.add_argument("--title", help="heading of the page")
-    report.add_argument("--trace", metavar="FILE", help="in place of a page: the timeline of all ranks of the first run, for ui.perfetto.dev")
+    report.add_argument("--trace", metavar="FILE", help="in place of a page: the first run's timeline, all ranks, for ui.perfetto.dev")
 
     credit = command(
         "credit",
