@@ -71,8 +71,8 @@ class Loaded:
 
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
-        plain = Source(source=self.source.source, path="x", name="x")
-        settings = {k: v for k, v in asdict(self.source).items() if v != getattr(plain, k) or k in ("name", "path", "split")}
+        plain = asdict(Source(source=self.source.source, path="x", name="x"))
+        settings = {k: v for k, v in asdict(self.source).items() if v != plain[k] or k in ("name", "path", "split")}
         counts = self.counts
         low, high, total = counts.tokens
         return {
@@ -155,7 +155,7 @@ def load_problems(
     counts, seen, rejects = loaded.counts, set[int](), _Rejects(context, source, place)
 
     def reject(number: int, reason: str) -> None:
-        counts.rejected[re.sub(r"\d+", "N", reason)] += 1
+        counts.rejected[re.sub(r"(?<![\w-])\d+", "N", reason)] += 1
         rejects.write(number, reason)
 
     try:

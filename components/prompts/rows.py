@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +17,7 @@ from components.verifier.code_tests import read_tests
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FOREIGN = 0.1  # share of letters
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def column_of(row: dict[str, Any], column: str) -> Any:
@@ -111,7 +113,7 @@ def _text(found: dict[str, Any], column: str) -> tuple[str, str]:
         return "", f"no {column}"
     if not isinstance(value, str):
         return "", f"{column} is a {type(value).__name__}; wanted text"
-    if any("\ud800" <= c <= "\udfff" for c in value):
+    if _SURROGATE.search(value):
         return "", f"{column} is not UTF-8"
     return value, ""
 

@@ -12,6 +12,7 @@ from tempfile import SpooledTemporaryFile
 from typing import Any, overload
 
 IN_MEMORY = 16 << 20  # bytes of rows; more go to the file
+_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class RowStore(Sequence[Row]):
 
     def append(self, row: Row) -> None:
         """Adds a row; its metadata must be JSON values, anything else becomes text."""
-        data = json.dumps([row.text, row.answer, row.metadata], ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        data = _JSON.encode([row.text, row.answer, row.metadata]).encode("utf-8", "surrogatepass")
         self._file.seek(self._ends[-1])
         self._file.write(data)
         self._ends.append(self._ends[-1] + len(data))

@@ -1,0 +1,228 @@
+"""Files as they come: compressed, cut short, with huge cells, nulls, other scripts, parts of splits, copies of hub repositories."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.prompts.loading import load_problems
+from components.prompts.readers import bounds, open_path
+from pipeline.component import Context
+from pipeline.errors import DataError
+
+ROWS = [{"question": f"q {i}", "answer": str(i)} for i in range(2500)]
+
+
+def text_of(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def zstd(data):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def load(path, toolbox, context=None, **entry):
+    options = {name: entry.pop(name) for name in ("drop_duplicates", "place") if name in entry}
+    settings = {"source": "file", "path": str(path), "template": "plain", **entry}
+    return load_problems(settings, context or Context(), toolbox.tokenizer(), room=1 << 30, **options)
+
+
+def reasons(loaded):
+    return dict(loaded.counts.rejected)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl.gz", gzip.compress(text_of(ROWS))),
+        ("a.jsonl.zst", zstd(text_of(ROWS))),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.zst", zstd(text_of(ROWS))),
+        ("a.csv.gz", gzip.compress(b"question,answer\n" + b"".join(f'"q {i}",{i}\n'.encode() for i in range(2500)))),
+    ],
+)
+def test_compressed_files_give_the_rows_of_plain_ones(name, data, tmp_path, toolbox):
+    (tmp_path / name).write_bytes(data)
+    found = load(tmp_path / name, toolbox).rows
+    assert [(r.text, r.answer) for r in found] == [(r["question"], r["answer"]) for r in ROWS]
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.jsonl.gz", gzip.compress(text_of(ROWS))), ("a.jsonl.zst", zstd(text_of(ROWS)))])
+def test_a_compressed_file_that_is_cut_short_is_refused_with_the_rows_it_gave(name, data, tmp_path, toolbox):
+    (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(DataError, match=rf"{name}: cannot be decompressed after \d+ rows \(.*\); wanted a complete file\. Copy it again"):
+        load(tmp_path / name, toolbox)
+    (tmp_path / name).write_bytes(b"no such magic")
+    with pytest.raises(DataError, match=rf"{name}: cannot be decompressed after 0 rows"):
+        load(tmp_path / name, toolbox)
+
+
+def test_a_whole_json_file_cut_short_and_a_parquet_file_cut_short(tmp_path, toolbox):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode())[:-50])
+    with pytest.raises(DataError, match=r"a.json.gz: cannot be decompressed after 0 rows"):
+        load(tmp_path / "a.json.gz", toolbox)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"a.parquet: cannot be read as parquet"):
+        load(tmp_path / "a.parquet", toolbox)
+
+
+def test_a_plain_file_cut_short_loses_its_last_row_alone(tmp_path, toolbox):
+    (tmp_path / "a.jsonl").write_bytes(text_of(ROWS[:3])[:-5])
+    found = load(tmp_path / "a.jsonl", toolbox)
+    assert [r.answer for r in found.rows] == ["0", "1"]
+    assert len(reasons(found)) == 1
+    assert next(iter(reasons(found))).startswith("not JSON (")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+def test_answers_of_a_megabyte_are_rejected_and_no_other_row_suffers(name, tmp_path, toolbox):
+    rows = [*ROWS[:2], {"question": "huge", "answer": "7" * 1_000_000}, ROWS[3]]
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    elif name == "a.csv":
+        (tmp_path / name).write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
+    else:
+        (tmp_path / name).write_bytes(text_of(rows))
+    found = load(tmp_path / name, toolbox)
+    assert [r.answer for r in found.rows] == ["0", "1", "3"]
+    assert reasons(found) == {"an answer of N characters; at most N are taken": 1}
+    assert len(load(tmp_path / name, toolbox, max_answer=0).rows[2].answer) == 1_000_000
+
+
+def test_nulls_wrong_types_and_numbers_that_are_none(tmp_path, toolbox):
+    answers = [None, "", "  ", {"a": 1}, [["x"]], [], float("nan"), float("inf"), 3.0, 0.5, ["1", "2"], True, 10**400]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"question": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+    found = load(tmp_path / "a.jsonl", toolbox)
+    assert [r.answer for r in found.rows] == ["3", "0.5", "1, 2", "yes", str(10**400)]
+    assert reasons(found) == {
+        "no answer": 3,
+        "answer is a dict; wanted text": 1,
+        "answer is a list; wanted text": 2,
+        "answer is nan; wanted a number": 1,
+        "answer is inf; wanted a number": 1,
+    }
+
+
+def test_json_that_is_too_deep_costs_its_row(tmp_path, toolbox):
+    (tmp_path / "a.jsonl").write_text("[" * 100_000 + "\n" + json.dumps(ROWS[0]) + "\n" + '{"question": "\\ud800", "answer": "1"}\n')
+    found = load(tmp_path / "a.jsonl", toolbox)
+    assert len(found.rows) == 1
+    assert reasons(found)["question is not UTF-8"] == 1
+    assert sum(reasons(found).values()) == 2
+
+
+def test_mixed_languages_stay_unless_one_script_is_asked_for(tmp_path, toolbox):
+    questions = [
+        "Find x.",
+        "求 x 的值，其中 x 是整数",
+        "Найдите значение выражения",
+        "Où α ≤ β, γ est né près de δ",
+        "Find the 中 of x and y",
+    ]
+    (tmp_path / "a.jsonl").write_bytes(text_of([{"question": q, "answer": "1"} for q in questions]))
+    assert [r.text for r in load(tmp_path / "a.jsonl", toolbox).rows] == questions
+    latin = load(tmp_path / "a.jsonl", toolbox, script="latin")
+    assert [r.text for r in latin.rows] == [questions[0], questions[3], questions[4]]
+    assert reasons(latin) == {"question is not in the Latin script": 2}
+
+
+def test_duplicates_by_normalised_text_are_counted(tmp_path, toolbox):
+    questions = ["What is 1 + 1?", "what  is 1 + 1?", "What is 1 + 1?", "What is １ + １?", "What is 1 + 2?"]
+    (tmp_path / "a.jsonl").write_bytes(text_of([{"question": q, "answer": "2"} for q in questions]))
+    found = load(tmp_path / "a.jsonl", toolbox, drop_duplicates=True)
+    assert [r.metadata["source_row"] for r in found.rows] == [0, 4]
+    assert (found.counts.duplicates, found.counts.read, found.counts.used) == (3, 5, 2)
+    assert load(tmp_path / "a.jsonl", toolbox).counts.duplicates == 0
+
+
+def test_columns_inside_columns(tmp_path, toolbox):
+    rows = [{"question": "q", "answer": "a", "details": {"level": level, "x": 1}} for level in ("L1", "L3", None)]
+    for name in ("a.jsonl", "a.parquet"):
+        if name == "a.jsonl":
+            (tmp_path / name).write_bytes(text_of(rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+        found = load(tmp_path / name, toolbox, keep={"details.level": ["L3", "L4"]})
+        assert [r.metadata["source_row"] for r in found.rows] == [1]
+        assert found.counts.filtered == {"details.level": 2}
+        with pytest.raises(DataError, match=r"has no column 'details.lvl'; found question, answer, details"):
+            load(tmp_path / name, toolbox, keep={"details.lvl": "L3"})
+        with pytest.raises(DataError, match=r"keep left out all of its 3 rows by details.level"):
+            load(tmp_path / name, toolbox, keep={"details.level": "L9"})
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "wanted"),
+    [("[:90%]", 25, (0, 22)), ("[90%:]", 25, (22, 25)), ("[10:20]", 5, (10, 20)), ("[-10%:]", 20, (18, 20)), ("[5:]", 9, (5, None))],
+)
+def test_parts_are_cut_as_datasets_cuts_them(part, count, wanted):
+    import datasets
+
+    assert bounds(part, lambda: count) == wanted
+    instruction = datasets.ReadInstruction.from_spec(f"train{part}").to_absolute({"train": count}) if "%" in part else None
+    if instruction:
+        assert (instruction[0].from_ or 0, count if instruction[0].to is None else instruction[0].to) == wanted
+
+
+def test_a_part_of_a_local_file_and_a_wrong_part(tmp_path, toolbox):
+    (tmp_path / "a.jsonl").write_bytes(text_of(ROWS[:10]))
+    first, second = (load(tmp_path / "a.jsonl", toolbox, split=f"train{part}").rows for part in ("[:80%]", "[80%:]"))
+    assert [r.answer for r in first] + [r.answer for r in second] == [str(i) for i in range(10)]
+    assert len(first) == 8
+    with pytest.raises(DataError, match=r"split part '\[:x\]': wanted \[from:to\] in rows or per cent"):
+        load(tmp_path / "a.jsonl", toolbox, split="train[:x]")
+
+
+def test_a_copy_of_a_hub_repository_is_read_by_split(tmp_path, toolbox):
+    folder = tmp_path / "copy" / "data"
+    folder.mkdir(parents=True)
+    (tmp_path / "copy" / "README.md").write_text("a card")
+    for name, rows in (("train-00000-of-00002", ROWS[:3]), ("train-00001-of-00002", ROWS[3:5]), ("test-00000-of-00001", ROWS[5:6])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
+    hub = {"source": "hub", "name": "a/b"}
+    assert [r.answer for r in load(tmp_path / "copy", toolbox, **hub, split="train").rows] == ["0", "1", "2", "3", "4"]
+    assert [r.answer for r in load(tmp_path / "copy", toolbox, **hub, split="test").rows] == ["5"]
+    with pytest.raises(DataError, match=r"no file of split 'validation'; found data/test-00000-of-00001.parquet"):
+        load(tmp_path / "copy", toolbox, **hub, split="validation")
+    with pytest.raises(DataError, match=r"copy: no file 'test6.jsonl'; wanted a copy of the repository"):
+        load(tmp_path / "copy", toolbox, **hub, files=["test6.jsonl"])
+
+
+def test_only_needed_columns_of_a_parquet_file_are_read(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {"trace": "x" * 100} for row in ROWS]), tmp_path / "a.parquet")
+    assert set(next(open_path(tmp_path / "a.parquet", ["question", "answer"]).rows)) == {"question", "answer"}
+
+
+def test_types_that_cannot_be_read(tmp_path):
+    for name, shown in (("a.parquet.gz", ".parquet.gz"), ("a.txt", ".txt"), ("a.bz2", ".bz2")):
+        (tmp_path / name).write_text("x")
+        with pytest.raises(DataError, match=rf"{name}: type '{shown}'; wanted one of .jsonl, .* \(text types also with .gz or .zst\)"):
+            open_path(tmp_path / name, [])
+
+
+def test_choices_that_are_none(tmp_path, toolbox):
+    rows = [
+        {"question": "q", "answer": "B", "c": {"text": ["x", "y"], "label": ["A", "B"]}},
+        {"question": "q", "answer": "2", "c": {"text": ["x", "y"], "label": ["1", "2"]}},
+        {"question": "q", "answer": "y", "c": ["x", "y"]},
+        {"question": "q", "answer": "C", "c": ["x", "y"]},
+        {"question": "q", "answer": "A", "c": ["x"]},
+        {"question": "q", "answer": "A", "c": None},
+        {"question": "q", "answer": "A", "c": "x, y"},
+    ]
+    (tmp_path / "a.jsonl").write_bytes(text_of(rows))
+    found = load(tmp_path / "a.jsonl", toolbox, choices="c")
+    assert [r.answer for r in found.rows] == ["B", "B", "y"]
+    assert all(r.text == "q\n\nA. x\nB. y" for r in found.rows)
+    assert reasons(found) == {
+        "answer names none of the N choices": 1,
+        "c: wanted N to N texts": 2,
+        "c is text that is not JSON; wanted a list": 1,
+    }
