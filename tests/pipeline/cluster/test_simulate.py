@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.cli import main
 from pipeline.cluster.measured import Generating, fit_curve, measure, scaled
 from pipeline.cluster.simulate import Curve, Draws, Plan, Stage, simulate
 from pipeline.errors import ConfigError, RunError
@@ -96,7 +97,7 @@ PLANS = st.builds(
 
 
 class TestAlways:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(PLANS)
     def test_what_goes_in_comes_out(self, drawn):
         found = simulate(drawn, 8)
@@ -109,13 +110,13 @@ class TestAlways:
         assert found.learner_busy * span == pytest.approx(drawn.learn.mean * len(found.seconds), rel=0.4, abs=drawn.learn.mean + 1e-6)
         assert min(found.seconds) >= drawn.learn.mean - 1e-6
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(PLANS)
     def test_the_same_plan_has_one_result_whatever_the_replicas(self, drawn):
         assert simulate(drawn, 6) == simulate(drawn, 6)
         assert simulate(drawn, 6).tokens == simulate(replace(drawn, replicas=1), 6).tokens
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(PLANS)
     def test_longer_wires_and_faster_parts_are_never_slower(self, drawn):
         def seconds(changed):
@@ -206,3 +207,32 @@ def test_a_run_of_two_iterations_is_too_short(run, tmp_path):
 def test_more_rollouts_grow_every_stage():
     two = Plan(stages=(Stage(name="a", rows=40), Stage(name="b", rows=10), Stage(name="c", rows=0)), curve=UNIT)
     assert [s.rows for s in scaled(two, 80, 40).stages] == [80, 20, 0]
+
+
+class TestCommand:
+    def test_the_run_itself_at_every_delay(self, run, capsys):
+        assert main(["simulate", "--measured", str(run), "--delays", "1", "2"]) == 0
+        printed = capsys.readouterr().out
+        assert "note: sampler recorded nothing that tells its lengths" in printed
+        assert f"{run}: measured at weights@1, median 7.000 s an iteration" in printed
+        rows = [line.split("|")[1:3] for line in printed.splitlines() if line.startswith("| weights")]
+        assert [[cell.strip() for cell in row] for row in rows] == [["weights@1", "7.00"], ["weights@2", "4.75"]]
+
+    def test_json_and_picture(self, run, tmp_path, capsys):
+        arguments = ["--json", str(tmp_path / "rows.json"), "--picture", str(tmp_path / "rows.svg")]
+        assert main(["simulate", "--measured", str(run), *arguments]) == 0
+        assert [row["seconds"] for row in json.loads((tmp_path / "rows.json").read_text())] == pytest.approx([7.0, 4.75])
+        assert "<svg" in (tmp_path / "rows.svg").read_text()
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            (["recipe=toy_srpo"], "simulate: found recipe=toy_srpo; wanted cluster=NAME"),
+            (["--model", "qwen2.5-7b", "--device", "h1000"], "--device h1000: wanted one of h100"),
+            (["--model", "qwen2.5-7b"], "no node that asks an engine and records its rows; wanted run.record.every=1"),
+            (["--picture", "rows.pdf"], "--picture rows.pdf: wanted a name that ends in .svg or .png"),
+        ],
+    )
+    def test_mistakes(self, run, arguments, text, capsys):
+        assert main(["simulate", "--measured", str(run), *arguments]) == 2
+        assert text in capsys.readouterr().err
