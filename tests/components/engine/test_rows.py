@@ -61,7 +61,7 @@ def drive(rows, engine, generator):
 
 
 def watch(rows, replay, generator):
-    """Feeds whole asks in parts of random size, until the row says that it has ended."""
+    """Feeds whole asks in parts of random size, until the row says that it has ended; some are cut off, or not trusted at their end."""
     for ask in rows.start(whole=True):
         assert ask.stop == ()
         own = [x[ask.row] for x in (replay.tokens, replay.logprobs, replay.entropies)]
@@ -69,9 +69,18 @@ def watch(rows, replay, generator):
         tokens, logprobs, entropies = (x + [filler] * (size - len(x)) for x, filler in zip(own, (5, -1.0, 1.0), strict=True))
         place, ended = 0, False
         while not ended:
+            if generator.random() < 0.1:
+                if generator.random() < 0.5:
+                    rows.again(ask.row)
+                else:
+                    assert not rows.feed(ask.row, Answer(tokens=[], logprobs=[], entropies=None, reason="abort"), last=True)
+                place = 0
             end = min(size, place + generator.randint(0, 4))
             part = Answer(tokens=tokens[place:end], logprobs=logprobs[place:end], entropies=entropies[place:end], reason="length")
             ended, place = rows.feed(ask.row, part, last=end == size), end
+            if ended and generator.random() < 0.1:
+                rows.again(ask.row)
+                ended, place = False, 0
     return rows.completions()
 
 
