@@ -57,11 +57,13 @@ class SGLangEngine(ExternalEngine):
         """disk: servers read the channel's files; tensor: in the request itself; group: broadcast (gloo, or NCCL between GPUs)"""
         entropy_vocab: int = 1024
         """largest vocabulary for which entropies are asked for"""
+        stream_tokens: int = 8
+        """tokens in each message of a server about a row whose text may end it; fewer cost more work, more are sampled in vain"""
         probe: bool = True
         """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
 
         def __post_init__(self) -> None:
-            for name, least in (("max_rows", 1), ("entropy_vocab", 0)):
+            for name, least in (("max_rows", 1), ("entropy_vocab", 0), ("stream_tokens", 1)):
                 if getattr(self, name) < least:
                     raise ValueError(f"{name}: {getattr(self, name)}; wanted at least {least}.")
 
@@ -89,7 +91,8 @@ class SGLangEngine(ExternalEngine):
         )
         tolerance = _TOLERANCE[context.model.dtype] if config.probe else 0.0
         if config.served:
-            self.dialect = SGLangDialect(config.process, served, config.transfer, self.entropies, config.pool.update_seconds)
+            seconds, parts = config.pool.update_seconds, config.stream_tokens
+            self.dialect = SGLangDialect(config.process, served, config.transfer, self.entropies, seconds, parts)
             self.servers = Servers(self, self.dialect, config, tolerance)
         else:
             os.environ.update({name: value for name, value in engine_variables(config.process, served).items() if value is not None})

@@ -15,7 +15,20 @@ import torch
 
 from components.engine import sglang_wire as wire
 from components.engine.channel import read_file
-from components.engine.dialect import Answer, Ask, InFlight, Launch, ScoreAnswer, ScoreAsk, ServerError, Take, Update, call
+from components.engine.dialect import (
+    Answer,
+    Ask,
+    BadAnswer,
+    InFlight,
+    Launch,
+    ScoreAnswer,
+    ScoreAsk,
+    ServerError,
+    Take,
+    Update,
+    call,
+    check_status,
+)
 from components.engine.server import free_port
 from components.engine.sglang_checks import held_checksum, names_to_skip
 from components.engine.sglang_group import UpdateGroup, new_group_name, own_address
@@ -107,6 +120,8 @@ def engine_options(settings: ProcessSettings, model: ServedModel) -> dict[str, A
         "log_level": "warning",
         "enable_deterministic_inference": True,
         "sleep_on_idle": True,
+        # Streams that repeat nothing.
+        "incremental_streaming_output": True,
     }
     options |= {"trust_remote_code": True} if model.trust_remote_code else {}
     options |= {"max_total_tokens": cache} if cache else {}
@@ -140,11 +155,11 @@ class SGLangDialect:
             "group" broadcasts them (gloo between CPUs, NCCL between GPUs).
         entropies: whether answers shall hold entropies, for which SGLang must send all log-probs of each token's vocabulary.
         seconds: until a group of a server and this process must have met, and for each broadcast.
+        stream_tokens: tokens in each part of a streamed answer but the first.
     """
 
     name = "sglang"
-    # Its streams repeat all log-probs of the answer in every part.
-    streams = False
+    streams = True
 
     def __init__(
         self,
@@ -153,8 +168,10 @@ class SGLangDialect:
         transfer: Transfer = "disk",
         entropies: bool = True,
         seconds: float = 60.0,
+        stream_tokens: int = 8,
     ) -> None:
         self._settings, self._model, self._transfer, self._seconds = settings, model, transfer, seconds
+        self._stream_tokens = stream_tokens
         self._top = model.vocab_size if entropies else 0
         self._groups: dict[str, UpdateGroup] = {}
         self._busy: set[str] = set()
@@ -192,10 +209,25 @@ class SGLangDialect:
         return wire.read_generated(body, self.entropies)
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
-        """Not used: `streams` is False."""
-        answer = await self.generate(client, ask, request_id)
-        take(answer, True)
-        return answer.version
+        """One completion as server-sent events; a request that is ended early is read on, so that its end is seen."""
+        body = wire.stream_body(ask, request_id, self._top, self._stream_tokens)
+        taken, wanted, last, version = 0, True, False, None
+        async with self._ended(client, request_id), client.stream("POST", "/generate", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                check_status("POST /generate", response)
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                part, last = wire.read_part(line.removeprefix("data: "), taken, self.entropies)
+                taken, version = taken + len(part.tokens), part.version
+                if wanted and take(part, last):
+                    wanted = False
+                    if not last:
+                        await self.abort(client, [request_id])
+        if not last:
+            raise ServerError("POST /generate: an answer that was cut off.")
+        return version
 
     async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
         """Teacher-forced log-probs."""
@@ -208,7 +240,7 @@ class SGLangDialect:
         """SGLang works on when a connection closes, so a request that is given up is ended by name."""
         try:
             yield
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, BadAnswer):
             with contextlib.suppress(Exception):
                 await asyncio.shield(asyncio.wait_for(self.abort(client, [request_id]), 1.0))
             raise

@@ -6,6 +6,7 @@ Every body made here is held against the request classes of the real package by 
 from __future__ import annotations
 
 import base64
+import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from components.engine.dialect import Answer, Ask, ScoreAnswer, ScoreAsk, ServerError
 from pipeline.errors import ConfigError
 
+Reason = Literal["stop", "length", "eos", "abort"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
@@ -53,6 +55,13 @@ def generate_body(ask: Ask, request_id: str, top_logprobs: int) -> dict[str, Any
     return body
 
 
+def stream_body(ask: Ask, request_id: str, top_logprobs: int, interval: int) -> dict[str, Any]:
+    """As `generate_body`, answered by server-sent events of `interval` tokens each."""
+    body = generate_body(ask, request_id, top_logprobs) | {"stream": True}
+    body["sampling_params"]["stream_interval"] = interval
+    return body
+
+
 def score_body(ask: ScoreAsk, request_id: str, top_logprobs: int) -> dict[str, Any]:
     """POST /generate without sampling: log-probs of the input from the last context token on.
 
@@ -78,28 +87,51 @@ def score_body(ask: ScoreAsk, request_id: str, top_logprobs: int) -> dict[str, A
 def read_generated(body: Any, entropies: bool) -> Answer:
     """The answer to `generate_body`. Raises ServerError for one of another form."""
     try:
-        meta = body["meta_info"]
-        kind = meta["finish_reason"]["type"]
-        if kind == "stop":
-            # A matched token id is an end-of-text token, a matched string a stop string.
-            reason: Literal["stop", "length", "eos", "abort"] = "eos" if isinstance(meta["finish_reason"].get("matched"), int) else "stop"
-        elif kind == "length":
-            reason = "length"
-        elif kind == "abort":
-            reason = "abort"
-        else:
-            raise ServerError(f"/generate: finish reason '{kind}'; wanted stop, length or abort.")
-        return Answer(
-            tokens=[int(token) for token in body["output_ids"]],
-            logprobs=[float(entry[0]) for entry in meta["output_token_logprobs"]],
-            entropies=[entropy_of(top) for top in meta["output_top_logprobs"]] if entropies else None,
-            reason=reason,
-            version=_version_of(meta),
-        )
+        return _answer(body, _reason(body["meta_info"]["finish_reason"]), 0, entropies)
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
         if isinstance(error, ServerError):
             raise
         raise ServerError(f"/generate: an answer without its fields ({type(error).__name__}: {error}).") from error
+
+
+def read_part(event: str, taken: int, entropies: bool) -> tuple[Answer, bool]:
+    """What an event (JSON) of the answer to `stream_body` adds to `taken` tokens, and whether it is the last. Raises ServerError as above.
+
+    Servers with --incremental-streaming-output send only what is new, others all so far.
+    """
+    try:
+        body = json.loads(event)
+        meta = body["meta_info"]
+        last = meta["finish_reason"] is not None
+        start = taken if len(body["output_ids"]) == meta["completion_tokens"] else 0
+        return _answer(body, _reason(meta["finish_reason"]) if last else "stop", start, entropies), last
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        if isinstance(error, ServerError):
+            raise
+        raise ServerError(f"/generate: an event without its fields ({type(error).__name__}: {error}).") from error
+
+
+def _answer(body: Any, reason: Reason, start: int, entropies: bool) -> Answer:
+    meta = body["meta_info"]
+    return Answer(
+        tokens=[int(token) for token in body["output_ids"][start:]],
+        logprobs=[float(entry[0]) for entry in meta["output_token_logprobs"][start:]],
+        entropies=[entropy_of(top) for top in meta["output_top_logprobs"][start:]] if entropies else None,
+        reason=reason,
+        version=_version_of(meta),
+    )
+
+
+def _reason(finish: Any) -> Reason:
+    kind = finish["type"]
+    if kind == "stop":
+        # A matched token id is an end-of-text token, a matched string a stop string.
+        return "eos" if isinstance(finish.get("matched"), int) else "stop"
+    if kind == "length":
+        return "length"
+    if kind == "abort":
+        return "abort"
+    raise ServerError(f"/generate: finish reason '{kind}'; wanted stop, length or abort.")
 
 
 def read_scores(body: Any, ask: ScoreAsk, top: bool) -> ScoreAnswer:

@@ -98,7 +98,8 @@ def differences(policy, reference, asked, temperature=1.0):
 @needs_sglang
 def test_greedy_tokens_are_those_of_engine_local(pair, requests):
     policy, reference = pair.load(pair.sglang)
-    for limits in (None, ThoughtLimits(max_tokens=16)):
+    # Rows of the last one end long before their requests would.
+    for limits in (None, ThoughtLimits(max_tokens=16), ThoughtLimits(max_tokens=5, max_thoughts=2)):
         asked = requests(temperature=0.0, thoughts=limits)
         done, logprobs, entropies = differences(policy, reference, asked)
         wanted = reference.generate(asked)
@@ -222,12 +223,13 @@ def test_another_server_at_the_address_is_found_out(pair):
 def test_training(pair, tmp_path):
     """Toy SRPO, weights updated in every iteration, engine and learner at one in what they think of each token."""
     pair.load(pair.sglang)
-    settings = ["run.iterations=3", "evaluator.every=0", "data.eval.size=32", "evaluator.num_problems=32", "engine.servers=0"]
+    settings = ["run.iterations=3", "evaluator.every=0", "data.eval.size=8", "evaluator.num_problems=8", "engine.servers=0"]
+    settings.append("prompts.batch=4")
     address = f"engine.addresses=['{pair.address.removeprefix('http://')}']"
     assert main(["train", "recipe=toy_srpo", "engine=sglang", f"run.root={tmp_path}", "run.name=r", *settings, address]) == 0
     rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()][:3]
     assert [row["learner/mismatch_abs_max"] < 5e-5 for row in rows] == [True] * 3
-    assert all(row["engine/sampled_tokens"] > 1000 and row["engine/servers_ready"] == 1 for row in rows)
+    assert all(row["engine/sampled_tokens"] > 200 and row["engine/servers_ready"] == 1 for row in rows)
 
 
 def test_settings_that_cannot_work():

@@ -28,6 +28,7 @@ GOOD = {
     "without entropies": ("/generate", wire.generate_body(ASK, "r", 0)),
     "greedy": ("/generate", wire.generate_body(dataclasses.replace(ASK, temperature=0.0, top_p=0.5, top_k=3), "r", 54)),
     "truncated": ("/generate", wire.generate_body(dataclasses.replace(ASK, temperature=1.7, top_p=0.5, top_k=3), "r", 54)),
+    "streamed": ("/generate", wire.stream_body(ASK, "r", 54, 8)),
     "stop strings": ("/generate", wire.generate_body(dataclasses.replace(ASK, stop=("</thought>", "}")), "r", 54)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
@@ -134,6 +135,26 @@ def test_an_answer_without_its_fields_is_a_server_error():
             wire.read_generated(body, False)
     with pytest.raises(ServerError, match="finish reason 'unheard'; wanted stop, length or abort"):
         wire.read_generated(generated(finish_reason={"type": "unheard"}), False)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_events_of_a_stream_add_up(incremental):
+    tokens, logprobs, found, taken = [7, 3, 9, 4], [-0.1, -0.2, -0.3, -0.4], [], 0
+    for begin, end, finish in ((0, 1, None), (1, 3, None), (3, 4, {"type": "length"}), (4, 4, {"type": "abort"})):
+        start = begin if incremental else 0
+        meta = {"finish_reason": finish, "completion_tokens": end, "weight_version": "5"}
+        meta["output_token_logprobs"] = [[logprobs[i], tokens[i], None] for i in range(start, end)]
+        meta["output_top_logprobs"] = [[[0.0, 1, None]]] * (end - start)
+        event = {"output_ids": tokens[start:end], "meta_info": meta}
+        part, last = wire.read_part(json.dumps(event), taken, True)
+        taken += len(part.tokens)
+        found += zip(part.tokens, part.logprobs, part.entropies, strict=True)
+        assert (last, part.version) == (finish is not None, 5)
+        assert finish is None or part.reason == finish["type"]
+    assert found == list(zip(tokens, logprobs, [0.0] * 4, strict=True))
+    for text in ("{", '{"error": {"message": "no"}}'):
+        with pytest.raises(ServerError, match="an event without its fields"):
+            wire.read_part(text, 0, True)
 
 
 def test_scores_at_another_temperature():
