@@ -17,6 +17,7 @@ from pipeline.run_directory import writing
 from pipeline.timeline import read_trace, trace_files
 
 MOST_SPANS = 12_000  # of a page
+MOST_RANKS = 16  # that are read
 START = -1  # stands for what comes before the first iteration of an attempt
 
 Window = tuple[float, float]
@@ -33,7 +34,7 @@ class Track:
 def load_tracks(run: RunSource) -> list[Track]:
     """All tracks of all ranks, by rank; notes what cannot be read."""
     spans: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
-    for file in run.traces:
+    for file in _spread(run):
         try:
             events, bad = read_trace(file)
         except OSError as error:
@@ -61,6 +62,16 @@ def load_tracks(run: RunSource) -> list[Track]:
         track.spans = found
         tracks.append(track)
     return tracks
+
+
+def _spread(run: RunSource) -> list[Path]:
+    """The traces of all ranks, of evenly spaced ones where there are many."""
+    ranks = list(dict.fromkeys(file.name.partition(".")[0] for file in run.traces))
+    if len(ranks) <= MOST_RANKS:
+        return run.traces
+    chosen = {ranks[i] for i in np.linspace(0, len(ranks) - 1, MOST_RANKS).round().astype(int)}
+    run.note(f"the timeline shows {MOST_RANKS} of {len(ranks)} ranks, evenly spaced; traces/ has all")
+    return [file for file in run.traces if file.name.partition(".")[0] in chosen]
 
 
 def _check(event: dict[str, Any]) -> None:

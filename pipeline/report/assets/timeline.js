@@ -33,9 +33,9 @@
     const bar = (test, band) => ({ transform: [{ filter: test }], mark: { type: "bar", height: { band }, strokeWidth: 1, clip: true },
       encoding: { x, x2: { field: "x2" }, y, color: fill, stroke, strokeDash: { condition: { test: "datum.phase === 'waiting'", value: [3, 2] }, value: [1, 0] }, tooltip } });
     return {
-      height: 54 * tracks.length, data: { values: widest },
+      height: (tracks.length > 12 ? 30 : 54) * tracks.length, data: { values: widest },
       layer: [bar("datum.depth === 0", 0.86), bar("datum.depth > 0", 0.28),
-        { transform: [{ filter: `datum.depth === 0 && datum.x2 - datum.x > ${length / 9}` }], mark: { type: "text", baseline: "bottom", dy: -9, fontSize: 11, limit: 90, clip: true },
+        { transform: [{ filter: `${tracks.length} <= 12 && datum.depth === 0 && datum.x2 - datum.x > ${length / 9}` }], mark: { type: "text", baseline: "bottom", dy: -9, fontSize: 11, limit: 90, clip: true },
           encoding: { x: { ...x, field: "middle" }, y, text: { field: "name" }, color: { condition: { test: "datum.phase === 'waiting'", value: c.text }, value: c.page } } }],
     };
   }

@@ -101,6 +101,19 @@ def test_of_a_long_run_spaced_iterations_are_shown(make_run, monkeypatch):
     assert source.notes == ["the timeline shows 5 of 20 iterations, evenly spaced; traces/ has all"]
 
 
+def test_of_many_ranks_spaced_ones_are_shown(make_run):
+    run = make_run()
+    for rank in range(20):
+        put_trace(run, rank)
+    (run / "traces" / "rank-0.json").rename(run / "traces" / "rank-0.earlier.json")
+    source = read_run(run)
+    header, _ = timeline(source)
+    shown = {int(t.split()[1]) for t in header["tracks"]}
+    assert len(shown) == 16
+    assert {0, 19} <= shown
+    assert source.notes == ["the timeline shows 16 of 20 ranks, evenly spaced; traces/ has all"]
+
+
 def test_all_ranks_in_one_file(make_run, tmp_path, capsys):
     run = make_run()
     assert main(["report", str(run), "--trace", str(tmp_path / "all.json")]) == 2
