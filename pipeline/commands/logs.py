@@ -11,13 +11,13 @@ from pathlib import Path
 from pipeline.errors import RunError
 
 # job-JOB, and ROLE-JOB-START-NODE of its steps.
-NAME = re.compile(r"(job|eval|learner|engine-\d+)-(?P<job>\d+)(-(?P<start>\d+)-.+)?")
+NAME = re.compile(r"(?P<role>job|eval|learner|engine-\d+)-(?P<job>\d+)(-(?P<start>\d+)-.+)?")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints the end of each log of the newest start, or follows one role."""
     folder = Path(options.run) / "logs"
-    files = newest_start(sorted(folder.glob("*.log"))) if folder.is_dir() else []
+    files = newest_start(sorted(folder.glob("*.log")), holder_of(Path(options.run))) if folder.is_dir() else []
     files = [f for f in files if options.role in f.name]
     if not files:
         raise RunError(f"{folder}: no {options.role + ' ' if options.role else ''}log; wanted the directory of a run that has started.")
@@ -31,14 +31,29 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def newest_start(files: list[Path]) -> list[Path]:
-    """The logs of the newest job and of its newest start, by the numbers in their names (clocks of nodes may differ), job log first."""
-    known = [(f, (int(m["job"]), int(m["start"] or -1))) for f in files if (m := NAME.fullmatch(f.stem))]
-    job = max((number for _, (number, _) in known), default=-1)
-    start = max((begun for _, (number, begun) in known if number == job), default=-1)
-    found = [f for f, (number, begun) in known if number == job and begun in (-1, start)]
-    others = [f for f in files if not NAME.fullmatch(f.stem)]
-    return sorted(found, key=lambda f: (not f.name.startswith("job-"), not f.name.startswith("learner-"), f.name)) + others
+def newest_start(files: list[Path], holder: int = -1) -> list[Path]:
+    """The logs of the newest start, by the numbers in their names (clocks of nodes may differ), job log first.
+
+    Of training those of the job that has or had the run last (`holder`; a job that was refused has none), and of evaluation the newest.
+    """
+    found: list[Path] = []
+    known = [(f, m["role"] == "eval", int(m["job"]), int(m["start"] or -1)) for f in files if (m := NAME.fullmatch(f.stem))]
+    for evaluation in (False, True):
+        numbers = {number for _, kind, number, _ in known if kind == evaluation}
+        job = holder if holder in numbers and not evaluation else max(numbers, default=-1)
+        mine = [(f, begun) for f, kind, number, begun in known if kind == evaluation and number == job]
+        start = max((begun for _, begun in mine), default=-1)
+        chosen = [f for f, begun in mine if begun in (-1, start)]
+        found += sorted(chosen, key=lambda f: (not f.name.startswith("job-"), not f.name.startswith("learner-"), f.name))
+    return found + [f for f in files if not NAME.fullmatch(f.stem)]
+
+
+def holder_of(run: Path) -> int:
+    """Number of the job that took the run last, -1 when none is known."""
+    try:
+        return int((run / "holder").read_text())
+    except (OSError, ValueError):
+        return -1
 
 
 def printable(line: str) -> str:

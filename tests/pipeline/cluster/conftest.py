@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "slurm_here"
 CG = [sys.executable, "-m", "pipeline.cli"]
 WAIT = 400.0  # seconds; a machine may be several times slower than ours
+BAD = {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 CPU_NODE = ["cluster=one_node", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1", "cluster.warn_seconds=60"]
 
 
@@ -48,21 +49,24 @@ class Slurm:
         """Until `condition()`; a run that ends meanwhile fails with its log."""
         deadline = time.monotonic() + WAIT
         while not condition():
-            over = run is not None and (run / "ended").exists()
+            over = run is not None and ((run / "ended").exists() or self.state(self.job(run))["JobState"] in BAD)
             if (over or time.monotonic() > deadline) and not condition():
                 logs = sorted((run / "logs").glob("*.log")) if run else []
                 said = "\n".join(f"── {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in logs)
                 pytest.fail(f"{what}: did not happen\n{said}\n{self.call('scontrol', 'show', 'job')[-2000:] if run is None else ''}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def requeued(self, job, restarts):
-        """Waits until a job is back in the queue for that many times, and lets it start now: SLURM would wait a while."""
+        """Waits until a job is back in the queue for that many times, and lets it start soon: SLURM would wait a while.
+
+        Not within the second, in which SLURM has revoked the credentials of the job.
+        """
         self.wait(f"requeue {restarts}", lambda: self.state(job)["Restarts"] == str(restarts) and self.state(job)["JobState"] == "PENDING")
-        self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
     def finished(self, run, job):
         """Waits for a run's good end."""
-        self.wait("the end", lambda: (run / "ended").exists())
+        self.wait("the end", lambda: (run / "ended").exists(), run)
         assert (run / "ended").read_text() == "finished\n", (run / "ended").read_text()
         self.wait("completed", lambda: self.state(job)["JobState"] == "COMPLETED")
 

@@ -181,4 +181,11 @@ def test_clocks_that_differ_confuse_neither_status_nor_logs(slurm, folder, capsy
     said = capsys.readouterr().out
     assert "start 1" in said
     assert "start 0" not in said
+    # A job that was refused the run leaves a log with a higher number.
+    (run / "logs" / f"job-{int(job) + 1}.log").write_text("refused\n")
+    (run / "holder").write_text(f"{job}\n")
+    assert main(["logs", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "start 1" in said
+    assert "refused" not in said
     assert main(["cancel", str(run)]) == 0
