@@ -205,7 +205,7 @@ def _utf8(table: pa.Table) -> pa.Table:
 def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
     """One Parquet file; quicker to start than `pq.read_table`, which imports the dataset machinery."""
     with pq.ParquetFile(file) as open_file:
-        return open_file.read(columns=columns)
+        return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
 
 def schema_class(file: Path) -> str:
