@@ -32,7 +32,7 @@ CSS = """\
 .md-typeset img { height: auto; }
 .md-typeset code { overflow-wrap: anywhere; }
 .md-typeset pre > code { overflow-wrap: normal; }
-.md-typeset .error pre > code { white-space: pre-wrap; overflow-wrap: anywhere; }
+.md-typeset .error pre > code { padding-right: 2rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .md-typeset h1 { color: inherit; font-weight: 400; }
 /* Contrast of 4.5 and more, which these lack in the theme. */
 .md-tabs__link { opacity: 1; }
