@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -76,27 +76,24 @@ def evaluate_suite(arguments: Sequence[str], config_dirs: Sequence[str], fresh: 
     }
     suite = load_suite(request.suite, dirs, settings, names_in(request.tasks))
     subjects = open_subjects(request, dirs)
-    judges = Judges(subjects[0].spec)
-    engines = Engines()
     finished: dict[str, dict[str, TaskScores]] = {}
     pages: dict[str, dict[str, Any]] = {}
-    try:
-        for subject in subjects:
-            with _locked(subject, suite, request.label) as folder:
-                plan = prepare(subject, suite, folder, request, config_dirs, judges, fresh, say)
-                began = perf_counter()
-                _ask_missing(plan, engines, judges, compare, say)
-                scores = {w.problems.name: read_scores(w.store, w.chunks, w.problems.task) for w in plan.works}
-                results = write_results(plan, scores)
-                if request.lm_eval:
-                    paths = write_lm_eval(folder / "lm_eval", results, plan.works, scores, perf_counter() - began, datetime.now())
-                    say(f"wrote {paths[0]} and {len(paths) - 1} files of samples")
+    with ExitStack() as stack:
+        judges, engines = stack.enter_context(closing(Judges(subjects[0].spec))), stack.enter_context(closing(Engines()))
+        folders = [stack.enter_context(_locked(subject, suite, request.label)) for subject in subjects]
+        # All of them first: a mistake in the last subject shows before the first is asked.
+        plans = [prepare(s, suite, f, request, config_dirs, judges, fresh, say) for s, f in zip(subjects, folders, strict=True)]
+        for plan in plans:
+            began = perf_counter()
+            _ask_missing(plan, engines, judges, compare, say)
+            scores = {w.problems.name: read_scores(w.store, w.chunks, w.problems.task) for w in plan.works}
+            results = write_results(plan, scores)
+            if request.lm_eval:
+                paths = write_lm_eval(plan.folder / "lm_eval", results, plan.works, scores, perf_counter() - began, datetime.now())
+                say(f"wrote {paths[0]} and {len(paths) - 1} files of samples")
             if len(subjects) == 1 or not compare:
-                say(f"\n{results_table(results)}\n\nwrote {folder / 'results.md'}, results.json and items/\n")
-            finished[subject.name], pages[subject.name] = scores, results
-    finally:
-        engines.close()
-        judges.close()
+                say(f"\n{results_table(results)}\n\nwrote {plan.folder / 'results.md'}, results.json and items/\n")
+            finished[plan.subject.name], pages[plan.subject.name] = scores, results
     if len(subjects) > 1:
         say(write_comparison(subjects, suite, request.label, finished, pages))
 

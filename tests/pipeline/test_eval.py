@@ -255,7 +255,7 @@ def test_a_finished_evaluation_asks_nothing_again(model, configs, tmp_path, caps
     assert items(tmp_path / "again" / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
 
-def test_another_version_of_the_suite_is_not_mixed_in(model, tmp_path, capsys):
+def test_another_version_of_the_suite_is_not_mixed_in(model, run, tmp_path, capsys):
     shutil.copytree(model.parents[3], tmp_path / "m")
     changed = write_suite(tmp_path / "c", version=2, defaults={**SUITE["defaults"], "temperature": 0.5})
     arguments = ["model=tiny", f"root={tmp_path / 'm'}", "tasks=late"]
@@ -263,6 +263,9 @@ def test_another_version_of_the_suite_is_not_mixed_in(model, tmp_path, capsys):
     text = capsys.readouterr().err
     for part in ("another evaluation", "suite_version: was 1, now 2", "task.temperature: was 1.0, now 0.5", "label=NAME", "--fresh"):
         assert part in text
+    # A run beside it is not asked either: mistakes of all subjects show first.
+    assert evaluate(changed, f"run={run}", *arguments) == 2
+    assert "responses to ask" not in capsys.readouterr().out
     assert evaluate(changed, *arguments, "label=cool") == 0
     folder = tmp_path / "m" / "model-tiny" / "eval" / "small"
     assert json.loads((folder / "initial-cool" / "results.json").read_text())["version"] == 2
