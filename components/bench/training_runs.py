@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -40,7 +41,7 @@ class Plan:
 
     def name(self, method: Method, seed: int) -> str:
         """Name of a run and its directory."""
-        return f"{method.name}-s{seed}".replace("/", "_").replace(",", "-")
+        return re.sub(r"[^\w.-]", "-", f"{method.name}-s{seed}")  # hydra's grammar gives "=", "/" and "," meanings of their own
 
     def curve(self, method: Method, seed: int) -> Curve:
         """What the run has reached so far."""

@@ -11,6 +11,7 @@ from components.bench.compare_report import analyse, as_json, draw, sentences, t
 from components.bench.curves import Curve, default_threshold, judge_difference, next_iterations, read_curve
 from components.bench.methods import BASELINE, METHODS, Method, choose_methods
 from components.bench.training_runs import Plan, is_finished, train_all, train_one
+from pipeline.compose import compose
 from pipeline.errors import ConfigError
 
 
@@ -204,3 +205,9 @@ def test_every_listed_method_has_a_sound_recipe():
     assert len({m.name for m in METHODS}) == len(METHODS)
     for method in found:
         method.experiment()
+
+
+def test_a_method_with_settings_in_its_name_composes(tmp_path):
+    method = Method("vineppo,value.continuations=20", "toy_vineppo", ("value.continuations=20",))
+    command = Plan(budget=10, folder=tmp_path).command(method, 0, 3)
+    assert compose(command[4:]).run.name == "vineppo-value.continuations-20-s0"
