@@ -130,7 +130,14 @@ def test_check_all_is_green_and_light() -> None:
 
 def test_replay_gives_a_sampler_its_backlog_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The component is fresh, and so has no state of its own yet, when the checkpoint is read."""
-    few = ["prompts.batch=8", "sampler.groups=2", "sampler.group_size=4", "run.iterations=2", "run.checkpoint.every=1", "run.record.every=1"]
+    few = [
+        "prompts.batch=8",
+        "sampler.groups=2",
+        "sampler.group_size=4",
+        "run.iterations=2",
+        "run.checkpoint.every=1",
+        "run.record.every=1",
+    ]
     assert main(["train", "recipe=toy_dapo", *few, f"run.root={tmp_path}", "run.name=d", "~evaluator"]) == 0
     backlog = [json.loads(line) for line in (tmp_path / "d" / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("sampler/backlog") for row in backlog)

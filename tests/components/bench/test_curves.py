@@ -210,4 +210,4 @@ def test_every_listed_method_has_a_sound_recipe():
 def test_a_method_with_settings_in_its_name_composes(tmp_path):
     method = Method("vineppo,value.continuations=20", "toy_vineppo", ("value.continuations=20",))
     command = Plan(budget=10, folder=tmp_path).command(method, 0, 3)
-    assert compose(command[4:]).run.name == "vineppo-value.continuations-20-s0"
+    assert compose(command[4:])["run"]["name"] == "vineppo-value.continuations-20-s0"
