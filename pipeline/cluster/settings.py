@@ -79,6 +79,13 @@ class Cluster:
                 f"disaggregated, but no engine server: gpus_per_node {self.gpus_per_node}, gpus_per_server {self.gpus_per_server}, "
                 f"servers_per_node {self.servers_per_node}; wanted at least one. Set servers_per_node."
             )
+        ranks = self.ranks_per_node or self.gpus_per_node
+        beside = self.servers * self.gpus_per_server // self.nodes if not self.engine_nodes else 0
+        if self.gpus_per_node and ranks + beside > self.gpus_per_node:
+            raise ValueError(
+                f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {beside}, but gpus_per_node is {self.gpus_per_node}; "
+                "wanted no more than that. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes of their own."
+            )
         if not re.fullmatch(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+(:\d{2}){0,2}", self.time):
             raise ValueError(f"time '{self.time}'; wanted hours:minutes:seconds or days-hours:minutes:seconds.")
 

@@ -54,7 +54,10 @@ def test_steps(tmp_path):
     text = render_job(job(tmp_path), CLUSTERS["disaggregated"])
     assert 'for i in {0..1}; do start_engine "$i"; done' in text
     assert "--gpus-per-task=4" in text
-    assert "--gpus-per-task=1 --gpu-bind=none" in text  # every rank sees the node's GPUs and takes the one of its number
+    # Every rank sees the GPUs of its node's ranks. Left to itself, each step would ask for all GPUs, as the job did.
+    assert "--ntasks=16" in text
+    assert text.count("--gpus-per-node=8") == 3  # job, canary, learner
+    assert "\nunset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK\n" in text
     assert "module load cuda" in text
     assert "export NCCL_SOCKET_IFNAME=ib0" in text
     assert "srun --exact --export=ALL --container-image=/images/cg.sqsh --container-mounts=/data:/data" in render_job(

@@ -37,6 +37,11 @@ def test_mistakes_get_sentences():
         load_cluster("one_node", {"partitoin": "gpu"})
     with pytest.raises(ValueError, match="gpus_per_node 0 is a CPU job; wanted ranks_per_node"):
         Cluster(gpus_per_node=0)
+    with pytest.raises(ValueError, match="8 ranks take 8 GPUs and its engine servers 8, but gpus_per_node is 8"):
+        Cluster(placement="disaggregated")
+    with pytest.raises(ValueError, match="16 ranks take 16 GPUs and its engine servers 0, but gpus_per_node is 8"):
+        Cluster(ranks_per_node=16)
+    assert Cluster(placement="disaggregated", ranks_per_node=4, servers_per_node=4).servers == 4
     with pytest.raises(ValueError, match="disaggregated, but no engine server"):
         Cluster(placement="disaggregated", gpus_per_node=0, ranks_per_node=1)
 
