@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -240,11 +241,6 @@ class Server:
         self._timer = self._count = 0
         self.busy = self.work = 0.0
 
-    @property
-    def outstanding(self) -> int:
-        """Sequences that run or wait."""
-        return len(self._running) + len(self._waiting)
-
     def submit(self, rows: Sequence[tuple[float, Callable[[], None]]]) -> None:
         """Takes rows, (tokens, what to call at the end)."""
         self.settle()
@@ -299,6 +295,7 @@ class _Run:
         self.env = simpy.Environment()
         self.plan, self.iterations, self.seed = plan, iterations, seed
         self.servers = [Server(self.env, plan.curve) for _ in range(plan.servers)]
+        self._outstanding = np.zeros(plan.servers, np.int64)  # rows that run or wait
         self.marks = [_Mark(0.0)]
         self.tokens, self.rows = [0] * iterations, [0] * iterations
         self.learned = 0.0
@@ -350,25 +347,24 @@ class _Run:
         done = self.env.event()
         left = len(lengths)
 
-        def ended() -> None:
+        def ended(server: int) -> None:
             nonlocal left
             left -= 1
+            self._outstanding[server] -= 1
             self.rows[iteration] += 1
             if not left:
                 done.succeed()
 
         self.tokens[iteration] += round(float(lengths.sum()))
         part = len(self.servers) // self.plan.replicas
-        asked = self.servers[replica * part : (replica + 1) * part] if self.plan.own_servers else self.servers
-        outstanding = np.array([s.outstanding for s in asked])
-        parts: list[list[tuple[float, Callable[[], None]]]] = [[] for _ in asked]
-        for length in lengths:
-            least = int(outstanding.argmin())
-            outstanding[least] += 1
-            parts[least].append((float(length), ended))
-        for server, rows in zip(asked, parts, strict=True):
-            if rows:
-                server.submit(rows)
+        first, last = (replica * part, (replica + 1) * part) if self.plan.own_servers else (0, len(self.servers))
+        parts: defaultdict[int, list[tuple[float, Callable[[], None]]]] = defaultdict(list)
+        for length in lengths.tolist():
+            least = first + int(self._outstanding[first:last].argmin())
+            self._outstanding[least] += 1
+            parts[least].append((length, partial(ended, least)))
+        for server in sorted(parts):
+            self.servers[server].submit(parts[server])
         return done
 
     def _learning(self) -> Process:
