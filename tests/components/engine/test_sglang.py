@@ -27,6 +27,22 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = ROOT / ".venv-sglang/bin/python"
 PROCESS = ProcessSettings(python=str(PYTHON), environment={"PYTHONPATH": str(ROOT / "tests/sglang_cpu")})
 needs_sglang = pytest.mark.skipif(not PYTHON.is_file(), reason="SGLang's environment is missing; make it with tools/sglang_environment")
+# Bodies of these are held against SGLang's own classes by test_sglang_contract.py.
+POSTED = [
+    "/generate",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/pause_generation",
+    "/continue_generation",
+    "/abort_request",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/weights_checker",
+]
 # One server, which takes tens of seconds to start, for all tests of one worker.
 pytestmark = pytest.mark.xdist_group("sglang")
 
@@ -217,6 +233,13 @@ def test_another_server_at_the_address_is_found_out(pair):
                 await pair.sglang.dialect.ready(client, "creditgraph-9-ab")
 
     asyncio.run(scene())
+
+
+@needs_sglang
+def test_endpoints_exist(pair):
+    paths = httpx.get(f"{pair.address}/openapi.json", timeout=60.0, trust_env=False).json()["paths"]
+    asked = [("post", path) for path in POSTED] + [("get", path) for path in ("/health", "/server_info", "/model_info", "/v1/loads")]
+    assert [(method, path) for method, path in asked if method not in paths.get(path, {})] == []
 
 
 @needs_sglang

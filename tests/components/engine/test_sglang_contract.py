@@ -60,11 +60,6 @@ BAD = {
     "text as ids": ("/generate", {**wire.generate_body(ASK, "r", 0), "input_ids": "abc"}),
 }
 
-ENDPOINTS = [
-    *sorted({("POST", path) for path, _ in GOOD.values()}),
-    *(("GET", path) for path in ("/health", "/server_info", "/model_info", "/v1/loads", "/never_heard")),
-]
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
@@ -73,21 +68,20 @@ def told(tmp_path_factory):
         pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
     answer = tmp_path_factory.mktemp("contract") / "answer.json"
     words = [[1, 2, 3], list(range(-9000, 9000))]
-    asked = {"bodies": [*GOOD.values(), *BAD.values()], "endpoints": ENDPOINTS, "hashes": words, "answer": str(answer)}
+    asked = {"bodies": [*GOOD.values(), *BAD.values()], "hashes": words, "answer": str(answer)}
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name("sglang_contract.py")],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={"PYTHONPATH": str(ROOT / "tests/sglang_cpu"), "PATH": "/usr/bin:/bin", "HOME": "/tmp", "OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(answer.read_text())
     problems = dict(zip([*GOOD, *BAD], found["problems"], strict=True))
-    served = dict(zip(ENDPOINTS, found["served"], strict=True))
-    return {"problems": problems, "served": served, "hashes": list(zip(words, found["hashes"], strict=True))}
+    return {"problems": problems, "hashes": list(zip(words, found["hashes"], strict=True))}
 
 
 def test_bodies_are_accepted(told):
@@ -96,10 +90,6 @@ def test_bodies_are_accepted(told):
 
 def test_wrong_bodies_are_refused(told):
     assert [name for name in BAD if not told["problems"][name]] == []
-
-
-def test_endpoints_exist(told):
-    assert told["served"] == {endpoint: endpoint[1] != "/never_heard" for endpoint in ENDPOINTS}
 
 
 def test_gpu_hash_is_that_of_sglangs_kernel(told):
