@@ -51,6 +51,7 @@ def render_job(job: Job, cluster: Cluster) -> str:
         title=_one_line(job.title),
         script=str(job.script),
         run=str(job.run),
+        kind=job.kind,
         ended=ENDED[job.kind],
         cwd=os.getcwd(),
         options=sbatch_options(job, cluster),

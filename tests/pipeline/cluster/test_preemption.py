@@ -121,6 +121,7 @@ def test_a_killed_rank_and_a_power_cut_lose_what_is_newer_than_the_checkpoint(sl
     slurm.wait("three iterations", lambda: here.iterations_done(run) == 3, run)
     for pid in processes(job, 1):
         os.kill(pid, signal.SIGKILL)
+    gate(4)  # the other rank goes on to where it needs the dead one
     slurm.wait("the end", lambda: (run / "ended").exists())
     ended = (run / "ended").read_text().strip()
     assert ended.startswith("failed: the learner ended with ")
