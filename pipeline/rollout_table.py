@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.errors import DataError
 from pipeline.graph import Graph
 from pipeline.metrics import TableSettings
 from pipeline.payloads import Batch, Trajectories
@@ -44,12 +45,19 @@ class RolloutTables:
         return every > 0 and recorded > 0 and iteration % recorded == 0 and (iteration // recorded) % math.ceil(every / recorded) == 0
 
     def rows(self, iteration: int) -> list[list[Any]]:
-        """Rows of `COLUMNS` for a recorded iteration whose files are written; [] when no rollouts of it are recorded."""
+        """Rows of `COLUMNS` for a recorded iteration whose files are written; [] when no rollouts of it are recorded.
+
+        Raises:
+            DataError: a file of it cannot be read.
+        """
         run = self._run
         names = [f"{n.name}.{o}" for n in self._graph.nodes for o in n.sockets.outputs]
         files = {name: run.path / "record" / name / f"{iteration:06d}.parquet" for name in names}
         run.files = {(name, iteration): file for name, file in files.items() if file.exists()}
         run.__dict__.pop("classes", None)
+        damaged = [str(file) for (name, _), file in run.files.items() if not run.classes[name]]
+        if damaged:
+            raise DataError(f"{damaged[0]}: not a readable record; it is half-written or damaged. Remove it.")
         trained = [w for w in learner_wires(run, "trajectories") if (w, iteration) in run.files]
         shown = [name for name in trained if run.classes[name] == Trajectories.__name__] or roles(run)[Trajectories.__name__]
         if not shown:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pyarrow import ArrowException
 
 from pipeline import draw
 from pipeline.errors import ConfigError, RunError
@@ -15,6 +18,8 @@ from pipeline.graph import Graph
 from pipeline.metrics import Sink, WandbSettings
 from pipeline.rollout_table import COLUMNS, RolloutTables
 from pipeline.run_directory import write_aside, writing
+
+logger = logging.getLogger("creditgraph")
 
 
 class _Pending:
@@ -30,7 +35,16 @@ class _Pending:
     def take(self) -> list[list[Any]]:
         """Rows of all tables that wait."""
         waiting, self._waiting = self._waiting, []
-        return [row for i in waiting for row in self._tables.rows(i)] if self._tables is not None else []
+        return [row for i in waiting for row in self._rows(i)]
+
+    def _rows(self, iteration: int) -> list[list[Any]]:
+        """A picture is no reason to end a run: what cannot be read is told and left out."""
+        assert self._tables is not None
+        try:
+            return self._tables.rows(iteration)
+        except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("the table of rollouts of iteration %d is left out: %s", iteration, str(error).partition("\n")[0])
+            return []
 
 
 class Wandb:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.metrics import TableSettings, WandbSettings, read_metrics
 from pipeline.recording import RecordSettings
 from pipeline.rollout_table import COLUMNS, RolloutTables
-from pipeline.trackers import TensorBoard, Wandb, _as_text
+from pipeline.trackers import TensorBoard, Wandb, _as_text, _Pending
 
 pytestmark = pytest.mark.xdist_group("trackers")
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +169,20 @@ def test_tables_take_only_what_is_recorded_and_due(run, tmp_path):
     assert tables(1, 3, 1).rows(99) == []
     with pytest.raises(ValueError, match="rows 0: wanted every ≥ 0 and rows ≥ 1"):
         TableSettings(rows=0)
+
+
+def test_a_damaged_record_costs_its_table_and_not_the_run(run, tmp_path, caplog):
+    experiment = build_experiment(compose([*SETTINGS, f"run.root={tmp_path}"]), "toy_grpo")
+    shutil.copytree(run / "record", tmp_path / "record")
+    damaged = tmp_path / "record" / "sampler.trajectories" / "000001.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    settings = (TableSettings(every=1), RecordSettings())
+    pending = _Pending(RolloutTables(tmp_path, experiment.resolved, experiment.graph, *settings))
+    for iteration in (0, 1, 2):
+        pending.add(iteration)
+    assert {row[0] for row in pending.take()} == {0, 2}
+    assert "the table of rollouts of iteration 1 is left out" in caplog.text
+    assert pending.take() == []
 
 
 def test_a_rollout_is_code_in_tensorboard_whatever_it_says():
