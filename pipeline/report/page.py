@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,29 @@ def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
     import vl_convert
 
-    text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "creditgraph"
+    text = kept(folder / f"vega-{version('vl-convert-python')}.js", lambda: vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
     # Inside <script>, these would end or change the element.
     return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
+
+
+def kept(file: Path, make: Callable[[], str]) -> str:
+    """What `make` gives, kept in a file whose first line is its digest; made anew when that does not fit."""
+    try:
+        digest, _, text = file.read_bytes().decode().partition("\n")
+        if digest == hashlib.sha256(text.encode()).hexdigest():
+            return text
+    except (OSError, ValueError):
+        pass
+    text = make()
+    aside = file.with_name(f".{os.getpid()}-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+        os.replace(aside, file)
+    except OSError:
+        pass  # it only saves seconds
+    return text
 
 
 _INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
