@@ -36,6 +36,7 @@ TOLERANCE = 0.01  # of the distance that training has moved the weights
 
 def server(job, index):
     """Process of an engine step."""
+    here_only = {f"SLURM_CONF={os.environ['SLURM_CONF']}", f"SLURM_JOB_ID={job}"}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -43,7 +44,7 @@ def server(job, index):
                 variables = (entry / "environ").read_text(errors="replace").split("\0")
             except OSError:
                 continue
-            is_ours = f"SLURM_JOB_ID={job}" in variables and words[0] != "srun" and "serve" in words
+            is_ours = here_only <= set(variables) and words[0] != "srun" and "serve" in words
             if is_ours and words[words.index("--index") + 1] == str(index):
                 return int(entry.name)
     return 0

@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
 
 def processes(job, rank):
     """Processes of one learner rank."""
-    wanted = {f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_NUM_TASKS=2"}
+    wanted = {f"SLURM_CONF={os.environ['SLURM_CONF']}", f"SLURM_JOB_ID={job}", f"SLURM_PROCID={rank}", "SLURM_STEP_NUM_TASKS=2"}
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -125,7 +125,7 @@ def test_a_killed_rank_and_a_power_cut_lose_what_is_newer_than_the_checkpoint(sl
     slurm.wait("the end", lambda: (run / "ended").exists())
     ended = (run / "ended").read_text().strip()
     assert ended.startswith("failed: the learner ended with ")
-    assert "creditgraph: rank 1 died without a word (killed, or out of memory?)" in ended
+    assert "rank 1 died without a word (killed, or out of memory?)" in ended
     assert here.last_line(run / "logs" / f"job-{job}.log") == ended
 
     gate(5)
