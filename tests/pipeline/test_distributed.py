@@ -111,9 +111,10 @@ def test_traces_of_ranks_fit_on_one_clock(launch):
             if e["ph"] == "X" and "iteration" in e["args"]:
                 spans[rank, e["name"], e["cat"], e["args"]["iteration"]] = (e["ts"], e["ts"] + e["dur"])
     for i in range(3):
-        # Each learner begins after every rank has scored, for it gets all rows. Clocks of one host differ by what a barrier takes.
+        # Each learner begins after every rank has scored, for it gets all rows. Clocks of one host differ by what a barrier takes,
+        # which is long on a busy machine.
         scored = max(spans[r, "score", "other", i][1] for r in range(2))
-        assert all(spans[r, "learner", "learning", i][0] >= scored - 100_000 for r in range(2))
+        assert all(spans[r, "learner", "learning", i][0] >= scored - 1_000_000 for r in range(2))
     assert [b["rank"] for b in heartbeats(found.path)] == [0, 1]
     assert found.metrics[0]["utilisation/learner"] <= 1
 
