@@ -173,7 +173,7 @@ def test_a_killed_rank_is_named_by_the_other(launch, rank, text):
 
 
 def test_a_rank_that_is_stuck_is_named_with_its_place(launch):
-    found = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=5)
+    found = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=10)
     assert 0 not in found.codes
     assert "all ranks live, so one is stuck or slower than run.timeout allows (rank 1 in score of iteration 2 since " in found.text(0)
 
