@@ -197,12 +197,12 @@ def test_entries_load_and_the_verifier_accepts_their_answers(name, copies):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("chains")])
 def test_files_say_where_their_schema_is_from(name):
-    first, second = list_choices("data", [CONFIG_DIR])[name].read_text().splitlines()[:2]
+    first, second, third = list_choices("data", [CONFIG_DIR])[name].read_text().splitlines()[:3]
     assert re.match(r"# \w.*\.$", first)
-    assert (
-        second
-        == f"# Schema from the dataset card; not loaded here. `creditgraph data check {name}` loads it and prints the revision to pin."
+    assert re.match(
+        r"# (Columns as on the dataset card|Column names from .*, not checked against the dataset card); not loaded here\.$", second
     )
+    assert third == f"# `creditgraph data check {name}` loads it and prints the revision to pin."
 
 
 def only(name, copies, entry="eval"):
