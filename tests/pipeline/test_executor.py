@@ -113,10 +113,10 @@ def test_outputs_carry_their_origin_and_a_passed_through_payload_keeps_both():
 def test_a_failure_names_node_and_iteration_and_stops_both_lanes(where, sentence, overlap):
     begin = time.perf_counter()
     with pytest.raises(NodeFailure) as caught:
-        run_in_memory(toy.make_graph(2, sleep=0.002, **where), iterations=1000, overlap=overlap)
+        run_in_memory(toy.make_graph(2, sleep=0.002, **where), iterations=100_000, overlap=overlap)
     assert str(caught.value) == sentence
     assert caught.value.__cause__ is not None
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 60  # to its end it would take 400 seconds
 
 
 def one_node(cls):

@@ -4,11 +4,9 @@ import importlib.util
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.executor import Executor, RunSettings
 
@@ -88,16 +86,3 @@ def test_generation_runs_ahead_no_further_than_the_wires_allow(delay):
     # weights@k: scoring iteration i needs the learner to be done with i − k; its completion is told a little later.
     assert max(ahead) <= delay + 1
     assert max(ahead) >= 2
-
-
-def test_two_waiting_sides_take_the_time_of_the_longer():
-    torch.set_num_threads(1)
-    iterations, seconds = 10, 0.03
-    # Generation: source and score, 2 x 30 ms. Learning: 30 ms. In line 90 ms an iteration.
-    begin = time.perf_counter()
-    with Executor(toy.make_graph(2, sleep=seconds), RunSettings(iterations=iterations)) as executor:
-        executor.setup()
-        executor.restore()
-        executor.run()
-    wall = time.perf_counter() - begin
-    assert wall < 1.3 * iterations * 2 * seconds + seconds

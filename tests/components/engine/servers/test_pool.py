@@ -139,7 +139,7 @@ def test_requests_that_run_at_an_update_finish_or_start_again(fleet, in_flight, 
 
 
 def test_an_error_in_one_row_cancels_the_others_at_the_server(fleet):
-    run = fleet(1, options=["--seconds", "5"])
+    run = fleet(1, options=["--seconds", "60"])
     run.load(1)
     run.fault(0, "", seconds=0.0)
     rows = run.rows(1, 2)
@@ -151,7 +151,7 @@ def test_an_error_in_one_row_cancels_the_others_at_the_server(fleet):
     start = time.monotonic()
     with pytest.raises(CreditgraphError, match="not this one"):
         run.pool.generate([first, second], advance)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
     assert run.pool.progress() == {"running": 0, "waiting": 0}
 
 
