@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.render import Job, creditgraph_command, render_array, render_job
+from pipeline.cluster.render import ENDED, Job, creditgraph_command, render_array, render_job
 from pipeline.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.cluster.slurm import Note, sbatch, submitting, test_only
 from pipeline.compose import Experiment, build_experiment, compose
@@ -47,6 +47,7 @@ def main(options: argparse.Namespace) -> int:
     with ExitStack() as held:
         for job in jobs:
             held.enter_context(submitting(job.run, job.kind))  # before its script is touched
+            (job.run / ENDED[job.kind]).unlink(missing_ok=True)  # the last word of an earlier job
         for job in jobs:
             prepare(job, cluster)
         if len(jobs) > 1:

@@ -134,6 +134,8 @@ def test_a_killed_rank_and_a_power_cut_lose_what_is_newer_than_the_checkpoint(sl
     slurm.wait("five iterations", lambda: here.iterations_done(run) == 5, run)
     slurm.node("crash", "node1")
     gate(1 << 20)
+    # A node that boots is asked for jobs that are older than 20 seconds; SLURM misses younger ones minutes later only.
+    slurm.wait("an older job", lambda: slurm.state(job)["RunTime"] >= "00:00:25")
     slurm.node("boot", "node1")
     slurm.requeued(job, 1)
     slurm.finished(run, job)
