@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import time
@@ -157,10 +158,14 @@ class Member:
         port = self.settings.port + self.index if self.settings.port else free_port(self.settings.host)
         self.starts += 1
         identity = f"creditgraph-{self.index}-{time.time_ns() & 0xFFFFFFFFFF:010x}"
-        log = self.logs / f"engine-{self.index}.log"
-        self.process = ServerProcess(self.dialect.launch(port, identity), log, self.remove, self.settings.host)
-        self.address = Address(
-            url=f"http://{self.settings.host}:{port}", identity=identity, name=f"server {self.index}", log=str(log), pid=self.process.pid
+        name = self.address.name or f"server {self.index}"
+        log = self.logs / f"engine-{name.removeprefix('server ')}.log"
+        launch = self.dialect.launch(port, identity)
+        if self.address.gpus:
+            launch = dataclasses.replace(launch, environment={**launch.environment, "CUDA_VISIBLE_DEVICES": self.address.gpus})
+        self.process = ServerProcess(launch, log, self.remove, self.settings.host)
+        self.address = dataclasses.replace(
+            self.address, url=f"http://{self.settings.host}:{port}", identity=identity, name=name, log=str(log), pid=self.process.pid
         )
 
     async def _connect(self) -> None:

@@ -44,8 +44,9 @@ class ServerPool:
         dialect: how to start servers and speak to them.
         settings: of the pool.
         addresses: of the servers; those without URL are started here.
-        folder: run directory: logs go below it, and engines.json into it.
+        folder: run directory: logs go below it, and the rendezvous file into it.
         place: node name, for messages.
+        rendezvous: name of the file with the addresses of servers that are started here.
         remove: folders that are removed when this process is gone, however it ended (weight files).
     """
 
@@ -57,9 +58,11 @@ class ServerPool:
         folder: Path,
         place: str = "engine",
         remove: Sequence[Path] = (),
+        rendezvous: str = "engines.json",
     ) -> None:
         self.settings, self.place = settings, place
         self._dialect, self._addresses, self._folder, self._remove = dialect, list(addresses), folder, tuple(remove)
+        self._rendezvous = folder / rendezvous
         self.members: list[Member] = []
         self.counters: Counter[str] = Counter()
         self._update: Update | None = None
@@ -84,7 +87,7 @@ class ServerPool:
             self.close()
             raise
         if any(m.own for m in self.members):
-            write_rendezvous(self._folder / "engines.json", [m.address for m in self.members])
+            write_rendezvous(self._rendezvous, [m.address for m in self.members])
 
     def update(self, update: Update) -> None:
         """Has every server load `update`; those that do not are out until they hold it. Raises RunError when none does."""
@@ -148,7 +151,7 @@ class ServerPool:
             self._thread.join()
             self._loop.close()
             if any(m.own for m in self.members):
-                (self._folder / "engines.json").unlink(missing_ok=True)
+                self._rendezvous.unlink(missing_ok=True)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)

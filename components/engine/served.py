@@ -16,7 +16,7 @@ from components.engine.external import ExternalEngine, ExternalPolicy, check_sco
 from components.engine.member import PoolSettings
 from components.engine.pool import ServerPool
 from components.engine.rows import Rows
-from components.engine.server import Address, find_servers
+from components.engine.server import Address, find_servers, share_gpus, visible_gpus
 from pipeline.errors import DataError
 from pipeline.payloads import Weights
 
@@ -33,10 +33,17 @@ class ServerSettings:
     """host:port of servers that run already, in place of starting some"""
     rendezvous: str = ""
     """engines.json written by who starts the servers (SLURM steps, another run), waited for"""
+    tensor_parallel: int = 1
+    """GPUs over which one engine, or each server that is started here, cuts the model"""
     pool: PoolSettings = field(default_factory=PoolSettings)
     """time limits, back-pressure, retries"""
     channel: ChannelSettings = field(default_factory=ChannelSettings)
     """how weights reach the servers"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("servers", 0), ("tensor_parallel", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: {getattr(self, name)}; wanted at least {least}.")
 
     @property
     def served(self) -> bool:
@@ -58,15 +65,25 @@ class Servers:
         context = engine.context
         self.engine, self._tolerance, self.streams = engine, tolerance, dialect.streams
         # Servers that were started here are this replica's own; servers found elsewhere are those of all replicas.
-        self._shared = not settings.servers and context.ranks.num_replicas > 1
+        elsewhere, ranks = bool(settings.addresses or settings.rendezvous), context.ranks
+        self._shared = elsewhere and ranks.num_replicas > 1
         wanted = settings.channel.dtype
         self._dtype: torch.dtype = getattr(torch, context.model.dtype if wanted == "model" else wanted)
         self._scratch = None if context.run_dir else tempfile.TemporaryDirectory(prefix="creditgraph-run-")
         folder = context.run_dir or Path(self._scratch.name if self._scratch else ".")
-        found = find_servers(settings.servers, settings.addresses, settings.rendezvous, settings.pool.start_seconds, context.node)
+        gpus: list[list[str]] = []
+        if torch.device(context.device).type == "cuda" and not elsewhere:
+            gpus = share_gpus(settings.servers, settings.tensor_parallel, visible_gpus(), ranks.local_rank, ranks.world, ranks.per_replica)
+        found = find_servers(
+            settings.servers, settings.addresses, settings.rendezvous, settings.pool.start_seconds, context.node, ranks.replica, gpus
+        )
+        # Replicas that start servers of their own share the run directory, and perhaps a host.
+        pool, own = settings.pool, f"engines.{ranks.replica}.json" if ranks.replica else "engines.json"
+        if pool.port and not elsewhere:
+            pool = dataclasses.replace(pool, port=pool.port + ranks.replica * settings.servers)
         self.channel = FileChannel(settings.channel, self._dtype)
         temporary = [folder] if self._scratch else []
-        self.pool = ServerPool(dialect, settings.pool, found, folder, context.node, [*self.channel.folders, *temporary])
+        self.pool = ServerPool(dialect, pool, found, folder, context.node, [*self.channel.folders, *temporary], own)
         vocabulary, length = engine.vocab_size, min(PROBE_TOKENS, engine.context_length)
         ids = [(7919 * n + 13) % vocabulary for n in range(length)]
         self._probe = ScoreAsk(row=0, group=0, context=ids[:1], tokens=ids[1:], temperature=1.0)

@@ -36,6 +36,7 @@ class Address:
         log: its log file, "" when it is not known.
         pid: of the process that keeps it, 0 when it is not known.
         found: rendezvous file that lists it, "" for none.
+        gpus: CUDA_VISIBLE_DEVICES of a server that is started here, "" to leave the variable alone.
     """
 
     url: str
@@ -44,6 +45,7 @@ class Address:
     log: str = ""
     pid: int = 0
     found: str = ""
+    gpus: str = ""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -214,7 +216,58 @@ def address_of(text: str, index: int) -> Address:
     return Address(url=url.rstrip("/"), name=f"server {index}")
 
 
-def find_servers(servers: int, addresses: Sequence[str], rendezvous: str, seconds: float, place: str = "engine") -> list[Address]:
+def share_gpus(servers: int, each: int, gpus: Sequence[str], local_rank: int = 0, world: int = 1, per_replica: int = 1) -> list[list[str]]:
+    """The GPUs of every server that the leader of a replica starts on its host; raises ConfigError when the host has too few.
+
+    Ranks of a host own GPU 0, 1, … in the order of their numbers. Servers take the GPUs of their replica's ranks, from the leader's on;
+    where they need more than those, the servers of one replica follow those of the replica before. A process that is alone leaves
+    GPU 0 to its learner where there are enough others.
+
+    Args:
+        servers: of this rank.
+        each: GPUs of one server (tensor parallel).
+        gpus: all that this process sees, as CUDA_VISIBLE_DEVICES would name them.
+        local_rank: of this process on its host.
+        world: ranks of the run.
+        per_replica: ranks of a replica.
+
+    >>> share_gpus(2, 1, ["0", "1"]), share_gpus(2, 1, ["0", "1", "2", "3"])
+    ([['0'], ['1']], [['1'], ['2']])
+    >>> share_gpus(1, 2, ["4", "5", "6", "7"], local_rank=1, world=2)
+    [['6', '7']]
+    >>> share_gpus(2, 1, list("01234567"), local_rank=4, world=8, per_replica=4)
+    [['4'], ['5']]
+    """
+    needed = servers * each
+    first = local_rank if needed <= per_replica else local_rank // per_replica * needed
+    if world == 1 and len(gpus) > needed:
+        first = 1
+    if first + needed > len(gpus):
+        raise ConfigError(
+            f"engine.servers: {servers} of {each} GPUs each, from GPU {first} on, but this process sees {len(gpus)} "
+            f"({', '.join(gpus) or 'none'}); wanted {first + needed}. Lower engine.servers or engine.tensor_parallel, start fewer "
+            "ranks per host, or name servers that run elsewhere."
+        )
+    return [[gpus[first + n * each + k] for k in range(each)] for n in range(servers)]
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
+    import torch
+
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (named or [str(n) for n in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
+
+
+def find_servers(
+    servers: int,
+    addresses: Sequence[str],
+    rendezvous: str,
+    seconds: float,
+    place: str = "engine",
+    replica: int = 0,
+    gpus: Sequence[Sequence[str]] = (),
+) -> list[Address]:
     """The servers that a user asks for; those to be started have no URL. Raises ConfigError for both addresses and a rendezvous.
 
     Args:
@@ -223,6 +276,8 @@ def find_servers(servers: int, addresses: Sequence[str], rendezvous: str, second
         rendezvous: an `engines.json` that lists them, waited for up to `seconds`; "" for none.
         seconds: see `rendezvous`.
         place: node name, for messages.
+        replica: data-parallel replica that starts servers of its own; part of their names from the second on.
+        gpus: of each server that is started, from `share_gpus`; empty on a CPU.
     """
     if addresses and rendezvous:
         raise ConfigError(f"node '{place}': addresses and rendezvous are both set; wanted one way to find servers. Unset one of them.")
@@ -230,4 +285,5 @@ def find_servers(servers: int, addresses: Sequence[str], rendezvous: str, second
         return read_rendezvous(Path(rendezvous), seconds)
     if addresses:
         return [address_of(text, n) for n, text in enumerate(addresses)]
-    return [Address(url="", name=f"server {n}") for n in range(servers)]
+    prefix = f"{replica}." if replica else ""
+    return [Address(url="", name=f"server {prefix}{n}", gpus=",".join(gpus[n]) if gpus else "") for n in range(servers)]

@@ -63,6 +63,7 @@ class SGLangEngine(ExternalEngine):
         """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             for name, least in (("max_rows", 1), ("entropy_vocab", 0), ("stream_tokens", 1)):
                 if getattr(self, name) < least:
                     raise ValueError(f"{name}: {getattr(self, name)}; wanted at least {least}.")
@@ -88,6 +89,7 @@ class SGLangEngine(ExternalEngine):
             device=torch.device(context.device).type,
             max_rows=config.max_rows,
             trust_remote_code=context.model.trust_remote_code,
+            gpus=config.tensor_parallel,
         )
         tolerance = _TOLERANCE[context.model.dtype] if config.probe else 0.0
         if config.served:

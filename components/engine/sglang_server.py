@@ -70,15 +70,13 @@ class ProcessSettings:
     """variables for server processes, added to this process's own"""
     arguments: tuple[str, ...] = ()
     """further arguments of sglang.launch_server; they come last, so they win"""
-    tensor_parallel: int = 1
-    """GPUs per server"""
     cache_tokens: int = 0
     """tokens whose keys and values a server holds; 0: what fits its share of memory (65,536 on a CPU)"""
     threads: int = 1
     """threads on a CPU; more than free cores slow it down"""
 
     def __post_init__(self) -> None:
-        for name, least in (("tensor_parallel", 1), ("threads", 1), ("cache_tokens", 0)):
+        for name, least in (("threads", 1), ("cache_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)}; wanted at least {least}.")
 
@@ -95,6 +93,7 @@ class ServedModel:
         device: "cpu" or "cuda".
         max_rows: requests decoded at once.
         trust_remote_code: passed on.
+        gpus: over which a server cuts the model.
     """
 
     path: str
@@ -104,6 +103,7 @@ class ServedModel:
     device: str
     max_rows: int = 256
     trust_remote_code: bool = False
+    gpus: int = 1
 
 
 def engine_options(settings: ProcessSettings, model: ServedModel) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def engine_options(settings: ProcessSettings, model: ServedModel) -> dict[str, A
         "dtype": model.dtype,
         "context_length": model.context_length + _CONTEXT_MARGIN,
         "max_running_requests": model.max_rows,
-        "tp_size": settings.tensor_parallel,
+        "tp_size": model.gpus,
         "grammar_backend": "none",
         "log_level": "warning",
         "enable_deterministic_inference": True,
@@ -284,7 +284,7 @@ class SGLangDialect:
     async def _send(self, client: httpx.AsyncClient, file: str, version: int | None) -> None:
         tensors = await asyncio.to_thread(lambda: dict(read_file(file)))
         if self._transfer == "tensor":
-            body = await asyncio.to_thread(wire.tensor_body, tensors, version, self._settings.tensor_parallel)
+            body = await asyncio.to_thread(wire.tensor_body, tensors, version, self._model.gpus)
             await self._told(client, "/update_weights_from_tensor", body)
             return
         group = self._groups[str(client.base_url)]
@@ -298,7 +298,7 @@ class SGLangDialect:
         backend = "gloo" if self._model.device == "cpu" else "nccl"
         host, port = client.base_url.host, client.base_url.port or 80
         address = own_address(host, port)
-        meeting, ranks, name = free_port(address), self._settings.tensor_parallel, new_group_name()
+        meeting, ranks, name = free_port(address), self._model.gpus, new_group_name()
         made = asyncio.create_task(asyncio.to_thread(UpdateGroup, name, address, meeting, backend, ranks, self._seconds))
         joined = asyncio.create_task(
             self._told(client, "/init_weights_update_group", wire.group_body(name, address, meeting, backend, ranks))

@@ -57,13 +57,14 @@ class VllmEngine(ExternalEngine):
         sleep: bool = False
         """gives weights and KV cache memory back between calls (in this process and on a GPU only; ignored otherwise)"""
         arguments: tuple[str, ...] = ()
-        """further arguments of vLLM's servers, such as --tensor-parallel-size=2; they come last, so they win"""
+        """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they win"""
         stream_tokens: int = 8
         """tokens in each message of a server about a row whose text may end it; fewer cost more work, more are sampled in vain"""
         probe: bool = True
         """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             for name in ("max_rows", "cpu_threads", "stream_tokens"):
                 if getattr(self, name) < 1:
                     raise ValueError(f"{name}: {getattr(self, name)}; wanted at least 1.")
@@ -102,7 +103,7 @@ class VllmEngine(ExternalEngine):
 
     def _dialect(self) -> VllmDialect:
         config, spec, cpu = self.config, self.context.model, self.context.device == "cpu"
-        arguments = ["--max-num-seqs", str(config.max_rows)]
+        arguments = ["--max-num-seqs", str(config.max_rows), "--tensor-parallel-size", str(config.tensor_parallel)]
         if not cpu:
             arguments += ["--gpu-memory-utilization", str(config.gpu_memory), *(["--enforce-eager"] if config.enforce_eager else [])]
             arguments += ["--kv-cache-memory-bytes", str(int(config.kv_cache_gb * 2**30))] if config.kv_cache_gb else []
@@ -144,6 +145,7 @@ class VllmEngine(ExternalEngine):
                 max_model_len=self.context_length + 1,
                 trust_remote_code=spec.trust_remote_code,
                 max_num_seqs=config.max_rows,
+                tensor_parallel_size=config.tensor_parallel,
                 enforce_eager=config.enforce_eager,
                 # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
                 enable_chunked_prefill=not cpu,

@@ -76,6 +76,8 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         found = [f"{engine}.{setting}" for engine in engines for setting in (f"rendezvous={run / 'servers'}", "servers=0")]
         if cluster.all_nodes > 1 and not any(o.lstrip("+").startswith(f"{engines[0]}.channel.path=") for o in overrides):
             found.append(f"{engines[0]}.channel.path={run / 'weights'}")  # /dev/shm is another one on every node
+        if cluster.gpus_per_server > 1 and not any(o.lstrip("+").startswith(f"{engines[0]}.tensor_parallel=") for o in overrides):
+            found.append(f"{engines[0]}.tensor_parallel={cluster.gpus_per_server}")
         # Named as without them: the settings of a place are not part of what the run is.
         overrides += [*found, f"{engines[0]}.pool.start_seconds={cluster.ready_seconds}", f"run.name={experiment.run.name}"]
     dirs = [part for d in config_dirs for part in ("--config-dir", str(Path(d).resolve()))]

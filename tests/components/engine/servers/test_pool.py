@@ -2,10 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from components.engine.server import Address, read_rendezvous
+from components.engine.server import Address, find_servers, read_rendezvous
 from pipeline.errors import ConfigError, CreditgraphError, RunError
 from pipeline.payloads import ThoughtLimits
 
@@ -203,3 +204,13 @@ def test_a_port_taken_before_the_server_listens_costs_another_try(fleet, monkeyp
     assert second.pool.members[0].starts == 2
     second.load(1)
     second.generate()
+
+
+def test_a_second_replica_has_names_logs_and_gpus_of_its_own(fleet):
+    run = fleet(addresses=find_servers(1, (), "", 0.0, replica=1, gpus=[["2", "3"]]))
+    member = run.pool.members[0]
+    assert member.name.startswith("server 1.0 (127.0.0.1:")
+    assert member.process.log == run.folder / "logs" / "engine-1.0.log"
+    environment = Path(f"/proc/{run.pid(0)}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=2,3" in environment
+    assert read_rendezvous(run.folder / "engines.json", 0.0)[0].name == "server 1.0"

@@ -1,5 +1,6 @@
 """Server processes and their addresses."""
 
+import dataclasses
 import json
 import sys
 
@@ -7,7 +8,16 @@ import pytest
 
 from components.engine.dialect import Launch
 from components.engine.member import PoolSettings
-from components.engine.server import Address, ServerProcess, address_of, find_servers, last_lines, read_rendezvous, write_rendezvous
+from components.engine.server import (
+    Address,
+    ServerProcess,
+    address_of,
+    find_servers,
+    last_lines,
+    read_rendezvous,
+    share_gpus,
+    write_rendezvous,
+)
 from pipeline.errors import ConfigError, RunError
 
 
@@ -58,6 +68,16 @@ def test_a_stubborn_server_is_killed(tmp_path):
     assert not one.running
 
 
+def test_too_few_gpus_are_told():
+    with pytest.raises(ConfigError, match=r"engine.servers: 2 of 2 GPUs each, from GPU 4 on, but this process sees 4 .*; wanted 8"):
+        share_gpus(2, 2, list("0123"), local_rank=1, world=2)
+
+
+def test_every_rank_of_a_host_gives_its_servers_other_gpus():
+    taken = [gpu for rank in range(4) for server in share_gpus(2, 1, list("01234567"), rank, 4) for gpu in server]
+    assert sorted(taken) == list("01234567")
+
+
 def test_last_lines_are_the_last_and_short():
     assert last_lines("a\n\nb\nc\n", 2) == "\n    b\n    c"
     assert last_lines("") == ""
@@ -67,7 +87,8 @@ def test_last_lines_are_the_last_and_short():
 def test_rendezvous_keeps_every_field(tmp_path):
     servers = [Address(url="http://h:1", identity="i", name="server 0", log="l", pid=5), Address(url="http://h:2")]
     write_rendezvous(tmp_path / "engines.json", servers)
-    assert read_rendezvous(tmp_path / "engines.json", 0) == servers
+    place = str(tmp_path / "engines.json")
+    assert read_rendezvous(tmp_path / "engines.json", 0) == [dataclasses.replace(s, found=place) for s in servers]
     assert [p.name for p in tmp_path.iterdir()] == ["engines.json"], "nothing is left aside"
 
 
