@@ -91,13 +91,14 @@ def as_table(results: Results) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
-def write_results(run_path: Path, names: MetricNames | None = None, title: str = "") -> tuple[Results, str]:
-    """Writes result.json and, when accuracy or reward was logged, curve.png; returns the results and the table."""
+def write_results(run_path: Path, names: MetricNames | None = None, title: str = "", picture: bool = True) -> tuple[Results, str]:
+    """Writes result.json and, when accuracy or reward was logged, curve.png unless `picture` is off; returns the results and the table."""
     names = names or MetricNames()
     rows = read_metrics(run_path / "metrics.jsonl")
     results = summarise(rows, names)
     write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
-    draw_curve(run_path / "curve.png", results.curve, _series(rows, names.reward), title or run_path.name)
+    if picture:
+        draw_curve(run_path / "curve.png", results.curve, _series(rows, names.reward), title or run_path.name)
     return results, as_table(results)
 
 

@@ -83,7 +83,8 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
                 print(f"{run.path}: continuing after iteration {done - 1}", flush=True)
             with Progress(settings.iterations, done) as executor.observer:
                 outcome = executor.run()
-        _, table = write_results(run.path, title=settings.name)
+        # A preempted run goes on soon, and its machine is wanted now.
+        _, table = write_results(run.path, title=settings.name, picture=outcome.exit_code == 0)
     print(table)
     print(f"run directory: {run.path}")
     return outcome.exit_code
