@@ -237,6 +237,21 @@ class TrainReport(Payload):
     seconds: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adapter(Payload):
+    """What an engine must know of a LoRA adapter beside its tensors: B·A · alpha / rank is added to each adapted linear layer.
+
+    Attributes:
+        rank: of every layer's pair of matrices A [rank, in] and B [out, rank].
+        alpha: numerator of the scale.
+        targets: last parts of the adapted layers' names, such as "q_proj".
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights(Payload):
     """What a learner publishes and an engine loads: HF-named tensors, or a folder that holds them; with neither, the model's own.
@@ -245,11 +260,13 @@ class Weights(Payload):
         version: number of learner iterations behind these weights; 0 is the initial model.
         tensors: name → tensor (a snapshot the learner never changes), or None when `path` is given.
         path: folder with safetensors in Hugging Face layout, or None.
+        adapter: `tensors` are then those of a LoRA adapter on the model's own weights, under PEFT's names; or None.
     """
 
     version: int
     tensors: dict[str, Tensor] | None = None
     path: str | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

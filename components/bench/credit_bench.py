@@ -18,6 +18,7 @@ from components.bench.judging import LEAST_EFFECT, effective_credit, per_thought
 from components.bench.methods import Method
 from components.bench.statistics import jackknife, mean_sd, reliability, spearman
 from components.bench.truth import State, Truth, true_values
+from components.engine.adapters import merged
 from components.learner.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.compose import Experiment
@@ -72,6 +73,7 @@ def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel,
             weights: Weights = replay.value(Wire(learner_of(replay.graph).name, "weights"), iteration, "creditbench")
         finally:
             replay.close()
+        weights = merged(weights, experiment.model)
         if weights.tensors is not None:
             model.load_state_dict(weights.tensors, strict=False)  # a tied output head is not among them
     learner = LearnerModel(model, lora=Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)

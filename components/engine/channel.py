@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import os
@@ -15,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from components.engine.adapters import CONFIG_FILE, TENSORS_FILE, adapter_name, peft_config
 from components.engine.dialect import Update
 from pipeline.errors import CreditgraphError, DataError, RunError
 from pipeline.payloads import Weights
@@ -86,17 +88,23 @@ class FileChannel:
     def publish(self, weights: Weights) -> Update:
         """Writes the weights; raises RunError, naming the setting, when there is no room."""
         tensors, files = self._source(weights)
-        names = sample_names(tensors)
-        checksum = sample_checksum(tensors, names)
         if files is None:
-            files = self._write(weights.version, tensors)
-        return Update(version=weights.version, path=str(files[0].parent), files=tuple(map(str, files)), sample=names, checksum=checksum)
+            files = self._write(weights, tensors)
+        update = self._described(weights, tensors)
+        return dataclasses.replace(update, path=str(files[0].parent), files=tuple(map(str, files)))
 
     def describe(self, weights: Weights) -> Update:
         """The update that another process publishes of the same weights: nothing is written, servers are only verified."""
         tensors, _ = self._source(weights)
-        names = sample_names(tensors)
-        return Update(version=weights.version, path="", files=(), sample=names, checksum=sample_checksum(tensors, names), loaded=True)
+        return dataclasses.replace(self._described(weights, tensors), loaded=True)
+
+    @staticmethod
+    def _described(weights: Weights, tensors: dict[str, Tensor]) -> Update:
+        # An adapter is small: every tensor is in the checksum.
+        names = sample_names(tensors) if weights.adapter is None else tuple(sorted(tensors))
+        name = "" if weights.adapter is None else adapter_name(weights.version)
+        checksum = sample_checksum(tensors, names)
+        return Update(version=weights.version, path="", files=(), sample=names, checksum=checksum, adapter=name)
 
     def retire(self, version: int) -> None:
         """Removes the files of all other versions."""
@@ -122,42 +130,53 @@ class FileChannel:
             return tensors, files
         return distinct(tensors, self._dtype), None
 
-    def _write(self, version: int, tensors: dict[str, Tensor]) -> list[Path]:
+    def _write(self, weights: Weights, tensors: dict[str, Tensor]) -> list[Path]:
         needed = sum(tensor.nbytes for tensor in tensors.values())
         tried: list[str] = []
         for folder in self.folders:
             try:
-                return self._write_to(folder, version, tensors, needed)
+                return self._write_to(folder, weights, tensors, needed)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise RunError(f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror}).") from error
                 tried.append(f"{folder.parent} ({error.strerror})")
         hint = "engine.channel.path and engine.channel.fallback to folders" if self.fallback else "engine.channel.fallback to a folder"
         raise RunError(
-            f"weights version {version}: {needed / 1e6:.1f} MB found no room in {', nor in '.join(tried)}; wanted room for two versions. "
-            f"Free space there, or set {hint} with room."
+            f"weights version {weights.version}: {needed / 1e6:.1f} MB found no room in {', nor in '.join(tried)}; wanted room for two "
+            f"versions. Free space there, or set {hint} with room."
         )
 
-    def _write_to(self, folder: Path, version: int, tensors: dict[str, Tensor], needed: int) -> list[Path]:
+    def _write_to(self, folder: Path, weights: Weights, tensors: dict[str, Tensor], needed: int) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free < needed:
             # A memory file system would let the file grow and end the writer with SIGBUS.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        aside, final = folder / f".v{version}", folder / f"v{version}"
+        aside, final = folder / f".v{weights.version}", folder / f"v{weights.version}"
         for stale in (aside, final):
             shutil.rmtree(stale, ignore_errors=True)
         aside.mkdir()
         try:
-            names = [write_file(aside / f"bucket-{n:05d}.safetensors", bucket) for n, bucket in enumerate(self._buckets(tensors))]
+            if weights.adapter is not None:
+                # PEFT's layout, which is what vLLM reads.
+                (aside / CONFIG_FILE).write_text(peft_config(weights.adapter), encoding="utf-8")
+                names = [write_file(aside / TENSORS_FILE, tensors)]
+            else:
+                names = [write_file(aside / f"bucket-{n:05d}.safetensors", bucket) for n, bucket in enumerate(self._buckets(tensors))]
             aside.replace(final)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        self._folders[version] = final
+        self._folders[weights.version] = final
         return [final / name for name in names]
 
     def _buckets(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield from buckets(tensors, self._settings.bucket_mb << 20)
+
+
+def as_sent(weights: Weights, dtype: torch.dtype) -> Weights:
+    """The weights (tensors, no path) after a way through a channel of `dtype`."""
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in (weights.tensors or {}).items()}
+    return dataclasses.replace(weights, tensors=tensors)
 
 
 def buckets(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:

@@ -72,6 +72,7 @@ class Update:
         checksum: see `components.engine.channel.sample_checksum`.
         probe: a question whose answer shows whether the weights took effect, or None.
         loaded: another process has had the servers load it; it is only verified here.
+        adapter: the name under which requests ask for the LoRA adapter that `path` holds in PEFT's layout; "" for whole weights.
     """
 
     version: int
@@ -81,6 +82,7 @@ class Update:
     checksum: str
     probe: Probe | None = None
     loaded: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.engine.adapters import merged
 from components.engine.base import Engine, EnginePolicy, Outputs
 from components.engine.dialect import ScoreAnswer, ScoreAsk
 from components.engine.local import eos_mask, padding_columns
@@ -35,6 +36,7 @@ class ExternalEngine(Engine):
         names: checks of the weights a learner publishes.
         forbidden: ids of logit columns that are no token of the tokenizer.
         temperatures: lowest and highest that it takes beside 0.
+        takes_adapters: whether `load` is given LoRA adapters as they are, not merged.
     """
 
     text: TokenText
@@ -42,6 +44,7 @@ class ExternalEngine(Engine):
     names: WeightNames
     forbidden: list[int]
     temperatures: tuple[float, float] = (0.0, math.inf)
+    takes_adapters: bool = False
 
     def setup(self, context: Context) -> None:
         """Loads the tokenizer and the shape of the model."""
@@ -69,6 +72,8 @@ class ExternalEngine(Engine):
         start = time.perf_counter()
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
+        if not self.takes_adapters:
+            weights = merged(weights, self.context.model)
         policy = self.load(weights)
         self.version = weights.version
         self.count(seconds_load=time.perf_counter() - start)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from components.engine.adapters import merged
 from components.engine.attribute import attribute
 from components.engine.base import Engine, EnginePolicy, Outputs
 from components.engine.branches import check_branches, score_branches
@@ -81,6 +82,7 @@ class LocalEngine(Engine):
         start = time.perf_counter()
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
+        weights = merged(weights, self.context.model)
         self.decoder.load(self.names.resolve(weights))
         self.version, self._weights = weights.version, weights if self.config.attributions else None
         self.count(seconds_load=time.perf_counter() - start)

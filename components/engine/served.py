@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.adapters import merged
+from components.engine.channel import ChannelSettings, FileChannel, as_sent
 from components.engine.dialect import Dialect, Probe, ScoreAnswer, ScoreAsk
 from components.engine.external import ExternalEngine, ExternalPolicy, check_score, reference_logprobs
 from components.engine.member import PoolSettings
 from components.engine.pool import ServerPool
 from components.engine.rows import Rows
 from components.engine.server import Address, find_servers, share_gpus, visible_gpus
-from pipeline.errors import DataError
+from components.engine.weights import local_folder
 from pipeline.payloads import Weights
 
 PROBE_TOKENS = 16
@@ -92,14 +93,18 @@ class Servers:
 
     def load(self, weights: Weights) -> ServedPolicy:
         """Publishes weights and has every server load them; the handle on them."""
-        tensors = self.engine.names.resolve(
-            weights if weights.path is None else dataclasses.replace(weights, path=local_folder(weights.path))
-        )
-        distinct = {name: tensor for name, tensor in tensors.items() if name not in self.engine.names.tied}
+        if weights.adapter is None:
+            whole = weights if weights.path is None else dataclasses.replace(weights, path=local_folder(weights.path))
+            tensors = self.engine.names.resolve(whole)
+            distinct = {name: tensor for name, tensor in tensors.items() if name not in self.engine.names.tied}
+            published = Weights(version=weights.version, tensors=distinct)
+        else:
+            published = weights
         follows = self._shared and self.engine.context.ranks.replica > 0
-        published = Weights(version=weights.version, tensors=distinct)
         update = self.channel.describe(published) if follows else self.channel.publish(published)
         if self._tolerance:
+            if weights.adapter is not None:
+                tensors = self.engine.names.resolve(merged(as_sent(weights, self._dtype), self.engine.context.model))
             ids = [*self._probe.context, *self._probe.tokens]
             model = getattr(torch, self.engine.context.model.dtype)
             sent = {name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
@@ -169,15 +174,3 @@ class ServedPolicy(ExternalPolicy):
         self._servers.pool.score(asks, take)
         self._servers.count()
         return [answers[ask.row] for ask in asks]
-
-
-def local_folder(path: str) -> str:
-    """The folder of a model: itself, or the hub's snapshot of that name; raises DataError when there is none."""
-    if Path(path).is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub client raises types of its own
-        raise DataError(f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder.") from error

@@ -9,13 +9,14 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.engine.channel import sample_checksum, sample_names
+from components.engine.adapters import AdapterSettings, merged
+from components.engine.channel import FileChannel, as_sent, sample_checksum, sample_names
 from components.engine.dialect import ScoreAnswer, ScoreAsk
 from components.engine.external import ExternalEngine, ExternalPolicy, check_score, reference_logprobs
 from components.engine.rows import Answer, Ask, Rows
@@ -36,8 +37,8 @@ class VllmEngine(ExternalEngine):
     """Samples and scores with vLLM on CPU or GPU: its offline engine in this process, or a pool of servers.
 
     A group shares its prompt through the prefix cache. Log-probs and entropies are those at the sampling temperature and before
-    truncation, as engine.local gives them. Weights change in place and are verified; a learner that trains LoRA publishes merged
-    weights, so there are no adapters here. `sleep` works on GPUs only and has not been run on one.
+    truncation, as engine.local gives them. Weights change in place and are verified. From a learner with `lora.publish=adapter` only
+    LoRA adapters come, one per version, on weights that are loaded once. `sleep` works on GPUs only and has not been run on one.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class VllmEngine(ExternalEngine):
         """tokens in each message of a server about a row whose text may end it; fewer cost more work, more are sampled in vain"""
         probe: bool = True
         """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
+        lora: AdapterSettings = field(default_factory=AdapterSettings)
+        """LoRA adapters as the learner publishes them"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -72,16 +75,24 @@ class VllmEngine(ExternalEngine):
                 raise ValueError(
                     f"kv_cache_gb: {self.kv_cache_gb}, gpu_memory: {self.gpu_memory}; wanted kv_cache_gb ≥ 0 and 0 < gpu_memory ≤ 1."
                 )
+            if self.lora.room and self.channel.kind == "nccl":
+                raise ValueError(
+                    "channel.kind is 'nccl', and the learner publishes adapters, which travel through files; wanted channel.kind=file. Set "
+                    "that, or learner.lora.publish=merged."
+                )
 
     config: Config
     # Below, vLLM would raise the temperature by itself; above, it refuses the request.
     temperatures = (0.01, 2.0)
     llm: Any = None
     servers: Servers | None = None
+    channel: FileChannel | None = None
+    adapter: Any = None
 
     def setup(self, context: Context) -> None:
         """Starts the engine on the model's own weights."""
         config = self.config
+        self.takes_adapters = config.lora.room > 0
         if (config.servers or not config.served) and importlib.util.find_spec("vllm") is None:
             raise ConfigError(f"engine.vllm: the package vllm is not installed. {INSTALL}")
         if config.served:
@@ -94,7 +105,11 @@ class VllmEngine(ExternalEngine):
                 "wanted a process without one. Set engine.servers=1 (or more) to have vLLM in processes of its own."
             )
         super().setup(context)
-        self.request_ids = itertools.count()
+        self.request_ids, self.adapter_ids = itertools.count(), itertools.count(1)
+        if self.takes_adapters:
+            wanted = config.channel.dtype
+            self.channel_dtype: torch.dtype = getattr(torch, context.model.dtype if wanted == "model" else wanted)
+            self.channel = FileChannel(config.channel, self.channel_dtype)
         self._pristine, self._asleep = True, False
         with _environment(self._variables()):
             self.llm = self._start(resolve_model_path(context.model.path))
@@ -120,6 +135,7 @@ class VllmEngine(ExternalEngine):
             channel=config.channel,
             update_seconds=config.pool.update_seconds,
             stream_tokens=config.stream_tokens,
+            adapter_rank=config.lora.room,
         )
 
     def _variables(self) -> dict[str, str]:
@@ -136,7 +152,7 @@ class VllmEngine(ExternalEngine):
         from vllm import LLM
 
         config, spec, cpu = self.config, self.context.model, self.context.device == "cpu"
-        cache = int(config.kv_cache_gb * 2**30) or None
+        cache, room = int(config.kv_cache_gb * 2**30) or None, config.lora.room
         with _threads(config.cpu_threads):
             return LLM(
                 model=path,
@@ -158,41 +174,72 @@ class VllmEngine(ExternalEngine):
                 worker_extension_cls=EXTENSION,
                 disable_log_stats=True,
                 seed=0,
+                **({"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 1} if room else {}),
             )
 
     def load(self, weights: Weights) -> ExternalPolicy:
         """Loads weights in place and verifies them; the model's own, already there, only get their version."""
+        if weights.adapter is not None and weights.adapter.rank > self.config.lora.room:
+            raise RunError(
+                f"engine '{self.context.node}': weights version {weights.version} are an adapter of rank {weights.adapter.rank}; wanted at "
+                f"most {self.config.lora.room}, which vLLM was started for. Set {self.context.node}.lora.rank={weights.adapter.rank}, or "
+                "learner.lora.publish=merged."
+            )
         if self.servers is not None:
             return self.servers.load(weights)
         own = weights.tensors is None and weights.path == resolve_model_path(self.context.model.path)
         policy = VllmPolicy(self, weights.version)
-        if not (own and self._pristine):
-            self._pristine = False
-            tensors = self.names.resolve(weights)
-            self.wake()
-            self._update(weights.version, tensors)
+        if own and self._pristine:
+            self.adapter = None
+            return policy
+        whole = weights if weights.adapter is None else merged(as_sent(weights, self.channel_dtype), self.context.model)
+        self._update(weights, self.names.resolve(whole))
         return policy
 
-    def _update(self, version: int, tensors: dict[str, Tensor]) -> None:
+    def _update(self, weights: Weights, tensors: dict[str, Tensor]) -> None:
+        """Loads `weights`, which are `tensors` in full."""
+        version = weights.version
         place = f"engine '{self.context.node}': update to weights version {version}"
+        self.wake()
         self.version = -1  # no handle is valid until the new weights are verified
-        distinct = {name: tensor for name, tensor in tensors.items() if name not in self.names.tied}
-        names = sample_names(distinct)
-        sent = (version, sample_checksum(distinct, names))
+        self._pristine = weights.adapter is not None
         try:
             with _threads(self.config.cpu_threads):
-                (loaded,) = self.llm.collective_rpc("creditgraph_load", args=(version, distinct, names))
+                sent, loaded = self._load_whole(version, tensors) if weights.adapter is None else self._load_adapter(weights)
         except (RuntimeError, ValueError, AssertionError, KeyError) as error:
             raise RunError(f"{place}: vLLM could not load them ({error}). Start the run again; it goes on from its checkpoint.") from error
         if not self.llm.reset_prefix_cache():
             raise RunError(f"{place}: the prefix cache could not be emptied; wanted no request running. Wait for generation to end.")
-        if tuple(loaded) != sent:
+        if loaded != sent:
             raise RunError(
                 f"{place}: the engine holds version {loaded[0]} with checksum {loaded[1]}; sent were {sent[0]} with {sent[1]}. The tensors "
                 "changed on their way. Start the run again; it goes on from its checkpoint."
             )
         if self.config.probe:
             self._probe(place, version, tensors)
+
+    def _load_whole(self, version: int, tensors: dict[str, Tensor]) -> tuple[tuple[int, str], tuple[int, str]]:
+        """Version and checksum as they were sent and as they arrived."""
+        self.adapter = None
+        distinct = {name: tensor for name, tensor in tensors.items() if name not in self.names.tied}
+        names = sample_names(distinct)
+        (loaded,) = self.llm.collective_rpc("creditgraph_load", args=(version, distinct, names))
+        return (version, sample_checksum(distinct, names)), tuple(loaded)
+
+    def _load_adapter(self, weights: Weights) -> tuple[tuple[int, str], tuple[int, str]]:
+        """Puts a LoRA adapter under an id of its own, which the prefix cache knows it by, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.channel is not None, "made where adapters are taken"
+        update, core = self.channel.publish(weights), self.llm.llm_engine
+        self.llm.collective_rpc("creditgraph_restore")
+        if self.adapter is not None:
+            core.remove_lora(self.adapter.lora_int_id)
+        self.adapter = LoRARequest(update.adapter, next(self.adapter_ids), update.path)
+        core.add_lora(self.adapter)
+        (loaded,) = self.llm.collective_rpc("creditgraph_adapter", args=(weights.version,))
+        self.channel.retire(weights.version)
+        return (weights.version, update.checksum), tuple(loaded)
 
     def _probe(self, place: str, version: int, tensors: dict[str, Tensor]) -> None:
         """Raises RunError unless the engine's log-probs of a fixed sequence are those of the tensors."""
@@ -228,6 +275,9 @@ class VllmEngine(ExternalEngine):
         if self.servers is not None:
             self.servers.close()
             self.servers = None
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
         if self.llm is None:
             return
         with contextlib.suppress(Exception):
@@ -301,7 +351,7 @@ class VllmPolicy(ExternalPolicy):
 
     def _add(self, tokens: list[int], params: Any) -> str:
         name = str(next(self.engine.request_ids))
-        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params, lora_request=self.engine.adapter)
         return name
 
     def _sampling(self, ask: Ask, watched: bool) -> Any:

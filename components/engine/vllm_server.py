@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.engine.adapters import PREFIX
 from components.engine.channel import ChannelSettings
 from components.engine.dialect import (
     Answer,
@@ -64,6 +65,7 @@ class VllmDialect:
         channel: how weights travel; "nccl" broadcasts them from this process's GPU.
         update_seconds: until a server must have answered a broadcast's requests.
         stream_tokens: tokens in each part of a streamed answer but the first.
+        adapter_rank: largest rank of LoRA adapters; 0 starts servers without LoRA.
     """
 
     name = "vllm"
@@ -84,6 +86,7 @@ class VllmDialect:
         channel: ChannelSettings | None = None,
         update_seconds: float = 300.0,
         stream_tokens: int = 8,
+        adapter_rank: int = 0,
     ) -> None:
         self._model, self._dtype, self._length, self._device = model, dtype, length, device
         self._forbidden, self._eos, self._arguments = list(forbidden), frozenset(eos), list(arguments)
@@ -91,6 +94,8 @@ class VllmDialect:
         self._channel, self._update_seconds = channel or ChannelSettings(), update_seconds
         self._stream_tokens = stream_tokens
         self._broadcaster: Broadcaster | None = None
+        self._adapter_rank = adapter_rank
+        self._adapters: dict[str, str] = {}  # server → name of the adapter that requests ask for
         if self._channel.kind == "nccl" and device != "cuda":
             raise ConfigError("engine.channel.kind: 'nccl' needs GPUs, and the model runs on a CPU; wanted kind=file there.")
 
@@ -110,6 +115,9 @@ class VllmDialect:
             "VLLM_RPC_BASE_PATH": "{scratch}",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         }
+        if self._adapter_rank:
+            command += ["--enable-lora", "--max-lora-rank", str(self._adapter_rank), "--max-loras", "1", "--max-cpu-loras", "1"]
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._channel.kind == "nccl":
             command += ["--weight-transfer-config", '{"backend": "nccl"}']
         if self._device == "cpu":
@@ -135,12 +143,12 @@ class VllmDialect:
 
     async def generate(self, client: httpx.AsyncClient, ask: Ask, request_id: str) -> Answer:
         """One completion."""
-        reply = await call(client, "POST", _GENERATE, self.generate_body(ask, request_id))
+        reply = await call(client, "POST", _GENERATE, self.generate_body(ask, request_id) | self._named(client))
         return self.read_answer(reply)
 
     async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
         """One completion as server-sent events. Only the last one tells the version, so a request that is ended early is read on."""
-        body = self.generate_body(ask, request_id) | {"stream": True}
+        body = self.generate_body(ask, request_id) | {"stream": True} | self._named(client)
         body["sampling_params"]["stream_interval"] = self._stream_tokens
         wanted = True
         async with client.stream("POST", _GENERATE, json=body) as response:
@@ -165,7 +173,7 @@ class VllmDialect:
 
     async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
         """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
-        reply = await call(client, "POST", _GENERATE, self.score_body(ask, request_id))
+        reply = await call(client, "POST", _GENERATE, self.score_body(ask, request_id) | self._named(client))
         return self.read_scores(reply, ask)
 
     def generate_body(self, ask: Ask, request_id: str) -> dict[str, Any]:
@@ -237,7 +245,9 @@ class VllmDialect:
         """Has the workers read the files; vLLM's own version number follows only when they have."""
         if not await self._installed(client):
             await self._workers(client, "creditgraph_install", {"forbidden": self._forbidden})
-        if self._channel.kind == "nccl":
+        if update.adapter:
+            await self._load_adapter(client, update)
+        elif self._channel.kind == "nccl":
             await self._broadcast(client, update)
         else:
             await self._workers(client, "creditgraph_load_files", {"update": _packed(update)})
@@ -249,6 +259,7 @@ class VllmDialect:
     async def loaded(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
         """vLLM's version number and the workers' checksum, once both agree among themselves; after a broadcast there is no checksum."""
         told = str((await call(client, "GET", "/weight_info"))["weight_version"])
+        self._adapters[str(client.base_url)] = update.adapter
         if self._channel.kind == "nccl":
             return _number(told), None
         states = await self._workers(client, "creditgraph_state", {})
@@ -268,6 +279,19 @@ class VllmDialect:
         if request_ids:
             # The server puts this before the names that it is given.
             await call(client, "POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in request_ids]})
+
+    async def _load_adapter(self, client: httpx.AsyncClient, update: Update) -> None:
+        """Registers the adapter under its own name, which vLLM's prefix cache knows it by, in place of those there."""
+        await self._workers(client, "creditgraph_restore", {})
+        for entry in (await call(client, "GET", "/v1/models"))["data"]:
+            if entry["id"].startswith(PREFIX):
+                await _post_text(client, "/v1/unload_lora_adapter", {"lora_name": entry["id"]})
+        await _post_text(client, "/v1/load_lora_adapter", {"lora_name": update.adapter, "lora_path": update.path})
+        await self._workers(client, "creditgraph_adapter", {"version": update.version})
+
+    def _named(self, client: httpx.AsyncClient) -> dict[str, str]:
+        name = self._adapters.get(str(client.base_url), "")
+        return {"model": name} if name else {}
 
     async def _broadcast(self, client: httpx.AsyncClient, update: Update) -> None:
         from components.engine.vllm_nccl import Broadcaster
@@ -290,6 +314,14 @@ class VllmDialect:
         reply = await call(client, "POST", "/collective_rpc", {"method": method, "kwargs": dict(arguments)})
         results: list[Any] = reply.get("results", [])
         return results
+
+
+async def _post_text(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> None:
+    """A request whose answer is a sentence."""
+    response = await client.post(path, json=dict(body))
+    if response.status_code == 404 and "lora" not in response.text.lower():
+        raise ServerError(f"POST {path}: no such endpoint; wanted a server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora.")
+    check_status(f"POST {path}", response)
 
 
 def _packed(update: Update) -> str:

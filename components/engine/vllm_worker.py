@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
@@ -73,12 +74,31 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         return scaled.log_softmax(-1)
 
 
+class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
+    """vLLM's adapter, which leaves behind its id and the checksum of the tensors that it was last made of.
+
+    Attributes:
+        last: id and `sample_checksum` over all tensors, as they were read from the file.
+    """
+
+    last: ClassVar[tuple[int, str]] = (0, "")
+
+    @classmethod
+    def from_lora_tensors(cls, lora_model_id: int, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Makes an adapter of PEFT's tensors."""
+        # Before vLLM scales some of them in place.
+        WitnessedAdapter.last = (lora_model_id, sample_checksum(tensors, sorted(tensors)))
+        return super().from_lora_tensors(lora_model_id, tensors, *args, **kwargs)
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker (`worker_extension_cls`); called through `collective_rpc`."""
 
     model_runner: Any
     reload_weights: Any
+    list_loras: Any
     creditgraph_loaded: tuple[int, str] = (-1, "")
+    creditgraph_own: bool = True  # whether the model's own weights are those that it was started with
 
     def creditgraph_install(self, forbidden: Sequence[int]) -> None:
         """Puts `ExactSampler` in place; `forbidden` ids are never drawn."""
@@ -92,6 +112,8 @@ class WorkerExtension:
             mask = mask.to(runner.device)
         runner.sampler = ExactSampler(runner.sampler, mask)
         prompt_logprobs = runner._get_prompt_logprobs_dict
+        if getattr(runner, "lora_manager", None) is not None:
+            runner.lora_manager._lora_model_cls = WitnessedAdapter
 
         def each_at_its_temperature(runner: Any, *args: Any) -> dict[str, Any]:
             waiting, found = runner.num_prompt_logprobs, {}
@@ -123,8 +145,25 @@ class WorkerExtension:
 
     def creditgraph_reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter to write into."""
+        self.creditgraph_own = False
         self.reload_weights(weights_iterator=tensors)
         refresh_tied(self.model_runner.model)
+
+    def creditgraph_restore(self) -> None:
+        """Before an adapter comes: the model's own weights again, from its files, if others took their place."""
+        self.creditgraph_loaded = (-1, "")
+        if not self.creditgraph_own:
+            self.reload_weights()
+            refresh_tied(self.model_runner.model)
+            self.creditgraph_own = True
+
+    def creditgraph_adapter(self, version: int) -> tuple[int, str]:
+        """After an adapter was added: version and checksum of the one that vLLM read last and holds."""
+        held, checksum = WitnessedAdapter.last
+        if held not in self.list_loras():
+            raise RuntimeError("creditgraph: the adapter that was read last is not held; wanted it there after it was added.")
+        self.creditgraph_loaded = (version, checksum)
+        return self.creditgraph_loaded
 
 
 def refresh_tied(model: Any) -> None:

@@ -75,6 +75,18 @@ class WeightNames:
                 )
 
 
+def local_folder(path: str) -> str:
+    """The folder of a model: itself, or the hub's snapshot of that name; raises DataError when there is none."""
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the hub client raises types of its own
+        raise DataError(f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder.") from error
+
+
 def read_safetensors(path: str) -> dict[str, Tensor]:
     """All tensors of the safetensors files in a folder (or of one such file)."""
     from safetensors import SafetensorError

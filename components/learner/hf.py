@@ -105,6 +105,9 @@ class HFLearner(Component):
         return self._weights()
 
     def _weights(self) -> Weights:
+        if self.config.lora.publish == "adapter":
+            tensors, adapter = self.model.published_adapter()
+            return Weights(version=self.version, tensors=tensors, adapter=adapter)
         return Weights(version=self.version, tensors=self.model.published())
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from components.learner.attention import Gather, register
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing import PackedBatch, pack
 from pipeline.jagged import Jagged
+from pipeline.payloads import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,15 @@ class Lora:
     """adapters are scaled by alpha / rank"""
     target: str = "all-linear"
     """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
+    publish: Literal["merged", "adapter"] = "merged"
+    """what engines are given: merged, whole weights with the adapters in them; adapter, the adapters' own tensors, which are small and
+    which engine.vllm takes as they are (other engines merge them)"""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ValueError(f"lora.rank is {self.rank}; wanted 0 (full fine-tuning) or a positive rank.")
+        if self.publish == "adapter" and not self.rank:
+            raise ValueError("lora.publish is 'adapter', but lora.rank is 0, so there is none; wanted a positive rank, or publish=merged.")
 
 
 class LearnerModel:
@@ -54,6 +60,7 @@ class LearnerModel:
         self.tied = _is_tied(model)
         self._reference = copy.deepcopy(model).requires_grad_(False) if keep_reference and not lora.rank else None
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
+        self._lora = lora
         self.causal_lm = model
         self.padded = not _packs(model)
         if self._reference is not None and not self.padded:
@@ -118,6 +125,16 @@ class LearnerModel:
         if self.tied:
             out.pop(_head_name(self.causal_lm), None)
         return out
+
+    @torch.no_grad()
+    def published_adapter(self) -> tuple[dict[str, Tensor], Adapter]:
+        """A snapshot of the adapters alone, under PEFT's names, and what is to be known of them."""
+        from peft import get_peft_model_state_dict
+
+        found = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in found}
+        about = Adapter(rank=self._lora.rank, alpha=float(self._lora.alpha), targets=tuple(sorted(layers)))
+        return {name: tensor.detach().clone() for name, tensor in found.items()}, about
 
 
 def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
@@ -193,9 +210,25 @@ def _with_lora(model: Any, lora: Lora, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return get_peft_model(model, config)
+            made = get_peft_model(model, config)
         except ValueError as error:
             raise ValueError(f"learner: lora.target '{lora.target}' does not fit {type(model).__name__}: {error}") from error
+    if lora.publish == "adapter":
+        _check_linear(model)
+    return made
+
+
+def _check_linear(model: Any) -> None:
+    """Raises ValueError for adapters of other layers than linear ones, whose matrices engines would read otherwise."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        layer: Any = module
+        if isinstance(module, LoraLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
+            raise ValueError(
+                f"learner: lora.publish is 'adapter', and '{name}' is a {type(layer.get_base_layer()).__name__}; wanted adapters of linear "
+                "layers (torch.nn.Linear) only. Change lora.target, or set lora.publish=merged."
+            )
 
 
 def _lora_deltas(model: Any) -> dict[str, Tensor]:
