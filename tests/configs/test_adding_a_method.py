@@ -50,7 +50,7 @@ def test_the_page_has_the_parts_it_names():
     assert 30 <= len(FILES["maxrl.py"].splitlines()) <= 130
 
 
-def test_every_command_of_the_page(inside, capfd):
+def test_every_command_of_the_page(inside, capfd, undocumented_metrics):
     said = []
     for line in COMMANDS:
         words = shlex.split(line)
@@ -59,6 +59,8 @@ def test_every_command_of_the_page(inside, capfd):
             continue
         assert main(words[1:]) == 0, f"{line}: {capfd.readouterr().err}"
         said.append(capfd.readouterr().out)
+    assert undocumented_metrics <= {"learner.hf: weight_clipped"}, "the page's own objective logs this one"
+    undocumented_metrics.clear()
     assert "follows the component contract" in said[0]
     assert "maxrl:MaxRL" in (inside / "maxrl.mmd").read_text()
     assert "held-out accuracy" in said[2]

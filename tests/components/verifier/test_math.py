@@ -155,7 +155,7 @@ def test_labelled_pairs(toolbox, node):
 
 
 def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
-    component = Math(Math.Config(workers=1, seconds=4.0, cpu_seconds=0.3, memory_gb=2))
+    component = Math(Math.Config(workers=1, seconds=60.0, cpu_seconds=0.3, memory_gb=2))
     try:
         judge = component.run().judge
         answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
