@@ -23,14 +23,20 @@ def _beside(name: str) -> Any:
     return sys.modules[key]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gloo_pool() -> Iterator[Callable[[int], Any]]:
-    """gloo_pool(n) → a pool of n processes: `pool.run(function, *args)` runs a top-level function of a file on every rank at once."""
+    """gloo_pool(n) → a pool of n processes: `pool.run(function, *args)` runs a top-level function of a file on every rank at once.
+
+    Pools of other sizes end then, and all at the end of the file: each gloo group has threads that wake 100 times a second.
+    """
     pytest.importorskip("megatron.core", reason=REASON)
     pytest.importorskip("mbridge", reason=REASON)
     pools: dict[int, Any] = {}
 
     def make(size: int = 4) -> Any:
+        for other, pool in pools.items():
+            if other != size:
+                pool.close()
         return pools.setdefault(size, _beside("pool").Pool(size))
 
     yield make

@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
 # Imported once by the fork server and shared by all ranks.
+MOST_THREADS = 150  # of a rank; groups of earlier layouts keep some
 PRELOAD = ["torch", "torch.distributed", "transformers", "megatron.core", "megatron.core.optimizer", "mbridge"]
 
 
@@ -42,7 +43,8 @@ class Pool:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__code__.co_filename, function.__name__, args))
-        deadline, answers = time.monotonic() + timeout, {}
+        deadline = time.monotonic() + timeout
+        answers: dict[int, tuple[bool, Any, int]] = {}
         while len(answers) < self.size:
             left = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             ready = wait(list(left), max(0.0, deadline - time.monotonic()))
@@ -55,13 +57,15 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = (False, "the process died")
+                    answers[rank] = (False, "the process died", 0)
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + grace)
         failures = _failures(answers)
         if failures:
             raise RankError(failures)
-        return [answers[rank][1] for rank in range(self.size)]
+        if max(threads for _, _, threads in answers.values()) > MOST_THREADS:
+            self.close()
+        return [answer for _, (_, answer, _) in sorted(answers.items())]
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
@@ -93,8 +97,8 @@ class Pool:
         self._processes, self._pipes = [], []
 
 
-def _failures(answers: dict[int, tuple[bool, Any]]) -> str:
-    return "\n".join(f"rank {rank}: {text}" for rank, (fine, text) in sorted(answers.items()) if not fine)
+def _failures(answers: dict[int, tuple[bool, Any, int]]) -> str:
+    return "\n".join(f"rank {rank}: {text}" for rank, (fine, text, _) in sorted(answers.items()) if not fine)
 
 
 def _load(path: str) -> Any:
@@ -124,7 +128,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             answer = (True, getattr(_load(path), name)(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        pipe.send((*answer, len(os.listdir("/proc/self/task"))))
 
 
 if __name__ == "pooled_rank":
