@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -271,6 +271,23 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: found {type(values).__name__}; wanted a mapping.")
     return values
+
+
+def resolved_section(section: str, file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file of a choice, with what it refers to (`${…}`) read from the configuration that it is a section of.
+
+    Raises:
+        ConfigError: the file is no YAML mapping, or refers to what is not there.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole = OmegaConf.create({**values, section: read_yaml(file)})
+    try:
+        found: dict[str, Any] = OmegaConf.to_container(whole[section], resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{file}: {_first_lines(error)}") from error
+    return found
 
 
 def _first_lines(error: BaseException, limit: int = 6) -> str:

@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,6 +79,67 @@ def write_aside(path: Path, text: str) -> None:
         os.replace(aside, path)
 
 
+def take_lock(path: Path, refusal: Callable[[str], str]) -> int:
+    """Locks a file for this process and notes in it who has it; the kernel ends the lock with the process, however that ends.
+
+    Args:
+        path: the file; made where there is none.
+        refusal: the sentence for a file that another process has locked, from who that is.
+
+    Returns:
+        A file descriptor; closing it gives the lock back.
+
+    Raises:
+        RunError: another process has it, or the file cannot be written.
+    """
+    with writing(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note = os.pread(handle, 4096, 0).decode(errors="replace")
+        os.close(handle)
+        raise RunError(refusal(_holder(note))) from None
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s); make sure that no second process is here.", path, error.strerror)
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    try:
+        with writing(path):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(who).encode(), 0)
+    except RunError:
+        os.close(handle)
+        raise
+    return handle
+
+
+@contextmanager
+def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
+    """`take_lock`, given back at the end."""
+    handle = take_lock(path, refusal)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def lock_holder(path: Path) -> str:
+    """Who has locked a file, as "process 12 on host since …"; "" when nobody has, or its file system has no locks."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(os.pread(handle, 4096, 0).decode(errors="replace"))
+    except OSError:
+        return ""
+    finally:
+        os.close(handle)
+    return ""
+
+
 class RunDirectory:
     """A locked run directory. Use `open`; close it (or leave the `with`) to release the lock.
 
@@ -109,7 +170,7 @@ class RunDirectory:
         run = cls(Path(path))
         run._make()
         try:
-            run._acquire()
+            run._lock = take_lock(run.path / "lock", run._refusal)
             run._compare(config, allow_changes)
             write_aside(run.config_path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         except BaseException:
@@ -141,26 +202,8 @@ class RunDirectory:
             for folder in (self.path, self.record_path, self.checkpoints_path, self.logs_path):
                 folder.mkdir(parents=True, exist_ok=True)
 
-    def _acquire(self) -> None:
-        path = self.path / "lock"
-        with writing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 4096).decode(errors="replace")
-            os.close(handle)
-            raise RunError(
-                f"{self.path}: in use by {_holder(holder)}. Two processes must not share a run: "
-                "wait for it, stop it, or choose another run.name."
-            ) from None
-        except OSError as error:
-            logger.warning("%s: this file system has no locks (%s); make sure that no second process uses the run.", path, error.strerror)
-        self._lock = handle
-        with writing(path):
-            os.ftruncate(handle, 0)
-            note = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-            os.pwrite(handle, json.dumps(note).encode(), 0)
+    def _refusal(self, holder: str) -> str:
+        return f"{self.path}: in use by {holder}. Two processes must not share a run: wait for it, stop it, or choose another run.name."
 
     def _compare(self, config: dict[str, Any], allow_changes: bool) -> None:
         if not self.config_path.exists():

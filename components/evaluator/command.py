@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -31,9 +28,7 @@ from components.prompts.dataset import load_rows
 from pipeline.component import Context
 from pipeline.compose import search_dirs
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.run_directory import write_aside, writing
-
-logger = logging.getLogger("creditgraph")
+from pipeline.run_directory import locked, write_aside, writing
 
 Say = Callable[[str], None]
 
@@ -324,14 +319,5 @@ def _locked(subject: Subject, suite: Suite, label: str) -> Iterator[Path]:
     folder = subject.folder / "eval" / suite.name / (subject.checkpoint + (f"-{label}" if label else ""))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{folder}: another process evaluates this; wait for it, or use label=NAME.") from None
-        except OSError:
-            logger.warning("%s: this file system has no locks; make sure that no second process evaluates this.", folder)
+    with locked(folder / "lock", lambda who: f"{folder}: {who} evaluates this; wait for it, or use label=NAME."):
         yield folder
-    finally:
-        os.close(handle)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +17,14 @@ import torch
 from components.models.load import resolve_model_path
 from pipeline.checkpoint import load
 from pipeline.component import Context, ModelSpec
-from pipeline.compose import deep_merge, graph_dict, list_choices, read_yaml
+from pipeline.compose import deep_merge, graph_dict, list_choices, read_yaml, resolved_section
 from pipeline.errors import ConfigError, RunError, did_you_mean
 from pipeline.payloads import Policy, Weights
 from pipeline.registry import load_class
+from pipeline.run_directory import lock_holder
 from pipeline.run_settings import resolve_device
 from pipeline.settings import build_config
 from pipeline.sockets import sockets_of
-
-logger = logging.getLogger("creditgraph")
 
 _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
 
@@ -140,7 +137,7 @@ def open_model_subject(name: str, choices: Choices) -> Subject:
         folder=choices.root / f"model-{_plain(Path(name).name)}",
         checkpoint="initial",
         spec=spec,
-        engine=_chosen(choices, Engine(use="engine.local")),
+        engine=_chosen(choices, Engine(use="engine.local"), {}),
         device=resolve_device(choices.device or "auto"),
         threads=1,
         train=None,
@@ -201,16 +198,17 @@ def _model(settings: Mapping[str, Any], place: str) -> ModelSpec:
 def _engine_of_run(values: dict[str, Any], choices: Choices) -> Engine:
     nodes = graph_dict(values)[0]["nodes"]
     found = [Engine(use=s["use"], settings=dict(s.get("config") or {})) for s in nodes.values() if _policy_output(load_class(s["use"]))]
-    return _chosen(choices, found[0] if found else Engine(use="engine.local"))
+    return _chosen(choices, found[0] if found else Engine(use="engine.local"), values)
 
 
-def _chosen(choices: Choices, own: Engine) -> Engine:
+def _chosen(choices: Choices, own: Engine, values: Mapping[str, Any]) -> Engine:
+    """The engine of the command line; what its file refers to (the learner's LoRA) is read from `values`, the run's configuration."""
     engine = own
     if choices.engine:
         known = list_choices("engine", choices.dirs)
         if choices.engine not in known:
             raise ConfigError(f"engine={choices.engine}: no engine of that name.{did_you_mean(choices.engine, known)}")
-        chosen = read_yaml(known[choices.engine])
+        chosen = resolved_section("engine", known[choices.engine], values)
         use = str(chosen.pop("use"))
         # Another engine has other settings: those of the run's are left behind.
         engine = Engine(use=use, settings=deep_merge(own.settings if use == own.use else {}, chosen))
@@ -237,7 +235,7 @@ def _checkpoint(path: Path, wanted: str, spec: ModelSpec) -> tuple[str, str, Cal
                 "(tools/export_hf writes one)."
             )
         return _plain(folder.resolve().name), _files_fingerprint(folder), lambda: Weights(version=1, path=str(folder)), ()
-    holder = _training(path)
+    holder = lock_holder(path / "lock")
     if holder and wanted == "latest":
         raise RunError(
             f"{path}: still training ({holder}), so its latest checkpoint changes; wait for it to end, or name a checkpoint that is "
@@ -297,26 +295,6 @@ def _files_fingerprint(folder: Path) -> str:
             handle.seek(max(0, size - _EDGE))
             digest.update(handle.read(_EDGE))
     return digest.hexdigest()[:16]
-
-
-def _training(path: Path) -> str:
-    """Who holds the lock of a run; "" when nobody does."""
-    try:
-        handle = (path / "lock").open("rb")
-    except OSError:
-        return ""
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            try:
-                who = json.loads(handle.read().decode(errors="replace"))
-                return f"process {who['pid']} on {who['host']} since {who['since']}"
-            except (ValueError, KeyError, TypeError):
-                return "another process"
-        except OSError:
-            return ""  # a file system without locks
-    return ""
 
 
 def _numbers(path: Path) -> list[int]:

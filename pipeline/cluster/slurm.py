@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 
 from pipeline.cluster.render import Kind
 from pipeline.errors import ConfigError, CreditgraphError, RunError
-from pipeline.run_directory import write_aside, writing
+from pipeline.run_directory import locked, write_aside, writing
 
 NOTES: dict[Kind, str] = {"job": "job.json", "eval": "eval-job.json"}
 LOG_NOT_OPENED = "0:53"  # what slurmd reports of a batch script whose --output cannot be opened
@@ -151,18 +149,11 @@ def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
     """Around the submission of a run: raises RunError when one of its jobs is pending or running, or another `submit` is at it."""
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run / "submit.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{run}: another `creditgraph submit` is sending this run to SLURM now; wanted one at a time.") from None
-        except OSError:
-            pass  # a file system without locks; the job script still lets only one job have the run
+    with locked(
+        run / "submit.lock", lambda who: f"{run}: `creditgraph submit` of {who} is sending this run to SLURM now; wanted one at a time."
+    ):
         refuse_second(run, kind)
         yield
-    finally:
-        os.close(handle)
 
 
 def refuse_second(run: Path, kind: Kind = "job") -> None:

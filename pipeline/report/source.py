@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +17,7 @@ from pipeline.errors import CreditgraphError, RunError, did_you_mean
 from pipeline.graph import Graph
 from pipeline.metrics import read_metrics
 from pipeline.recording import KEY, from_arrow
+from pipeline.run_directory import lock_holder
 from pipeline.timeline import trace_files
 
 Key = tuple[str, int]  # ("node.output", iteration)
@@ -130,7 +129,7 @@ def read_run(path: Path) -> RunSource:
             run.files[file.parent.name, int(file.stem)] = file
     if not run.files:
         run.note("nothing is recorded (record/ is empty), so there are no rollouts; train with run.record.every=1 to see them")
-    run.running = _locked(path / "lock")
+    run.running = bool(lock_holder(path / "lock"))
     if run.running:
         run.note("still going: this shows what was written when the report was made")
     return run
@@ -169,23 +168,6 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             yield row
-
-
-def _locked(path: Path) -> bool:
-    """Whether a process holds the lock; asks for a shared one and gives it back."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
 
 
 def _utf8(table: pa.Table) -> pa.Table:

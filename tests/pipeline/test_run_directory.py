@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline.errors import RunError
-from pipeline.run_directory import RunDirectory, differences, write_aside, writing
+from pipeline.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
 
 CONFIG = {"run": {"seed": 0, "iterations": 5}, "nodes": {"a": {"use": "x", "in": {"p": "b.c"}, "config": {"betas": [0.9, 0.99]}}}}
 
@@ -44,6 +44,16 @@ def test_a_second_process_is_refused_and_told_who_runs(tmp_path):
         assert "wait for it, stop it, or choose another run.name" in text
     with RunDirectory.open(tmp_path / "r", CONFIG) as run:
         assert run.resumed
+
+
+def test_a_lock_says_who_has_it_until_it_is_given_back(tmp_path):
+    path = tmp_path / "lock"
+    assert lock_holder(path) == ""
+    with locked(path, str):
+        assert lock_holder(path).startswith(f"process {os.getpid()} on {socket.gethostname()} since ")
+        with pytest.raises(RunError, match=f"^held by process {os.getpid()} on "), locked(path, lambda who: f"held by {who}"):
+            pass
+    assert lock_holder(path) == ""
 
 
 def test_free_settings_may_change_and_are_listed(tmp_path):
