@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,12 +79,12 @@ def write_aside(path: Path, text: str) -> None:
         os.replace(aside, path)
 
 
-def take_lock(path: Path, refusal: Callable[[str], str]) -> int:
+def take_lock(path: Path, instead: str) -> int:
     """Locks a file for this process and notes in it who has it; the kernel ends the lock with the process, however that ends.
 
     Args:
-        path: the file; made where there is none.
-        refusal: the sentence for a file that another process has locked, from who that is.
+        path: the file, in the directory that it is the lock of; made where there is none.
+        instead: what a user who cannot wait does, for the sentence.
 
     Returns:
         A file descriptor; closing it gives the lock back.
@@ -99,7 +99,9 @@ def take_lock(path: Path, refusal: Callable[[str], str]) -> int:
     except BlockingIOError:
         note = os.pread(handle, 4096, 0).decode(errors="replace")
         os.close(handle)
-        raise RunError(refusal(_holder(note))) from None
+        raise RunError(
+            f"{path.parent}: in use by {_holder(note)}. Two processes must not share it: wait for it, stop it, or {instead}."
+        ) from None
     except OSError as error:
         logger.warning("%s: this file system has no locks (%s); make sure that no second process is here.", path, error.strerror)
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -114,9 +116,9 @@ def take_lock(path: Path, refusal: Callable[[str], str]) -> int:
 
 
 @contextmanager
-def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
+def locked(path: Path, instead: str) -> Iterator[None]:
     """`take_lock`, given back at the end."""
-    handle = take_lock(path, refusal)
+    handle = take_lock(path, instead)
     try:
         yield
     finally:
@@ -170,7 +172,7 @@ class RunDirectory:
         run = cls(Path(path))
         run._make()
         try:
-            run._lock = take_lock(run.path / "lock", run._refusal)
+            run._lock = take_lock(run.path / "lock", "choose another run.name")
             run._compare(config, allow_changes)
             write_aside(run.config_path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         except BaseException:
@@ -201,9 +203,6 @@ class RunDirectory:
         with writing(self.path):
             for folder in (self.path, self.record_path, self.checkpoints_path, self.logs_path):
                 folder.mkdir(parents=True, exist_ok=True)
-
-    def _refusal(self, holder: str) -> str:
-        return f"{self.path}: in use by {holder}. Two processes must not share a run: wait for it, stop it, or choose another run.name."
 
     def _compare(self, config: dict[str, Any], allow_changes: bool) -> None:
         if not self.config_path.exists():

@@ -1,9 +1,9 @@
 """Checking a graph without importing torch, which takes longer than everything else that a check does.
 
 A check reads signatures, annotations and settings of component classes; it runs none of them. So while `without_torch` is active,
-`import torch` (and httpx, which is slow too) gives stand-ins: modules whose every attribute is an empty class, good for annotations,
-base classes, decorators and tables of dtypes. Whatever needs more than that (a comparison, arithmetic, a truth value) raises; so may a
-mistake of the user. Both start the command again, with the real torch, whose word is the last.
+`import torch` (and numpy, pyarrow and httpx, which are slow too) gives stand-ins: modules whose every attribute is an empty class, good
+for annotations, base classes, decorators and tables of dtypes. Whatever needs more than that (a comparison, arithmetic, a truth value)
+raises; so may a mistake of the user. Both start the command again, with the real torch, whose word is the last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 AGAIN = "CREDITGRAPH_CHECK_WITH_TORCH"
-ABSENT = ("torch", "httpx")
+ABSENT = ("torch", "numpy", "pyarrow", "httpx")
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -24,6 +27,9 @@ from pipeline.payloads import Weights
 SAMPLED_TENSORS = 8
 _SAMPLED_BYTES = 1 << 20
 _PREFIX = "creditgraph-weights-"
+_FAILED = "failed"  # tells those who wait for files of a folder that no more come
+_POLL_SECONDS = 0.001
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +44,8 @@ class ChannelSettings:
     """folder taken when `path` is full; "" stops the run instead"""
     dtype: Literal["model", "bfloat16", "float32"] = "model"
     """of the tensors on their way; model: that of model.dtype, so that float32 stays exact"""
-    bucket_mb: int = 512
-    """most megabytes of whole tensors per file, or per packed broadcast"""
+    bucket_mb: int = 128
+    """most megabytes of whole tensors per file, or per packed broadcast; servers load one file while the next is written"""
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 1:
@@ -49,8 +55,9 @@ class ChannelSettings:
 class WeightChannel(Protocol):
     """Publishes weights; a pool then has its servers load them."""
 
-    def publish(self, weights: Weights) -> Update:
-        """Makes `weights` loadable; the update stays loadable until `retire`."""
+    def publish(self, weights: Weights, early: bool = False) -> Update:
+        """Makes `weights` loadable; the update stays loadable until `retire`. With `early` some files may come later (`Update.written`);
+        the tensors must not change until they have."""
         ...
 
     def retire(self, version: int) -> None:
@@ -65,8 +72,8 @@ class WeightChannel(Protocol):
 class FileChannel:
     """Weights through safetensors files: in /dev/shm on one host, or on a file system that all hosts share.
 
-    A version is a folder that appears under its name when it is complete. Weights that are a folder already (`Weights.path`) in the
-    right dtype are not copied.
+    A version is a folder that appears under its name when it is complete; published early, the folder is there at once, and each file when
+    it is complete. Weights that are a folder already (`Weights.path`) in the right dtype are not copied.
 
     Args:
         settings: of the channel.
@@ -76,6 +83,7 @@ class FileChannel:
     def __init__(self, settings: ChannelSettings, dtype: torch.dtype) -> None:
         self._settings, self._dtype = settings, dtype
         self._folders: dict[int, Path] = {}
+        self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
         self.path = _own_folder(Path(settings.path))
         self.fallback = _own_folder(Path(settings.fallback)) if settings.fallback else None
         remove_abandoned(Path(settings.path))
@@ -85,12 +93,14 @@ class FileChannel:
         """Where files may be; to be removed with the run."""
         return [self.path] if self.fallback is None else [self.path, self.fallback]
 
-    def publish(self, weights: Weights) -> Update:
-        """Writes the weights; raises RunError, naming the setting, when there is no room."""
+    def publish(self, weights: Weights, early: bool = False) -> Update:
+        """Writes the weights, all but adapters in a thread with `early`; raises RunError, naming the setting, when there is no room."""
         tensors, files = self._source(weights)
+        update = self._described(weights, tensors)
+        if files is None and early and not update.adapter:
+            return self._begin(update, tensors)
         if files is None:
             files = self._write(weights, tensors)
-        update = self._described(weights, tensors)
         return dataclasses.replace(update, path=str(files[0].parent), files=tuple(map(str, files)))
 
     def describe(self, weights: Weights) -> Update:
@@ -113,6 +123,7 @@ class FileChannel:
 
     def close(self) -> None:
         """Removes all files."""
+        self._writer.shutdown()
         self._folders.clear()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,6 +141,36 @@ class FileChannel:
             return tensors, files
         return distinct(tensors, self._dtype), None
 
+    def _begin(self, update: Update, tensors: dict[str, Tensor]) -> Update:
+        """The update with the names of its files, which a thread begins to write."""
+        needed = sum(tensor.nbytes for tensor in tensors.values())
+        roomy = (f for f in self.folders if _has_room(f, needed))
+        folder = next(roomy, None)
+        if folder is None:
+            raise self._no_room(update.version, needed, [f"{f.parent} ({os.strerror(errno.ENOSPC)})" for f in self.folders])
+        final = folder / f"v{update.version}"
+        with _told(folder):
+            shutil.rmtree(final, ignore_errors=True)
+            final.mkdir(parents=True)
+        self._folders[update.version] = final
+        parts = {final / f"bucket-{n:05d}.safetensors": bucket for n, bucket in enumerate(self._buckets(tensors))}
+        written = self._writer.submit(self._write_parts, parts, update.version, needed)
+        return dataclasses.replace(update, path=str(final), files=tuple(map(str, parts)), written=written)
+
+    def _write_parts(self, parts: dict[Path, dict[str, Tensor]], version: int, needed: int) -> None:
+        folder = next(iter(parts)).parent
+        try:
+            for file, bucket in parts.items():
+                aside = file.with_name(f".{file.name}")
+                write_file(aside, bucket)
+                aside.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                (folder / _FAILED).touch()
+            if error.errno in _FULL:
+                raise self._no_room(version, needed, [f"{folder.parent.parent} ({error.strerror})"]) from error
+            raise _not_written(folder.parent, error) from error
+
     def _write(self, weights: Weights, tensors: dict[str, Tensor]) -> list[Path]:
         needed = sum(tensor.nbytes for tensor in tensors.values())
         tried: list[str] = []
@@ -137,19 +178,20 @@ class FileChannel:
             try:
                 return self._write_to(folder, weights, tensors, needed)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise RunError(f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror}).") from error
+                if error.errno not in _FULL:
+                    raise _not_written(folder, error) from error
                 tried.append(f"{folder.parent} ({error.strerror})")
+        raise self._no_room(weights.version, needed, tried)
+
+    def _no_room(self, version: int, needed: int, tried: Sequence[str]) -> RunError:
         hint = "engine.channel.path and engine.channel.fallback to folders" if self.fallback else "engine.channel.fallback to a folder"
-        raise RunError(
-            f"weights version {weights.version}: {needed / 1e6:.1f} MB found no room in {', nor in '.join(tried)}; wanted room for two "
+        return RunError(
+            f"weights version {version}: {needed / 1e6:.1f} MB found no room in {', nor in '.join(tried)}; wanted room for two "
             f"versions. Free space there, or set {hint} with room."
         )
 
     def _write_to(self, folder: Path, weights: Weights, tensors: dict[str, Tensor], needed: int) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(folder).free < needed:
-            # A memory file system would let the file grow and end the writer with SIGBUS.
+        if not _has_room(folder, needed):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         aside, final = folder / f".v{weights.version}", folder / f"v{weights.version}"
         for stale in (aside, final):
@@ -171,6 +213,40 @@ class FileChannel:
 
     def _buckets(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield from buckets(tensors, self._settings.bucket_mb << 20)
+
+
+def _has_room(folder: Path, needed: int) -> bool:
+    """Asked before writing: a memory file system would let the file grow and end the writer with SIGBUS."""
+    with _told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(folder).free >= needed
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _not_written(folder, error) from error
+
+
+def _not_written(folder: Path, error: OSError) -> RunError:
+    return RunError(f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror}).")
+
+
+def wait_for(file: str | Path, deadline: float) -> None:
+    """Returns when `file`, of an update that is being written, is there.
+
+    Raises:
+        CreditgraphError: its writer failed, or it is not there by `deadline` (time.monotonic()).
+    """
+    path = Path(file)
+    while not path.exists():
+        if (path.parent / _FAILED).exists():
+            raise CreditgraphError(f"{path}: could not be written; the process that publishes weights says why.")
+        if time.monotonic() >= deadline:
+            raise CreditgraphError(f"{path}: not there in time; wanted it from the process that publishes weights.")
+        time.sleep(_POLL_SECONDS)
 
 
 def as_sent(weights: Weights, dtype: torch.dtype) -> Weights:
@@ -218,7 +294,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> str:
         save_file(tensors, file)
     except SafetensorError as error:
         text = str(error)
-        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if f"os error {n}" in text), errno.EIO)
+        number = next((n for n in _FULL if f"os error {n}" in text), errno.EIO)
         raise OSError(number, os.strerror(number) if number != errno.EIO else text) from error
     return file.name
 

@@ -5,7 +5,9 @@ The pool, the processes and the weight channel know servers only through this pr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -53,11 +55,15 @@ class ScoreAsk:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a server with the right weights answers to a fixed `ask`: `logprobs` up to `tolerance` nats."""
+    """What a server with the right weights answers to a fixed `ask`: `logprobs`, which may still be computed, up to `tolerance` nats."""
 
     ask: ScoreAsk
-    logprobs: tuple[float, ...]
+    logprobs: Future[tuple[float, ...]]
     tolerance: float
+
+    async def wanted(self) -> tuple[float, ...]:
+        """The log-probs, when they are computed."""
+        return await asyncio.shield(asyncio.wrap_future(self.logprobs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,7 @@ class Update:
         checksum: see `components.engine.channel.sample_checksum`.
         probe: a question whose answer shows whether the weights took effect, or None.
         loaded: another process has had the servers load it; it is only verified here.
+        written: done when all files are there, or with the error that kept them from it; they appear one by one. None: they are there.
         adapter: the name under which requests ask for the LoRA adapter that `path` holds in PEFT's layout; "" for whole weights.
     """
 
@@ -82,7 +89,13 @@ class Update:
     checksum: str
     probe: Probe | None = None
     loaded: bool = False
+    written: Future[None] | None = None
     adapter: str = ""
+
+    async def complete(self) -> None:
+        """Returns when all files are there; raises what kept them from it."""
+        if self.written is not None:
+            await asyncio.shield(asyncio.wrap_future(self.written))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,10 +252,11 @@ class Member:
 
     async def _check(self, version: int, probe: Probe) -> None:
         answer = await self.dialect.score(self.client, probe.ask, f"probe-{time.monotonic_ns()}")
-        if len(answer.logprobs) != len(probe.logprobs):
-            raise ServerError(f"{len(answer.logprobs)} log-probs for {len(probe.logprobs)} tokens of the probe.")
+        wanted = await probe.wanted()
+        if len(answer.logprobs) != len(wanted):
+            raise ServerError(f"{len(answer.logprobs)} log-probs for {len(wanted)} tokens of the probe.")
         # Weights that give no numbers are told by the first generation.
-        worst = max((abs(a - b) for a, b in zip(answer.logprobs, probe.logprobs, strict=True) if math.isfinite(b)), default=0.0)
+        worst = max((abs(a - b) for a, b in zip(answer.logprobs, wanted, strict=True) if math.isfinite(b)), default=0.0)
         if not worst <= probe.tolerance:
             raise ServerError(
                 f"its log-probs of a fixed sequence differ by up to {worst:.3g} nats from those of weights version {version}; "

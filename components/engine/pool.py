@@ -197,6 +197,11 @@ class ServerPool:
         self._update, self.updates = update, []
         usable = [m for m in self.members if m.state in ("starting", "ready", "updating")]
         failures = await asyncio.gather(*(self._load(m, update) for m in usable), return_exceptions=True)
+        if any(failures):
+            # What went wrong on this side is the cause, and no other server would fare better.
+            await update.complete()
+            if update.probe is not None:
+                await update.probe.wanted()
         for member, failure in zip(usable, failures, strict=True):
             if isinstance(failure, asyncio.CancelledError) or (failure is not None and not isinstance(failure, Exception)):
                 raise failure

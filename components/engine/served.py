@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class Servers:
         self.engine, self._tolerance, self.streams = engine, tolerance, dialect.streams
         # Servers that were started here are this replica's own; servers found elsewhere are those of all replicas.
         elsewhere, ranks = bool(settings.addresses or settings.rendezvous), context.ranks
-        self._shared = elsewhere and ranks.num_replicas > 1
+        self._shared, self._near = elsewhere and ranks.num_replicas > 1, not elsewhere
+        self._aside = ThreadPoolExecutor(1, "creditgraph-probe")
         wanted = settings.channel.dtype
         self._dtype: torch.dtype = getattr(torch, context.model.dtype if wanted == "model" else wanted)
         self._scratch = None if context.run_dir else tempfile.TemporaryDirectory(prefix="creditgraph-run-")
@@ -101,15 +103,13 @@ class Servers:
         else:
             published = weights
         follows = self._shared and self.engine.context.ranks.replica > 0
-        update = self.channel.describe(published) if follows else self.channel.publish(published)
+        # Servers on other hosts may see a new file late, and those in groups of ranks begin when all have come this far.
+        update = self.channel.describe(published) if follows else self.channel.publish(published, early=self._near)
         if self._tolerance:
             if weights.adapter is not None:
                 tensors = self.engine.names.resolve(merged(as_sent(weights, self._dtype), self.engine.context.model))
-            ids = [*self._probe.context, *self._probe.tokens]
-            model = getattr(torch, self.engine.context.model.dtype)
-            sent = {name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-            logprobs = reference_logprobs(self.engine.model, sent, ids, model)
-            update = dataclasses.replace(update, probe=Probe(ask=self._probe, logprobs=tuple(logprobs.tolist()), tolerance=self._tolerance))
+            wanted = self._aside.submit(self._reference, tensors, torch.get_num_threads())
+            update = dataclasses.replace(update, probe=Probe(ask=self._probe, logprobs=wanted, tolerance=self._tolerance))
         self.engine.version = -1  # no handle is valid while servers change
         self._meet()  # no replica samples any more
         if follows:
@@ -123,6 +123,13 @@ class Servers:
         self.channel.retire(weights.version)
         self.count()
         return ServedPolicy(self.engine, weights.version, self)
+
+    def _reference(self, tensors: dict[str, torch.Tensor], threads: int) -> tuple[float, ...]:
+        """Log-probs of the probe; computed in a thread while servers load."""
+        torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
+        sent = {name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        ids = [*self._probe.context, *self._probe.tokens]
+        return tuple(reference_logprobs(self.engine.model, sent, ids, getattr(torch, self.engine.context.model.dtype)).tolist())
 
     def _meet(self) -> None:
         """Waits for the other replicas that ask the same servers; the first of them changes the weights, the others verify them."""
@@ -142,6 +149,7 @@ class Servers:
     def close(self) -> None:
         """Ends the servers and removes their weight files."""
         self.pool.close()
+        self._aside.shutdown()
         self.channel.close()
         if self._scratch is not None:
             self._scratch.cleanup()

@@ -259,6 +259,7 @@ class SGLangDialect:
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
         """Loads the weights by the transfer of the settings; each of them drops the prefix cache."""
+        await update.complete()
         url = str(client.base_url)
         self._busy.add(url)
         try:

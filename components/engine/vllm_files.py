@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from components.engine.channel import read_file, sample_checksum
+from components.engine.channel import read_file, sample_checksum, wait_for
 from components.engine.vllm_worker import ExactSampler, WorkerExtension
 
 
@@ -16,13 +17,19 @@ class FileExtension(WorkerExtension):
     """Methods that /collective_rpc calls; arguments and results are JSON."""
 
     def creditgraph_load_files(self, update: str) -> dict[str, Any]:
-        """Loads the files of an update (JSON with version, files, sample); the state after it."""
+        """Loads the files of an update, each as soon as it is there; the state after it.
+
+        Args:
+            update: JSON with version, files, sample, and wait_seconds, within which the last file must be there.
+        """
         wanted = json.loads(update)
+        deadline = time.monotonic() + wanted["wait_seconds"]
         self.creditgraph_loaded = (-1, "")  # until the last file is loaded
         sample, names = {}, set(wanted["sample"])
 
         def passing() -> Iterator[tuple[str, Tensor]]:
             for file in wanted["files"]:
+                wait_for(file, deadline)
                 for name, tensor in read_file(file):
                     if name in names:
                         sample[name] = tensor

@@ -250,7 +250,7 @@ class VllmDialect:
         elif self._channel.kind == "nccl":
             await self._broadcast(client, update)
         else:
-            await self._workers(client, "creditgraph_load_files", {"update": _packed(update)})
+            await self._workers(client, "creditgraph_load_files", {"update": self._packed(update)})
         await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
         reset = await call(client, "POST", "/reset_prefix_cache")
         if isinstance(reset, Mapping) and reset.get("success") is False:
@@ -298,6 +298,7 @@ class VllmDialect:
 
         if self._broadcaster is None:
             self._broadcaster = Broadcaster(self._channel.bucket_mb << 20, self._update_seconds)
+        await update.complete()
         workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
         await asyncio.to_thread(self._broadcaster.send, str(client.base_url).rstrip("/"), update.files, workers)
 
@@ -308,6 +309,10 @@ class VllmDialect:
             raise ServerError(
                 f"{error} Wanted a server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and --worker-extension-cls {EXTENSION}."
             ) from error
+
+    def _packed(self, update: Update) -> str:
+        seconds = 0.0 if update.written is None else self._update_seconds
+        return json.dumps({"version": update.version, "files": update.files, "sample": update.sample, "wait_seconds": seconds})
 
     @staticmethod
     async def _workers(client: httpx.AsyncClient, method: str, arguments: Mapping[str, Any]) -> list[Any]:
@@ -322,10 +327,6 @@ async def _post_text(client: httpx.AsyncClient, path: str, body: Mapping[str, An
     if response.status_code == 404 and "lora" not in response.text.lower():
         raise ServerError(f"POST {path}: no such endpoint; wanted a server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora.")
     check_status(f"POST {path}", response)
-
-
-def _packed(update: Update) -> str:
-    return json.dumps({"version": update.version, "files": update.files, "sample": update.sample})
 
 
 def _entropy(entry: Mapping[str, Any]) -> float:

@@ -319,5 +319,5 @@ def _locked(subject: Subject, suite: Suite, label: str) -> Iterator[Path]:
     folder = subject.folder / "eval" / suite.name / (subject.checkpoint + (f"-{label}" if label else ""))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "lock", lambda who: f"{folder}: {who} evaluates this; wait for it, or use label=NAME."):
+    with locked(folder / "lock", "use label=NAME"):
         yield folder

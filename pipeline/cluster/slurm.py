@@ -149,9 +149,7 @@ def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
     """Around the submission of a run: raises RunError when one of its jobs is pending or running, or another `submit` is at it."""
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
-    with locked(
-        run / "submit.lock", lambda who: f"{run}: `creditgraph submit` of {who} is sending this run to SLURM now; wanted one at a time."
-    ):
+    with locked(run / "submit.lock", "choose another run.name"):
         refuse_second(run, kind)
         yield
 

@@ -430,4 +430,4 @@ def test_two_evaluations_at_once(configs, tmp_path, capsys):
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
-    assert "evaluates this; wait for it, or use label=NAME" in capsys.readouterr().err
+    assert "Two processes must not share it: wait for it, stop it, or use label=NAME." in capsys.readouterr().err

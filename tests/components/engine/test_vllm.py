@@ -178,7 +178,7 @@ def test_draws_follow_the_distribution(pair, chains):
     observed, expected = (torch.cat([x[large], x[~large].sum()[None]]) for x in (counts, p * rows))
     cells = len(expected) - 1
     assert float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum()) < cells + 5 * (2 * cells) ** 0.5
-    cut = pair.policy.generate(requests(many.select(torch.arange(200)), temperature=3.0, top_k=3, max_tokens=1))
+    cut = pair.policy.generate(requests(many.select(torch.arange(200)), temperature=2.0, top_k=3, max_tokens=1))
     # A subset: the third of the three is rare, and which draws find it differs between machines whose floats differ in the last place.
     drawn = set(cut.tokens.values.tolist())
     assert len(drawn) > 1

@@ -80,7 +80,7 @@ class Fleet:
     def load(self, version: int) -> None:
         tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
         self.version = version
-        self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors)))
+        self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors), early=True))
         self.channel.retire(version)
 
     def rows(self, prompts: int, group: int, max_tokens: int = 8, version=None, **sampling) -> Rows:

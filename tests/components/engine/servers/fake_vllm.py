@@ -158,6 +158,11 @@ class Handler(BaseHTTPRequestHandler):
             if fault == "500 in update":
                 return self.reply({"error": "cannot load"}, 500)
             update = json.loads(arguments["update"])
+            for file in map(Path, update["files"]):
+                while not file.exists():
+                    if (file.parent / "failed").exists():
+                        return self.reply({"error": "no more files"}, 500)
+                    time.sleep(0.001)
             state.version, state.checksum = update["version"], checksum_of(update["files"], update["sample"])
             state.log(loaded=update["version"])
         return self.reply({"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]})

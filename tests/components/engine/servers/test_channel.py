@@ -1,17 +1,28 @@
 """Weight files: exact, bounded, atomic, and gone when they should be."""
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel, buckets, read_file, remove_abandoned, sample_checksum, sample_names
-from pipeline.errors import RunError
+from components.engine.channel import (
+    ChannelSettings,
+    FileChannel,
+    buckets,
+    read_file,
+    remove_abandoned,
+    sample_checksum,
+    sample_names,
+    wait_for,
+)
+from pipeline.errors import CreditgraphError, RunError
 from pipeline.payloads import Weights
 
 
@@ -135,10 +146,52 @@ def test_a_full_memory_file_system_falls_back(channel, tmp_path):
         spare = channel(path=str(small), fallback=str(other))
         update = spare.publish(big)
         assert Path(update.path).is_relative_to(other)
+        early = spare.publish(weights(1, a=torch.zeros(1 << 20)), early=True)
+        early.written.result()
+        assert Path(early.files[0]).is_relative_to(other)
+        with pytest.raises(RunError, match=rf"4.2 MB found no room in {small} \(No space left on device\).*engine.channel.fallback"):
+            channel(path=str(small)).publish(big, early=True)
         assert Path(spare.publish(weights(2, a=torch.zeros(4))).path).is_relative_to(small), "each version takes the first folder with room"
         spare.close()
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_early_files_come_one_by_one_and_are_those_of_a_whole_version(channel):
+    sent = {f"t{n}": torch.full((1 << 17,), float(n)) for n in range(5)}
+    files = channel(bucket_mb=1)
+    update = files.publish(weights(4, **sent), early=True)
+    assert len(update.files) == 3
+    for n, file in enumerate(update.files):
+        wait_for(file, time.monotonic() + 60)
+        assert sorted(dict(read_file(file))) == [f"t{i}" for i in range(2 * n, min(5, 2 * n + 2))], "whole when its name appears"
+    assert update.written.result() is None
+    plain = channel(bucket_mb=1).publish(weights(4, **sent))
+    assert (update.sample, update.checksum) == (plain.sample, plain.checksum)
+    found = read(update)
+    assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+    assert sorted(p.name for p in Path(update.path).iterdir()) == [Path(f).name for f in update.files], "nothing else stays"
+    files.retire(5)
+    assert not Path(update.path).exists()
+
+
+def test_who_waits_for_a_file_learns_that_it_does_not_come(channel, monkeypatch):
+    files = channel(bucket_mb=1)
+    update = files.publish(weights(1, a=torch.zeros(4)), early=True)
+    update.written.result()
+    missing = Path(update.path) / "bucket-00009.safetensors"
+    with pytest.raises(CreditgraphError, match=r"bucket-00009\.safetensors: not there in time"):
+        wait_for(missing, time.monotonic())
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("components.engine.channel.write_file", full)
+    update = files.publish(weights(2, a=torch.zeros(1 << 20)), early=True)
+    with pytest.raises(RunError, match=r"weights version 2: 4\.2 MB found no room in .*set engine\.channel\.fallback to a folder"):
+        update.written.result()
+    with pytest.raises(CreditgraphError, match="could not be written; the process that publishes weights says why"):
+        wait_for(update.files[0], time.monotonic() + 60)
 
 
 def test_folders_of_dead_runs_are_removed_and_those_of_living_ones_stay(tmp_path):

@@ -1,6 +1,7 @@
 """Faults of real processes: what a pool loses is time, never a row."""
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -182,6 +183,18 @@ def test_full_shared_memory_leaves_the_servers_as_they_are(fleet, tmp_path):
         run.close()
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_weights_whose_writing_fails_half_way_stop_the_run_in_words(fleet, monkeypatch):
+    run = fleet(2)
+    run.load(1)
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("components.engine.channel.write_file", full)
+    with pytest.raises(RunError, match=r"weights version 2: .* MB found no room in .*set engine\.channel\.fallback to a folder"):
+        run.load(2)
 
 
 def test_all_servers_lost_says_what_to_do(fleet):
