@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Servers:
         if self._tolerance:
             if weights.adapter is not None:
                 tensors = self.engine.names.resolve(merged(as_sent(weights, self._dtype), self.engine.context.model))
-            wanted = self._aside.submit(self._reference, tensors, torch.get_num_threads())
+            wanted = self._aside.submit(self._reference, tensors, torch.get_num_threads(), update.written)
             update = dataclasses.replace(update, probe=Probe(ask=self._probe, logprobs=wanted, tolerance=self._tolerance))
         self.engine.version = -1  # no handle is valid while servers change
         self._meet()  # no replica samples any more
@@ -124,8 +124,10 @@ class Servers:
         self.count()
         return ServedPolicy(self.engine, weights.version, self)
 
-    def _reference(self, tensors: dict[str, torch.Tensor], threads: int) -> tuple[float, ...]:
-        """Log-probs of the probe; computed in a thread while servers load."""
+    def _reference(self, tensors: dict[str, torch.Tensor], threads: int, written: Future[None] | None) -> tuple[float, ...]:
+        """Log-probs of the probe; computed in a thread while servers load, after what they wait for is written."""
+        if written is not None:
+            wait([written])
         torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
         sent = {name: tensor.to(self._dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         ids = [*self._probe.context, *self._probe.tokens]
