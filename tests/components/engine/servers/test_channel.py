@@ -171,8 +171,26 @@ def test_early_files_come_one_by_one_and_are_those_of_a_whole_version(channel):
     found = read(update)
     assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
     assert sorted(p.name for p in Path(update.path).iterdir()) == [Path(f).name for f in update.files], "nothing else stays"
-    files.retire(5)
+    files.close()
     assert not Path(update.path).exists()
+
+
+def test_an_early_version_is_written_over_the_last_but_one(channel):
+    files = channel(bucket_mb=1)
+    seen = []
+    for version in range(1, 6):
+        sent = {"a": torch.full((3, 5), float(version)), "b": torch.full((1 << 18,), 10.0 * version), "c": torch.tensor([version])}
+        if version == 5:
+            sent["a"] = sent["a"].reshape(5, 3)
+        update = files.publish(weights(version, **sent), early=True)
+        update.written.result()
+        files.retire(version)
+        found = read(update)
+        assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
+        seen.append([Path(file).stat().st_ino for file in update.files])
+        assert len(list(Path(update.path).parent.iterdir())) <= 2
+    assert seen[2] == seen[0]
+    assert seen[3] == seen[1]
 
 
 def test_who_waits_for_a_file_learns_that_it_does_not_come(channel, monkeypatch):
