@@ -25,7 +25,7 @@ the graph checker follows it through the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -249,6 +249,15 @@ class Component:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave; called after `setup`."""
+
+    @classmethod
+    def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
+        """Replica nodes: what `load_state_dict` gets in replica `replica` of `replicas`.
+
+        Args:
+            states: what the replicas gave that made the checkpoint, in order; a single one where all gave the same.
+        """
+        return states[replica if replica < len(states) else 0]
 
     def save_shards(self, folder: Path) -> None:
         """Collective nodes: writes this rank's part of a state too large for one process into `folder`; called on all ranks.

@@ -125,10 +125,12 @@ class Placement:
     def states_of(self, groups: dict[str, Any]) -> dict[str, Any]:
         """Node → state for this replica."""
         found = {g.removeprefix("node."): s for g, s in groups.items() if g.startswith("node.") and "@" not in g}
-        mine = f"@{self.ranks.replica}"
-        return found | {
-            g.removeprefix("node.").removesuffix(mine): s for g, s in groups.items() if g.startswith("node.") and g.endswith(mine)
-        }
+        for name, state in found.items():
+            if name in self.graph and self.graph[name].placement == "replica":
+                others = [groups[f"node.{name}@{r}"] for r in range(1, len(groups)) if f"node.{name}@{r}" in groups]
+                cls: Any = self.graph[name].cls
+                found[name] = cls.state_for([state, *others], self.ranks.replica, self.ranks.num_replicas)
+        return found
 
     def values_of(self, groups: dict[str, Any]) -> InFlight:
         """Values in flight for this replica. When their number has changed, the first one gets the batches of all, the others no rows."""

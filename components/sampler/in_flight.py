@@ -50,6 +50,14 @@ class InFlight:
         counted = torch.zeros(len(self.prompts), dtype=torch.int64)
         return counted.index_add(0, self.prompts.index_of(self.rows.prompt_uid), flags.to(torch.int64)) > 0
 
+    def in_order(self) -> InFlight:
+        """The groups by the uid of their prompts, which is the order in which they began."""
+        order = torch.argsort(self.prompts.uid)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        rows = torch.argsort(place[self.prompts.index_of(self.rows.prompt_uid)], stable=True)
+        return InFlight(prompts=self.prompts.select(order), rows=self.rows.select(rows), seed=self.seed[rows])
+
     def select(self, chosen: Tensor) -> InFlight:
         """The groups of some prompts, bool [P]."""
         rows = chosen[self.prompts.index_of(self.rows.prompt_uid)].nonzero()[:, 0]

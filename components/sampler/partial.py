@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from components.engine.stops import decode_rows
 from components.sampler.in_flight import InFlight, begin, grown, rescored
 from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics
 from pipeline.component import Component, Context, Count
-from pipeline.errors import CreditgraphError, RunError
+from pipeline.errors import CreditgraphError
 from pipeline.payloads import Policy, Prompts, Trajectories
 
 logger = logging.getLogger("creditgraph")
@@ -169,26 +170,31 @@ class Partial(Component):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups in flight, and how many replicas have such."""
+        """The groups in flight."""
         if self._flight is None:
             # Not empty, so that a replayed node gets its state back.
-            return {"replicas": self.context.ranks.num_replicas} if self.config.carry.tokens else {}
-        return {"replicas": self.context.ranks.num_replicas, **vars(self._flight)}
+            return {"groups": 0} if self.config.carry.tokens else {}
+        return {"groups": len(self._flight.prompts), **vars(self._flight)}
+
+    @classmethod
+    def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
+        """Another number of replicas than made the checkpoint shares out its groups, those begun first in front."""
+        held = [_flight_of(state) for state in states if state.get("groups")]
+        if len(states) == replicas or not held:
+            return states[min(replica, len(states) - 1)]
+        whole = InFlight.concat(held).in_order()
+        mine = whole.select(torch.arange(len(whole.prompts)) % replicas == replica)
+        return {"groups": len(mine.prompts), **(vars(mine) if len(mine.prompts) else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the groups in flight back; with carry off they are finished in the first iteration."""
-        if not state:
-            self._flight = None
-            return
-        wanted, found = int(state["replicas"]), self.context.ranks.num_replicas
-        if wanted != found:
-            raise RunError(
-                f"node '{self.context.node}': the checkpoint was made by {wanted} replicas, each with groups in flight of its own, "
-                f"and this run has {found}; wanted {wanted}. Start it with as many, or start a new run."
-            )
-        self._flight = InFlight(prompts=state["prompts"], rows=state["rows"], seed=state["seed"]) if "rows" in state else None
+        self._flight = _flight_of(state) if state.get("groups") else None
         if self._flight is not None and not self.config.carry.tokens:
             logger.warning(
                 "node '%s': the checkpoint holds %d groups in flight, but carry.tokens is 0; the next iteration finishes them.",
                 self.context.node, len(self._flight.prompts),
             )  # fmt: skip
+
+
+def _flight_of(state: dict[str, Any]) -> InFlight:
+    return InFlight(prompts=state["prompts"], rows=state["rows"], seed=state["seed"])

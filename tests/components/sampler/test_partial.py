@@ -10,7 +10,7 @@ from components.sampler.chains import Chains
 from components.sampler.partial import Carry, Partial
 from pipeline.checkpoint import decode, encode
 from pipeline.component import Ranks
-from pipeline.errors import CreditgraphError, RunError
+from pipeline.errors import CreditgraphError
 from pipeline.jagged import Jagged
 from pipeline.payloads import Completions, Policy, Scores
 
@@ -202,7 +202,7 @@ def test_groups_in_flight_survive_a_restart(toolbox):
         assert a.trajectories.engine_logprobs.equal(b.trajectories.engine_logprobs)
         assert a.trajectories.token_versions.equal(b.trajectories.token_versions)
         assert node.context.metrics == other.context.metrics
-    assert toolbox.start(Partial, **settings).state_dict() == {"replicas": 1}
+    assert toolbox.start(Partial, **settings).state_dict() == {"groups": 0}
 
 
 def test_with_carry_off_a_checkpoint_s_groups_are_finished(toolbox, caplog):
@@ -247,13 +247,37 @@ def test_two_replicas_carry_what_one_process_carries(toolbox):
     assert late > 4
 
 
-def test_another_number_of_replicas_is_refused(toolbox):
-    node = toolbox.start(Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5))
-    step(toolbox, node, ["a18"], 0)
-    other = toolbox.start(Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5))
-    other.context.ranks = Ranks(rank=0, world=2, num_replicas=2)
-    with pytest.raises(RunError, match="made by 1 replicas, each with groups in flight of its own, and this run has 2; wanted 1"):
-        other.load_state_dict(node.state_dict())
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_another_number_of_replicas_shares_out_the_groups_in_flight(toolbox, replicas):
+    """Two replicas are interrupted; one or three go on, and sample what the two would have."""
+    settings = {"group_size": 2, "max_tokens": 60, "carry": Carry(tokens=5)}
+    pair = [toolbox.start(Partial, **settings) for _ in range(2)]
+    texts = ["a18", "b2", "c30", "d25", "e40", "f9"]
+
+    def run(nodes, iteration):
+        parts, share = [], len(texts) // len(nodes)
+        for replica, node in enumerate(nodes):
+            node.context.ranks = Ranks(rank=replica, world=len(nodes), num_replicas=len(nodes))
+            node.context.iteration = iteration
+            mine = torch.arange(share * replica, share * replica + share)
+            prompts = toolbox.prompts(texts, first_uid=100 * (iteration + 1)).select(mine)
+            parts.append(node.run(prompts=prompts, policy=Letters(toolbox.tokenizer(), iteration)).trajectories)
+        rows = type(parts[0]).concat(parts)
+        columns = (rows.prompt_uid.tolist(), rows.text, rows.token_versions.to_lists(), rows.engine_logprobs.to_lists())
+        return sorted(zip(*columns, strict=True))
+
+    run(pair, 0)
+    states = [decode(encode(node.state_dict(), "sampler")) for node in pair]
+    assert all(state["groups"] for state in states)
+    others = [toolbox.start(Partial, **settings) for _ in range(replicas)]
+    for replica, node in enumerate(others):
+        node.load_state_dict(Partial.state_for(states, replica, replicas))
+    held = [node.state_dict()["groups"] for node in others]
+    assert sum(held) == sum(state["groups"] for state in states)
+    assert max(held) - min(held) <= 1
+    for iteration in range(1, 4):
+        assert run(others, iteration) == run(pair, iteration)
+    assert Partial.state_for([{"groups": 0}], 2, 3) == {"groups": 0}
 
 
 def test_a_policy_that_cannot_go_on_is_told_at_once(toolbox):
