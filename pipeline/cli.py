@@ -177,7 +177,7 @@ def _cluster_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     submit.add_argument("--eval", dest="evaluate", metavar="RUN", help="evaluate a run in place of training")
     submit.add_argument("--dry-run", action="store_true", help="write and print the script; submit nothing")
 
-    status = command("status", "What SLURM says of a submitted run, and how far it is.")
+    status = command("status", "How far a run is, and what SLURM says of its jobs.")
     cancel = command("cancel", "End the jobs of submitted runs.")
     cancel.add_argument("--save", action="store_true", help="let a running learner finish its iteration and checkpoint first")
     for parser in (status, cancel):

@@ -1,4 +1,4 @@
-"""`creditgraph status RUN …`: what SLURM says of a run's jobs, and how far the run is."""
+"""`creditgraph status RUN …`: how far a run is, and what SLURM says of its jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from pipeline import timeline
 from pipeline.cluster.render import ENDED
-from pipeline.cluster.slurm import Note, states
+from pipeline.cluster.slurm import NOTES, Note, states
+from pipeline.run_directory import lock_holder
 
 
 def main(options: argparse.Namespace) -> int:
@@ -23,8 +24,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def describe(run: Path) -> str:
-    """Jobs, progress, and the reason of the last end."""
+    """Jobs, progress, and the reason of the last end; of a run that was not submitted, who runs it."""
     lines = []
+    if (run / "config.yaml").exists() and not any((run / name).exists() for name in NOTES.values()):
+        holder = lock_holder(run / "lock")
+        return "\n".join([f"{run}  (not submitted; {f'run by {holder}' if holder else 'nobody runs it now'})", *progress(run)])
     for kind, note in Note.all(run).items():
         lines.append(f"{run}  ({'evaluation, ' if kind == 'eval' else ''}cluster {note.cluster or 'one_node'})")
         known = states(note.jobs)
@@ -35,15 +39,18 @@ def describe(run: Path) -> str:
             lines += [f"  {s.advice}"] if s.advice else []
         if not known:
             lines.append(f"  jobs {', '.join(note.jobs)}: no longer known to SLURM")
-        last = last_metrics(run / "metrics.jsonl") if kind == "job" else {}
-        if last:
-            lines.append(f"  iteration {last.get('iteration', '?')} done{age(run / 'metrics.jsonl')}")
-        if kind == "job" and (place := timeline.where(run)):
-            lines.append(f"  {place}")
+        lines += progress(run) if kind == "job" else []
         ended = run / ENDED[kind]
         if ended.exists():
             lines.append(f"  {ended.read_text().strip()}")
     return "\n".join(lines)
+
+
+def progress(run: Path) -> list[str]:
+    """How many iterations are done, and where the ranks are."""
+    last, place = last_metrics(run / "metrics.jsonl"), timeline.where(run)
+    done = [f"  iteration {last.get('iteration', '?')} done{age(run / 'metrics.jsonl')}"] if last else []
+    return done + ([f"  {place}"] if place else [])
 
 
 def age(path: Path) -> str:
