@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.graph import Graph
     from pipeline.run_settings import RunSettings
 
+_UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra takes as they are
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
@@ -118,9 +119,16 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
         elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
             out.append(item.text)
         else:
-            out.append(f"++{item.text}")
+            out.append(f"++{item.key}={_quoted(item.value)}")
     paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
     return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
+
+
+def _quoted(value: str) -> str:
+    """The value as hydra's grammar has it; a plain text with characters that it keeps for itself (the = in a run's name) gets quotes."""
+    if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class RunSettings:
     """rollouts shown in both"""
 
     def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or not self.name.isprintable():
+            raise ValueError(f"name {self.name!r}: wanted that of a folder below root.")
         if self.iterations < 0 or self.iterations >= 1 << 24:
             raise ValueError(f"iterations {self.iterations}: wanted 0 to {(1 << 24) - 1}.")
         if self.timeout <= 0:
