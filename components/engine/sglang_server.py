@@ -9,8 +9,9 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import httpx
 import torch
 
 from components.engine import sglang_wire as wire
@@ -32,9 +33,6 @@ from components.engine.dialect import (
 from components.engine.server import free_port
 from components.engine.sglang_checks import held_checksum, names_to_skip
 from components.engine.sglang_group import UpdateGroup, new_group_name, own_address
-
-if TYPE_CHECKING:
-    import httpx
 
 Transfer = Literal["disk", "tensor", "group"]
 
@@ -224,7 +222,9 @@ class SGLangDialect:
                 if wanted and take(part, last):
                     wanted = False
                     if not last:
-                        await self.abort(client, [request_id])
+                        # What the server does not hear goes on to its own end, and is read until then.
+                        with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+                            await self.abort(client, [request_id])
         if not last:
             raise ServerError("POST /generate: an answer that was cut off.")
         return version

@@ -9,6 +9,7 @@ why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import httpx
 
 from components.engine.adapters import PREFIX
 from components.engine.channel import ChannelSettings
@@ -37,13 +40,12 @@ from components.engine.dialect import (
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    import httpx
-
     from components.engine.vllm_nccl import Broadcaster
 
 EXTENSION = "components.engine.vllm_files.FileExtension"
 _ROOT = Path(__file__).resolve().parents[2]
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+_TOGETHER_SECONDS = 0.005
 _GENERATE = "/inference/v1/generate"
 Reason = Literal["stop", "length", "eos", "abort"]
 _REASONS: dict[str, Reason] = {"length": "length", "abort": "abort"}
@@ -95,6 +97,8 @@ class VllmDialect:
         self._stream_tokens = stream_tokens
         self._broadcaster: Broadcaster | None = None
         self._adapter_rank = adapter_rank
+        self._ending: dict[str, list[str]] = {}  # server → requests that shall end
+        self._tasks: set[asyncio.Task[None]] = set()
         self._adapters: dict[str, str] = {}  # server → name of the adapter that requests ask for
         if self._channel.kind == "nccl" and device != "cuda":
             raise ConfigError("engine.channel.kind: 'nccl' needs GPUs, and the model runs on a CPU; wanted kind=file there.")
@@ -166,7 +170,7 @@ class VllmDialect:
                 if wanted and take(self._answer_of(choice), ended):
                     wanted = False
                     if not ended:
-                        await self.abort(client, [request_id])
+                        self._end_soon(client, request_id)
         if not ended:
             raise ServerError(f"POST {_GENERATE}: an answer that was cut off.")
         return version
@@ -279,6 +283,24 @@ class VllmDialect:
         if request_ids:
             # The server puts this before the names that it is given.
             await call(client, "POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in request_ids]})
+
+    def _end_soon(self, client: httpx.AsyncClient, request_id: str) -> None:
+        """Ends a request together with those that come to their end in the same moment."""
+        ending = self._ending.setdefault(str(client.base_url), [])
+        ending.append(request_id)
+        if len(ending) == 1:
+            task = asyncio.get_running_loop().create_task(self._end_all(client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _end_all(self, client: httpx.AsyncClient) -> None:
+        try:
+            await asyncio.sleep(_TOGETHER_SECONDS)
+        finally:
+            ids = self._ending.pop(str(client.base_url))
+        # What the server does not hear goes on to its own end, and is read until then; a server that is gone cuts it off.
+        with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+            await self.abort(client, ids)
 
     async def _load_adapter(self, client: httpx.AsyncClient, update: Update) -> None:
         """Registers the adapter under its own name, which vLLM's prefix cache knows it by, in place of those there."""

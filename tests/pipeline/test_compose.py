@@ -8,7 +8,6 @@ from pipeline.cli import main
 from pipeline.compose import build_experiment, compose
 from pipeline.errors import GraphError
 
-
 NAMES = ["plain", "two words", "toy_srpo-group_size=4-s0", "q'uote", 'double"quote', "d$x", "br{a}", "ünï", "a#b", "a&b;c"]
 NAMES += ["back\\", "b\\'c", "end\\\\'"]
 

@@ -114,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/reset_prefix_cache":
             return self.reply({"success": True})
         if path == "/abort_requests":
+            if fault == "no aborts":
+                return self.reply({"error": "busy"}, 500)
             with state.changed:
                 for name in body["request_ids"]:
                     state.running.get(name.removeprefix("generate-tokens-"), {})["aborted"] = True

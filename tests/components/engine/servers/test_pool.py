@@ -78,6 +78,20 @@ def test_a_streamed_row_is_one_request_that_ends_with_the_row(fleet):
     assert max(e["sent"] for e in finished) < 9000
 
 
+def test_a_streamed_row_whose_end_the_server_does_not_hear_is_read_to_the_end_and_not_asked_again(fleet):
+    run = fleet(1)
+    run.load(1)
+    rows = run.rows(2, 3, max_tokens=60, version=1, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
+    run.fault(0, "no aborts")
+    run.pool.stream(rows.start(whole=True), rows.feed, rows.again)
+    done = rows.completions()
+    assert done.finish_reason == ["thoughts"] * 6
+    assert done.tokens.to_lists() == [run.tokens(row, 50) for row in range(6)]
+    counted = run.pool.take_counters()
+    assert (counted["requests"], counted.get("retries", 0)) == (6, 0)
+    assert [e["reason"] for e in run.records() if "reason" in e] == ["length"] * 6
+
+
 def test_a_streamed_row_that_is_aborted_by_an_update_starts_again(fleet):
     run = fleet(1, in_flight="abort")
     run.load(1)
@@ -113,8 +127,8 @@ def test_updates_reach_every_server_and_answers_carry_their_version(fleet):
         assert all(begin < end for _, begin, end in run.pool.updates)
     assert run.pool.in_flight() == {"server 0 requests": 0, "server 1 requests": 0}
     assert [e["loaded"] for e in run.records() if "loaded" in e].count(7) == 2
-    folders = [p.name for p in run.channel.path.iterdir()]
-    assert folders == ["v7"], "older versions are removed"
+    folders = {p.name for p in run.channel.path.iterdir()}
+    assert folders == {"v2", "v7"}, "older versions are removed, but for the files that the next one is written over"
 
 
 @pytest.mark.parametrize(("in_flight", "version"), [("finish", 1), ("abort", 2)])
