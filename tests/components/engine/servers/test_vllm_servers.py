@@ -2,14 +2,12 @@
 
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 
-import httpx
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from components.engine.guard import descendants
 from components.engine.local import LocalEngine
 from components.engine.member import PoolSettings
 from components.engine.pool import AllServersLost
+from components.engine.rows import Rows
 from components.engine.server import ServerProcess, free_port
 from components.engine.vllm import VllmEngine
 from components.engine.vllm_server import VllmDialect
@@ -271,36 +270,27 @@ def test_a_server_killed_while_it_loads_weights_is_left_behind(engine, real, mon
         assert served.servers.pool.take_counters()["servers_ready"] <= 2
 
 
-def test_a_run_whose_servers_are_all_killed_goes_on_with_the_same_command(real, undisturbed, tmp_path, capsys):
+def test_a_run_whose_servers_are_all_killed_goes_on_with_the_same_command(real, undisturbed, tmp_path, capsys, monkeypatch):
     command = [*real.settings(tmp_path, "cut", 3, servers=1), "engine.pool.hang_seconds=2"]
-    log = tmp_path / "cut" / "metrics.jsonl"
-    over = threading.Event()
+    check, killed = Rows._check, []
 
-    def kill_while_it_generates():
-        """In the second iteration or later: at least one is finished."""
-        while not over.is_set():
-            if log.exists() and trained(tmp_path / "cut"):
-                metrics = httpx.get(f"http://{real.addresses[0]}/metrics", timeout=60).text
-                running = re.search(r"^vllm:num_requests_running\S* (\S+)", metrics, re.MULTILINE)
-                if running and float(running[1]) > 0:
-                    break
-            time.sleep(0.01)
-        real.signal(0, signal.SIGKILL)
+    def kill_while_it_generates(rows, *answer):
+        """At the first answer of the second iteration."""
+        if not killed and trained(tmp_path / "cut"):
+            killed.append(True)
+            real.signal(0, signal.SIGKILL)
+        return check(rows, *answer)
 
-    thread = threading.Thread(target=kill_while_it_generates)
-    thread.start()
+    monkeypatch.setattr(Rows, "_check", kill_while_it_generates)
     try:
         code = main(command)
     finally:
-        over.set()
-        thread.join()
+        real.processes[0].stop()
+        real.processes[0] = real.start(0)
     assert code != 0
     told = capsys.readouterr().err
     assert "all 1 servers are lost:" in told
     assert "start the same command again" in told
-    finished = len(trained(tmp_path / "cut"))
-    assert 1 <= finished < 3
-    real.processes[0].stop()
-    real.processes[0] = real.start(0)
+    assert len(trained(tmp_path / "cut")) == 1
     assert main(command) == 0
     check_equal(trained(tmp_path / "cut"), trained(undisturbed))
