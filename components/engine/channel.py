@@ -162,7 +162,7 @@ class FileChannel:
         cut = list(self._buckets(tensors))
         layouts = [layout_of(bucket) for bucket in cut]
         spare = self._spare
-        if spare is None or self._layouts[spare] != layouts:
+        if spare is None or self._layouts[spare] != layouts or spare.name == f"v{update.version}":
             self._drop_spare()
             spare = None
             folder = next((f for f in self.folders if _has_room(f, needed)), None)

@@ -189,6 +189,9 @@ def test_an_early_version_is_written_over_the_last_but_one(channel):
         assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
         seen.append([Path(file).stat().st_ino for file in update.files])
         assert len(list(Path(update.path).parent.iterdir())) <= 2
+    again = files.publish(weights(4, a=torch.zeros(3, 5), b=torch.zeros(1 << 18), c=torch.tensor([4])), early=True)
+    again.written.result()
+    assert float(read(again)["b"].sum()) == 0.0, "a version that comes once more"
     assert seen[2] == seen[0]
     assert seen[3] == seen[1]
 
