@@ -15,8 +15,8 @@ from typing import Any
 from pipeline.cluster.render import ENDED, Job, creditgraph_command, render_array, render_job
 from pipeline.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.cluster.slurm import Note, sbatch, submitting, test_only
-from pipeline.compose import Experiment, build_experiment, compose
-from pipeline.errors import ConfigError, RunError
+from pipeline.compose import Experiment, build_experiment, compose, list_choices, search_dirs
+from pipeline.errors import ConfigError, RunError, did_you_mean
 from pipeline.run_directory import write_aside, writing
 from pipeline.without_torch import without_torch
 
@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> int:
     name, own, rest = split_overrides(options.overrides)
     cluster = load_cluster(name or "one_node", own, options.config_dir)
     if options.evaluate:
-        jobs = [evaluation(Path(options.evaluate), rest)]
+        jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
         cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
@@ -80,8 +80,7 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
             found.append(f"{engines[0]}.tensor_parallel={cluster.gpus_per_server}")
         # Named as without them: the settings of a place are not part of what the run is.
         overrides += [*found, f"{engines[0]}.pool.start_seconds={cluster.ready_seconds}", f"run.name={experiment.run.name}"]
-    dirs = [part for d in config_dirs for part in ("--config-dir", str(Path(d).resolve()))]
-    line = " ".join(map(shlex.quote, [*overrides, *dirs]))
+    line = " ".join(map(shlex.quote, [*overrides, *_options(config_dirs)]))
     return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
 
 
@@ -97,13 +96,20 @@ def check_ranks(experiment: Experiment, cluster: Cluster) -> None:
             )
 
 
-def evaluation(run: Path, overrides: Sequence[str]) -> Job:
-    """The job that evaluates a finished run."""
+def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
+    """The job that evaluates a finished run; raises an error for a run or a suite that is not there."""
     if not (run / "config.yaml").exists():
         raise RunError(f"submit --eval {run}: no config.yaml there; wanted the directory of a run.")
-    place = run.resolve()
-    line = " ".join(map(shlex.quote, [str(place), *overrides]))
+    place, known = run.resolve(), list_choices("suite", search_dirs(config_dirs))
+    for wanted in (o.removeprefix("suite=") for o in overrides if o.startswith("suite=")):
+        if wanted not in known:
+            raise ConfigError(f"suite={wanted}: no suite of that name; wanted a file of configs/suite.{did_you_mean(wanted, known)}")
+    line = " ".join(map(shlex.quote, [str(place), *overrides, *_options(config_dirs)]))
     return Job(title=f"eval {place.name}", run=place, command=f"eval {line}", kind="eval")
+
+
+def _options(config_dirs: Sequence[str]) -> list[str]:
+    return [part for d in config_dirs for part in ("--config-dir", str(Path(d).resolve()))]
 
 
 def sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -39,6 +39,19 @@ def test_a_name_that_is_no_folder_is_refused(name):
         build_experiment(compose(["recipe=toy_grpo", f"run.name={name}"]))
 
 
+def test_an_evaluation_job_has_its_suite_and_its_folders(tmp_path, capsys):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    (mine / "suite").mkdir(parents=True)
+    (mine / "suite" / "small.yaml").write_text("title: Small\n")
+    run.mkdir()
+    (run / "config.yaml").write_text("run: {}\n")
+    asked = ["submit", "--eval", str(run), "cluster=one_node", "--dry-run"]
+    assert main([*asked, "suite=small"]) == 2
+    assert "suite=small: no suite of that name; wanted a file of configs/suite" in capsys.readouterr().err
+    assert main([*asked, "suite=small", "--config-dir", str(mine)]) == 0
+    assert f" eval {run} suite=small --config-dir {mine}" in capsys.readouterr().out
+
+
 def test_a_disaggregated_job_of_changed_settings_can_be_composed_again(tmp_path, capsys):
     changed = ["recipe=toy_srpo", "engine=vllm", "sampler.group_size=4", f"run.root={tmp_path}"]
     assert main(["submit", *changed, "cluster=disaggregated", "cluster.nodes=1", "--dry-run"]) == 0

@@ -168,8 +168,8 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
 
     publish = FileChannel.publish
 
-    def corrupted(channel, weights):
-        update = publish(channel, weights)
+    def corrupted(channel, weights, **how):
+        update = publish(channel, weights, **how)
         file = Path(update.files[0])
         tensors = load_file(file)
         tensors[update.sample[3]] += 1e-3
