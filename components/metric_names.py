@@ -1,11 +1,12 @@
 """What each component logs: add a line here with every `context.log(name=…)`, then call tools/update_docs.
 
-Tuples that several components share stand first; DEFINITIONS has one entry per registered component, `()` for one that logs nothing.
+Tuples that several components share stand first; DEFINITIONS has one entry per registered component, `()` for one that
+logs nothing.
 """
 
 from __future__ import annotations
 
-from pipeline.metric_names import Definitions, Metric
+from pipeline.core.metric import Definitions, Metric
 
 _LENGTHS = (
     Metric("sampled_tokens", "tokens", "tokens sampled by this node; inherited ones do not count"),
@@ -35,9 +36,13 @@ _COSTS = (
     Metric("scored_tokens", "tokens", "tokens passed through the model to be scored, context included"),
     Metric("generated_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
 )
-_EMPTY_BANK = Metric("empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0")
+_EMPTY_BANK = Metric(
+    "empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"
+)
 _SEGMENTS = (Metric("segments", "segments", "segments per response"),)
-_STEP_FRACTION = (Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over seeds: 0 is the first thought"),)
+_STEP_FRACTION = (
+    Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over seeds: 0 is the first thought"),
+)
 _ENGINE = (
     Metric("sampled_tokens", "tokens", "tokens generated, whoever asked, evaluation included"),
     Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
@@ -69,7 +74,11 @@ _LEARNER = (
     Metric("trained_tokens", "tokens", "tokens in the loss, once per epoch"),
     Metric("trained_tokens_total", "tokens", "`trained_tokens` since the run began"),
     Metric("forward_tokens", "tokens", "tokens passed through the model in training passes"),
-    Metric("unique_tokens", "tokens", "least number of tokens that `forward_tokens` could be, every shared prefix passed once"),
+    Metric(
+        "unique_tokens",
+        "tokens",
+        "least number of tokens that `forward_tokens` could be, every shared prefix passed once",
+    ),
     Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
     Metric("pack_waste", "share", "slots of micro-batches that hold padding"),
     Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
@@ -96,7 +105,9 @@ _LEARNER = (
     Metric("mismatch_abs", "nats", "mean |log p of the learner − of the engine| at equal weights"),
     Metric("mismatch_abs_max", "nats", "largest of these"),
     Metric("mismatch_kl", "nats", "k3 estimate of KL(engine ‖ learner) at equal weights"),
-    Metric("mismatch_ess", "share", "effective sample size of weighing engine tokens by learner/engine; 1 when both agree"),
+    Metric(
+        "mismatch_ess", "share", "effective sample size of weighing engine tokens by learner/engine; 1 when both agree"
+    ),
     Metric("imbalance_before", "ratio", "longest replica over the mean, in tokens, if rows kept their order"),
     Metric("imbalance_after", "ratio", "the same after rows were given to replicas by cost"),
     Metric("seconds_forward_backward", "s", "wall time of forward and backward passes"),
@@ -108,7 +119,11 @@ _LEARNER = (
 
 _LOADED = (
     Metric("rejected", "rows", "rows of the data section that could not be used, told once when it is read"),
-    Metric("duplicates", "rows", "rows of the data section left out as their question was met before, told once when it is read"),
+    Metric(
+        "duplicates",
+        "rows",
+        "rows of the data section left out as their question was met before, told once when it is read",
+    ),
 )
 
 DEFINITIONS: Definitions = {
@@ -132,17 +147,33 @@ DEFINITIONS: Definitions = {
     "sampler.chains": _LENGTHS,
     "sampler.partial": (
         *_LENGTHS,
-        Metric("decode_steps", "steps", "most tokens a rollout got in this iteration: decoding steps when all rollouts fit the engine"),
+        Metric(
+            "decode_steps",
+            "steps",
+            "most tokens a rollout got in this iteration: decoding steps when all rollouts fit the engine",
+        ),
         Metric("delivered_groups", "groups", "complete groups handed on"),
         Metric("carried_groups", "groups", "groups in flight, which go on in the next iteration"),
         Metric("carried_rollouts", "responses", "rollouts in flight that have not ended"),
         Metric("carried_tokens", "tokens", "tokens held by groups in flight, those of ended rollouts included"),
-        Metric("token_staleness", "versions", "sampler's version minus the one that sampled the token, mean over delivered tokens"),
-        Metric("rollout_staleness", "versions", "sampler's version minus that of the oldest token, mean over delivered trajectories"),
+        Metric(
+            "token_staleness",
+            "versions",
+            "sampler's version minus the one that sampled the token, mean over delivered tokens",
+        ),
+        Metric(
+            "rollout_staleness",
+            "versions",
+            "sampler's version minus that of the oldest token, mean over delivered trajectories",
+        ),
         Metric("staleness_max", "versions", "largest of these"),
         Metric("dropped_groups", "groups", "groups dropped because a rollout was unfinished at `carry.max_staleness`"),
         Metric("dropped_tokens", "tokens", "tokens sampled for dropped groups"),
-        Metric("rescored_tokens", "tokens", "tokens of older weights whose log-probs were scored again, with `carry.on_continue: rescore`"),
+        Metric(
+            "rescored_tokens",
+            "tokens",
+            "tokens of older weights whose log-probs were scored again, with `carry.on_continue: rescore`",
+        ),
     ),
     "sampler.seeded": (
         *_LENGTHS,
@@ -175,7 +206,11 @@ DEFINITIONS: Definitions = {
         Metric("kept", "rows", "refinements handed on, at most one per prompt"),
         Metric("kept_correct_share", "share", "kept refinements that are right"),
         Metric("no_refinement_share", "share", "prompts without a kept refinement"),
-        Metric("refinement_logprob_change", "nats", "log-prob of a kept token under the problem alone minus under the critique, mean"),
+        Metric(
+            "refinement_logprob_change",
+            "nats",
+            "log-prob of a kept token under the problem alone minus under the critique, mean",
+        ),
     ),
     "verifier.exact": (),
     "verifier.math": (
@@ -198,7 +233,10 @@ DEFINITIONS: Definitions = {
         Metric("punished_share", "share", "trajectories that got a punishment"),
         Metric("punishment", "reward", "mean punishment of a trajectory, 0 or less"),
     ),
-    "segmenter.thought": (*_SEGMENTS, Metric("searched_share", "share", "responses without recorded thoughts, whose text was searched")),
+    "segmenter.thought": (
+        *_SEGMENTS,
+        Metric("searched_share", "share", "responses without recorded thoughts, whose text was searched"),
+    ),
     "segmenter.fixed": _SEGMENTS,
     "segmenter.entropy_cuts": _SEGMENTS,
     "segmenter.keyword_entropy": (*_SEGMENTS, Metric("splits", "segments", "segments per response before merging")),
@@ -206,7 +244,11 @@ DEFINITIONS: Definitions = {
         *_VALUES,
         *_COSTS,
         _EMPTY_BANK,
-        Metric("no_room", "boundaries", "boundaries after which the reference did not fit the context; they take the value before"),
+        Metric(
+            "no_room",
+            "boundaries",
+            "boundaries after which the reference did not fit the context; they take the value before",
+        ),
     ),
     "value.monte_carlo": (
         *_VALUES,
@@ -273,7 +315,9 @@ DEFINITIONS: Definitions = {
         Metric("reward_var", "reward²", "variance of the reward"),
         Metric("shaped_reward_var", "reward²", "variance of the shaped reward"),
         Metric(
-            "shaping_bound", "ratio", "2pE[φ]/Var φ: below it, shaping lowers the variance of 0/1 rewards; infinite where φ does not vary"
+            "shaping_bound",
+            "ratio",
+            "2pE[φ]/Var φ: below it, shaping lowers the variance of 0/1 rewards; infinite where φ does not vary",
         ),
         Metric("wrong", "rows", "trajectories judged wrong"),
         Metric("revised_share", "share", "wrong trajectories with a revision"),

@@ -9,6 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "tools")]
+from scripted import tiny, toolbox  # noqa: F401 - fixtures
+
 torch.set_num_threads(1)
 
 
@@ -24,8 +28,8 @@ REAL_PROCESSES = (
     "components/engine/test_vllm",
     "components/learner/megatron",
     "components/sandbox",
-    "pipeline/cluster",
-    "pipeline/report/test_browser.py",
+    "pipeline/app/cluster",
+    "pipeline/app/report/test_browser.py",
     "pipeline/test_distributed",
 )
 
@@ -49,7 +53,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def undocumented_metrics() -> Iterator[set[str]]:
     """Names that registered components have logged in this process and that components/metric_names.py lacks."""
     from components.metric_names import DEFINITIONS
-    from pipeline.node_runner import NodeReport, NodeRunner
+    from pipeline.run.node_runner import NodeReport, NodeRunner
 
     found, harvest = set(), NodeRunner.harvest
 

@@ -39,7 +39,8 @@ def pass_at_k(num_samples, num_correct, k):
     return sum(any(s) for s in subsets) / len(subsets)
 
 
-# --- learner -----------------------------------------------------------------------------------------------------------
+# --- learner
+# -----------------------------------------------------------------------------------------------------------
 
 
 def plain_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=0.0, scale=1.0):
@@ -97,14 +98,16 @@ def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9
     import numpy as np
     import torch
 
-    from pipeline.streams import counter_uniform
+    from pipeline.core.streams import counter_uniform
 
     tokens, logprobs, entropies, ends, begin = [], [], [], [], 0
     limit = min(sampling.max_tokens, context - len(prompt))
     thoughts = sampling.thoughts
     for t in range(limit):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *tokens]], device=model.device)).logits[0, -1].double().cpu()
+            logits = (
+                model(input_ids=torch.tensor([[*prompt, *tokens]], device=model.device)).logits[0, -1].double().cpu()
+            )
         temperature = sampling.temperature or 1.0
         p = torch.softmax(logits / temperature, -1).tolist()
         allowed = [i for i in range(len(p)) if i not in forbidden]
@@ -239,7 +242,9 @@ def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay,
         elif clip == "current":
             out.append(-past.exp() * min(ratio * a, bounded(ratio) * a))
         else:
-            total = sum(trace_weight(s - first + 1, t - first + 1, decay, style, floor) for s in range(t, len(mask)) if mask[s])
+            total = sum(
+                trace_weight(s - first + 1, t - first + 1, decay, style, floor) for s in range(t, len(mask)) if mask[s]
+            )
             out.append(-total * high[t] * min(ratio * a, bounded(ratio) * a))
     return out
 
@@ -276,7 +281,8 @@ def high_entropy(entropies, mask, keep):
     return [bool(m and h >= threshold) for h, m in zip(entropies, mask, strict=True)]
 
 
-# --- trees -------------------------------------------------------------------------------------------------------------
+# --- trees
+# -------------------------------------------------------------------------------------------------------------
 
 
 def spaced_cuts(entropies, segments, quantile, distance):
@@ -309,7 +315,10 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
 
     def sharing(row, token):
         return [
-            i for i in rows if token < length[i] and token_owner(i, token, parent, inherited) == token_owner(row, token, parent, inherited)
+            i
+            for i in rows
+            if token < length[i]
+            and token_owner(i, token, parent, inherited) == token_owner(row, token, parent, inherited)
         ]
 
     def mean(leaves):
@@ -362,7 +371,8 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
     return out
 
 
-# --- counterfactuals and retries ---------------------------------------------------------------------------------------
+# --- counterfactuals and retries
+# ---------------------------------------------------------------------------------------
 
 
 def levenshtein_table(first, second):
@@ -432,7 +442,8 @@ def shaped_loss(logprobs, old, advantage, gamma, clip_low, clip_high):
     return [-a * new.exp() / (new.exp() + g) if g else x for new, a, g, x in rows]
 
 
-# --- values at segment boundaries --------------------------------------------------------------------------------------
+# --- values at segment boundaries
+# --------------------------------------------------------------------------------------
 
 
 def immediate_values(probability, prompt, response, bounds, exit_text, answers, end, normalise):
@@ -451,4 +462,6 @@ def exact_value(policy, prompt, state, length, reward):
     """v(state): sum over every way to fill up a response to `length` characters."""
     if len(state) == length:
         return reward(state)
-    return sum(p * exact_value(policy, prompt, state + c, length, reward) for c, p in policy.next(prompt + state).items())
+    return sum(
+        p * exact_value(policy, prompt, state + c, length, reward) for c, p in policy.next(prompt + state).items()
+    )

@@ -9,14 +9,15 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from components.metric_names import DEFINITIONS
-from pipeline import draw
-from pipeline.compose import list_choices, read_yaml
-from pipeline.graph import build_graph
 from pipeline.manual.links import SOURCE, Site, source_page, title_of
 from pipeline.manual.pages import component_page, overview, uses
 from pipeline.manual.sentences import errors_page, sentences
-from pipeline.registry import BUILTIN
+
+from components.metric_names import DEFINITIONS
+from pipeline.app import draw
+from pipeline.core.graph import build_graph
+from pipeline.core.registry import BUILTIN
+from pipeline.run.compose import list_choices, read_yaml
 
 # Section → pages in their order; a page of docs/ that is not named here comes last, under "More".
 SECTIONS = {
@@ -68,7 +69,10 @@ def on_files(files, config):
         "papers/index.md": "# Papers\n\n"
         + "\n".join(f"- [{title}]({p})" for p, title in sorted(papers.items(), key=lambda x: x[1]))
         + "\n",
-        **{f"components/{n}.md": component_page(n, t, used.get(n, {}), DEFINITIONS, found, by_arxiv) for n, t in BUILTIN.items()},
+        **{
+            f"components/{n}.md": component_page(n, t, used.get(n, {}), DEFINITIONS, found, by_arxiv)
+            for n, t in BUILTIN.items()
+        },
     }
     texts = {place: site.page(text, f"docs/{place}") for place, text in (pages | made).items()}
     texts["index.md"] = site.page((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", "index.md")
@@ -83,7 +87,9 @@ def on_files(files, config):
 
 def on_post_page(output, page, config):
     """Names the search dialog, which the theme leaves nameless."""
-    return output.replace('data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"')
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
 
 
 def navigation(places, papers):

@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 
 from components.advantage.segments import check_segments, increments, segment_of_token
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class Outputs:
 class AdditiveAdvantage(Component):
     """A_{i,t} = A_i + α (v(s_{k+1}) − v(s_k)) for token t in segment k.
 
-    The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit as it is. An invalid reward gives
-    zero credit to its whole trajectory.
+    The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit as it is. An
+    invalid reward gives zero credit to its whole trajectory.
     """
 
     paper = "2604.20659"

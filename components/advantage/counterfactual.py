@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from components.advantage.edits import fewest_edits
-from components.advantage.group import Normalize, group_advantage, group_metrics, group_moments, training_mask, zero_groups
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from components.advantage.group import (
+    Normalize,
+    group_advantage,
+    group_metrics,
+    group_moments,
+    training_mask,
+    zero_groups,
+)
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +50,15 @@ def repair_share(parent: Tensor, correct: Tensor, valid: Tensor, uid: Tensor) ->
 def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Tensor) -> dict[str, float]:
     """Var R, Var R', and the bound 2pE[φ]/Var φ below which λ_φ lowers the variance of 0/1 rewards; population variances over [N].
 
-    R' = R + λφ with φ = 0 where R = 1 has Var R' − Var R = λ² Var φ − 2λ p E[φ] [R]. The bound is infinite where Var φ = 0 < p E[φ], and
-    0 where both vanish.
+    R' = R + λφ with φ = 0 where R = 1 has Var R' − Var R = λ² Var φ − 2λ p E[φ] [R]. The bound is infinite where Var φ
+    = 0 < p E[φ], and 0 where both vanish.
     """
     if not len(reward):
         return {"reward_var": 0.0, "shaped_reward_var": 0.0, "shaping_bound": 0.0}
-    spread, pull = float(phi.double().var(correction=0)), 2 * float(correct.double().mean()) * float(phi.double().mean())
+    spread, pull = (
+        float(phi.double().var(correction=0)),
+        2 * float(correct.double().mean()) * float(phi.double().mean()),
+    )
     return {
         "reward_var": float(reward.double().var(correction=0)),
         "shaped_reward_var": float(shaped.double().var(correction=0)),
@@ -59,13 +69,14 @@ def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Ten
 class Counterfactual(Component):
     """R' = r + λ·ρ·s on failures (s: share of its revisions that are right), normalised per group; credit on the edited tokens.
 
-    φ_i = ρ s_i for a wrong trajectory, 0 for a right one [S]; A' is R' normalised within the group; A_{i,t} = A'_i m_{i,t} [R]. m marks
-    the tokens of a repaired trajectory that its successful revision with the fewest edits changes; all ones for a right trajectory and
-    for a failure without a successful revision [S]. Column "gate" holds m for objective `gated_sequence`.
+    φ_i = ρ s_i for a wrong trajectory, 0 for a right one [S]; A' is R' normalised within the group; A_{i,t} = A'_i
+    m_{i,t} [R]. m marks the tokens of a repaired trajectory that its successful revision with the fewest edits changes;
+    all ones for a right trajectory and for a failure without a successful revision [S]. Column "gate" holds m for
+    objective `gated_sequence`.
 
-    Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group with few successes
-    may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is what R' gives, and is left as it is
-    unless `raise_edits` is false [R].
+    Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group
+    with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is
+    what R' gives, and is left as it is unless `raise_edits` is false [R].
     """
 
     paper = "2605.16302"
@@ -79,10 +90,11 @@ class Counterfactual(Component):
         repair_scale: float = 1.0
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
         mask: Literal["loss", "credit", "none"] = "loss"
-        """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0 but count in T_i;
-        none: credit on all tokens"""
+        """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0
+        but count in T_i; none: credit on all tokens"""
         raise_edits: bool = True
-        """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A', 0)"""
+        """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A',
+        0)"""
         train_revision: bool = False
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"
@@ -93,7 +105,8 @@ class Counterfactual(Component):
         def __post_init__(self) -> None:
             if self.shaping < 0 or not 0 <= self.repair_scale <= 1:
                 raise ValueError(
-                    f"shaping is {self.shaping} and repair_scale {self.repair_scale}; wanted λ_φ of 0 or more and ρ between 0 and 1."
+                    f"shaping is {self.shaping} and repair_scale {self.repair_scale}; wanted λ_φ of 0 or more and ρ "
+                    "between 0 and 1."
                 )
 
     config: Config
@@ -118,14 +131,21 @@ class Counterfactual(Component):
         gate, best, own = fewest_edits(trajectories, rewards, revisions, revision_rewards)
         repaired = torch.isin(trajectories.uid, revisions.parent[best])
         credit = self._credit(
-            trajectories, advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage), gate
+            trajectories,
+            advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage),
+            gate,
         )
         self.context.log(
             **group_metrics(rewards.replace(value=shaped), group, zero_groups(advantage, group)),
             **shaping_statistics(
-                rewards.value[rewards.valid], shaped[rewards.valid], phi[rewards.valid], (rewards.correct & rewards.valid)[rewards.valid]
+                rewards.value[rewards.valid],
+                shaped[rewards.valid],
+                phi[rewards.valid],
+                (rewards.correct & rewards.valid)[rewards.valid],
             ),
-            **_repair_metrics(rewards, torch.isin(trajectories.uid, revisions.parent), repaired, advantage, gate, share),
+            **_repair_metrics(
+                rewards, torch.isin(trajectories.uid, revisions.parent), repaired, advantage, gate, share
+            ),
         )
         if not settings.train_revision or not len(best):
             return Outputs(trained=trajectories, credit=credit)
@@ -149,7 +169,9 @@ class Counterfactual(Component):
         settings = self.config
         parents = trajectories.index_of(chosen.parent)
         mean, std, count = (x[parents] for x in group_moments(shaped, trajectories.group, rewards.valid))
-        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=1e-8)}[settings.normalize]
+        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=1e-8)}[
+            settings.normalize
+        ]
         # One reward in a group says nothing about it.
         advantage = torch.where((std < 1e-8) | (count < 2), 0.0, (1.0 - mean) / scale).clamp(min=0.0).float()
         chosen = chosen.replace(group=trajectories.group[parents])

@@ -8,8 +8,8 @@ from typing import Annotated
 import torch
 
 from components.advantage.group import Normalize, group_advantage, group_metrics, training_mask, zero_groups
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Outputs:
 class CritiqueAdvantage(Component):
     """A = r − mean over originals and refinement; refinement tokens (`parent` ≥ 0) carry γ in column "shaping" for objective `shaped`.
 
-    The objective weighs them by f(p) = p/(p + γ), p the current probability of the token, in place of a ratio: rare tokens of a
-    refinement get the larger gradient, and the prompt they were sampled from does not matter [S, and the authors' code]. Without a
-    refinement this is Dr.GRPO's advantage.
+    The objective weighs them by f(p) = p/(p + γ), p the current probability of the token, in place of a ratio: rare
+    tokens of a refinement get the larger gradient, and the prompt they were sampled from does not matter [S, and the
+    authors' code]. Without a refinement this is Dr.GRPO's advantage.
     """
 
     paper = "2506.03106"
@@ -40,7 +40,9 @@ class CritiqueAdvantage(Component):
 
         def __post_init__(self) -> None:
             if self.gamma <= 0:
-                raise ValueError(f"gamma is {self.gamma}; wanted a probability above 0 (0.1 in the paper): γ = 0 has no gradient.")
+                raise ValueError(
+                    f"gamma is {self.gamma}; wanted a probability above 0 (0.1 in the paper): γ = 0 has no gradient."
+                )
 
     config: Config
 

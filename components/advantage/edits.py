@@ -9,16 +9,16 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-from pipeline.jagged import Jagged
-from pipeline.payloads import Rewards, Trajectories
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Rewards, Trajectories
 
 
 def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:
     """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
 
-    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks the token of
-    `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair makes otherwise, and without
-    it a repair that only inserts would leave nothing to train.
+    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks
+    the token of `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair
+    makes otherwise, and without it a repair that only inserts would leave nothing to train.
 
     >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
     ([False, True, True], [False, True, False, True], 2)
@@ -38,12 +38,14 @@ def fewest_edits(
 ) -> tuple[Jagged, Tensor, Jagged]:
     """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
 
-    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of equals. A revision
-    equal to its original (a judge that changed its mind) is none.
+    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of
+    equals. A revision equal to its original (a judge that changed its mind) is none.
     """
     tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
     parents = trajectories.index_of(revisions.parent).tolist()
-    usable = revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
+    usable = (
+        revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
+    )
     nearest: dict[int, tuple[int, int]] = {}
     for row in usable.nonzero(as_tuple=True)[0].tolist():
         best = nearest.get(parents[row], (sys.maxsize, -1))[0]

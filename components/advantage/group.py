@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from pipeline.component import Component, Count, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 Normalize = Literal["std", "mean", "std_exact"]
 EXACT_ZERO = 1e-8
@@ -29,7 +29,9 @@ def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
 
 
-def group_moments(reward: Tensor, group: Tensor, valid: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def group_moments(
+    reward: Tensor, group: Tensor, valid: Tensor, unbiased: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, standard deviation and number of the valid rewards of each row's group, each [N] (float64, float64, int64).
 
     A group without a valid reward has mean 0; a group of one has standard deviation 0, also the unbiased one.
@@ -44,13 +46,19 @@ def group_moments(reward: Tensor, group: Tensor, valid: Tensor, unbiased: bool =
 
 
 def group_advantage(
-    reward: Tensor, group: Tensor, valid: Tensor, *, normalize: Normalize = "std", unbiased: bool = False, eps: float = 1e-6
+    reward: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    normalize: Normalize = "std",
+    unbiased: bool = False,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Advantage of each trajectory against its group, float32 [N].
 
-    std: (r − mean) / (std + eps) [2402.03300]; mean: r − mean [2503.20783]; std_exact: (r − mean) / std with population std and no
-    eps, 0 where std < 1e-8 [2605.25507]. Invalid rewards [N bool] get 0 and are left out of mean and std. A group with one valid
-    reward gets 0 in every form. The order of rows has no influence.
+    std: (r − mean) / (std + eps) [2402.03300]; mean: r − mean [2503.20783]; std_exact: (r − mean) / std with population
+    std and no eps, 0 where std < 1e-8 [2605.25507]. Invalid rewards [N bool] get 0 and are left out of mean and std. A
+    group with one valid reward gets 0 in every form. The order of rows has no influence.
 
     Args:
         reward: float [N].
@@ -61,7 +69,10 @@ def group_advantage(
         eps: added to the standard deviation in `std`.
     """
     if not reward.shape == group.shape == valid.shape:
-        raise ValueError(f"group_advantage: shapes {tuple(reward.shape)}, {tuple(group.shape)}, {tuple(valid.shape)}; wanted [N] for all.")
+        raise ValueError(
+            f"group_advantage: shapes {tuple(reward.shape)}, {tuple(group.shape)}, {tuple(valid.shape)}; wanted [N] "
+            "for all."
+        )
     mean, std, _ = group_moments(reward, group, valid, unbiased=unbiased and normalize == "std")
     centred = torch.where(valid, reward.double() - mean, 0.0)
     if normalize == "std":
@@ -87,8 +98,8 @@ def training_mask(response_tokens: Jagged, inherited: Tensor, mask_prefix: bool 
 class GroupAdvantage(Component):
     """A_i = the outcome reward normalised within its group, the same on every trained token.
 
-    An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero gives no
-    gradient but counts in the loss denominator, unless `drop_zero_groups`.
+    An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero
+    gives no gradient but counts in the loss denominator, unless `drop_zero_groups`.
     """
 
     paper = "2402.03300"
@@ -115,14 +126,21 @@ class GroupAdvantage(Component):
         check_aligned(trajectories, rewards)
         settings, group = self.config, trajectories.group
         advantage = group_advantage(
-            rewards.value, group, rewards.valid, normalize=settings.normalize, unbiased=settings.unbiased, eps=settings.eps
+            rewards.value,
+            group,
+            rewards.valid,
+            normalize=settings.normalize,
+            unbiased=settings.unbiased,
+            eps=settings.eps,
         )
         silent = zero_groups(advantage, group)
         mask = training_mask(trajectories.response_tokens, trajectories.inherited, settings.mask_prefix)
         if settings.drop_zero_groups:
             mask = mask.with_values(mask.values & ~silent[mask.row_ids])
         self.context.log(**group_metrics(rewards, group, silent))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=trajectories.response_tokens.spread(advantage), mask=mask))
+        return Outputs(
+            credit=Credit(uid=trajectories.uid, advantage=trajectories.response_tokens.spread(advantage), mask=mask)
+        )
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from components.advantage.segments import check_segments, increments, segment_of_token
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
@@ -29,8 +29,8 @@ class Outputs:
 def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "equal") -> Jagged:
     """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) plus its part of the residual, so that Σ_k r_k = `reward` [N].
 
-    The residual r − (v(end) − v(start)) goes to all segments in equal parts, or to the last one. Source: RUDDER (1806.07857) as used
-    by 2606.06475; that the residual is spread is second-hand.
+    The residual r − (v(end) − v(start)) goes to all segments in equal parts, or to the last one. Source: RUDDER
+    (1806.07857) as used by 2606.06475; that the residual is spread is second-hand.
     """
     gain = increments(values.to(torch.float64))
     rest, count = reward.double() - gain.sum(), gain.lengths
@@ -41,15 +41,20 @@ def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "
 
 
 def segment_shares(
-    rewards: Jagged, sizes: Jagged, head: Head = "clip_floor", floor: float = 0.1, temperature: float = 0.1, per: Per = "token"
+    rewards: Jagged,
+    sizes: Jagged,
+    head: Head = "clip_floor",
+    floor: float = 0.1,
+    temperature: float = 0.1,
+    per: Per = "token",
 ) -> Jagged:
     """Share of the credit of each segment, float64, summing to 1 over a row's segments that have trained tokens.
 
-    With w_k = max(r_k, 0) for clip_floor, exp(r_k / temperature) for softmax, r_k for signed, and n_k trained tokens of T:
-    per token, share_k = w_k n_k / Σ w n, so that equal r_k give every token the same; per segment, share_k = w_k / Σ w, which a
-    segment's tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T. A row whose sum Σ w, with
-    mean weight 1 per segment, is below 1e-6 in size falls back to n_k/T, which is uniform over tokens. The published text leaves
-    the form open; these are reconstructions.
+    With w_k = max(r_k, 0) for clip_floor, exp(r_k / temperature) for softmax, r_k for signed, and n_k trained tokens of
+    T: per token, share_k = w_k n_k / Σ w n, so that equal r_k give every token the same; per segment, share_k = w_k / Σ
+    w, which a segment's tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T. A
+    row whose sum Σ w, with mean weight 1 per segment, is below 1e-6 in size falls back to n_k/T, which is uniform over
+    tokens. The published text leaves the form open; these are reconstructions.
 
     Args:
         rewards: r_k per segment.
@@ -87,10 +92,11 @@ def rewards_are_equal(rewards: Jagged) -> Tensor:
 class Redistribute(Component):
     """A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1 and σ constant within a segment; A_i is the credit that is wired in.
 
-    T_i counts trained tokens. With one segment, or equal rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ comes from
-    the redistributed rewards r_k, whose sum is the return. Two choices that the published text leaves open: for trajectories with
-    A_i < 0, `negative: flipped` uses −r_k (losses of value carry the blame) and `same` the same σ (gains carry it); a segment's reward
-    is each of its tokens' (`per: token`, as a policy gradient over segments has it) or divided among them (`segment`).
+    T_i counts trained tokens. With one segment, or equal rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ
+    comes from the redistributed rewards r_k, whose sum is the return. Two choices that the published text leaves open:
+    for trajectories with A_i < 0, `negative: flipped` uses −r_k (losses of value carry the blame) and `same` the same σ
+    (gains carry it); a segment's reward is each of its tokens' (`per: token`, as a policy gradient over segments has
+    it) or divided among them (`segment`).
     """
 
     paper = "2606.06475"
@@ -100,7 +106,8 @@ class Redistribute(Component):
         """Form of the shares."""
 
         head: Head = "clip_floor"
-        """clip_floor: losses count as 0, with a uniform floor; softmax: of r_k / temperature; signed: r_k over their sum"""
+        """clip_floor: losses count as 0, with a uniform floor; softmax: of r_k / temperature; signed: r_k over their
+        sum"""
         residual: Residual = "equal"
         """where the difference between return and summed gains goes: to all segments equally, or to the last"""
         floor: float = 0.1
@@ -114,7 +121,10 @@ class Redistribute(Component):
 
         def __post_init__(self) -> None:
             if not 0 <= self.floor <= 1 or self.temperature <= 0:
-                raise ValueError(f"floor is {self.floor}, temperature {self.temperature}; wanted floor from 0 to 1, temperature above 0.")
+                raise ValueError(
+                    f"floor is {self.floor}, temperature {self.temperature}; wanted floor from 0 to 1, temperature "
+                    "above 0."
+                )
 
     config: Config
 
@@ -133,7 +143,9 @@ class Redistribute(Component):
         check_segments(trajectories, segments, values)
         settings, tokens = self.config, trajectories.response_tokens
         segment = segment_of_token(segments.ends, tokens)
-        trained = torch.zeros(len(segments.ends.values), dtype=torch.int64).index_add_(0, segment, credit.mask.values.long())
+        trained = torch.zeros(len(segments.ends.values), dtype=torch.int64).index_add_(
+            0, segment, credit.mask.values.long()
+        )
         sizes = segments.ends.with_values(trained)
         parts = redistributed_rewards(values.values, rewards.value, settings.residual)
         sign = torch.ones(len(trajectories), dtype=torch.float64)

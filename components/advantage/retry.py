@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from components.advantage.group import Normalize, group_advantage, group_metrics, training_mask, zero_groups
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,11 @@ def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: floa
 class RetryAdvantage(Component):
     """Stage I: R(y2) on second attempts, a strong KL alone on first ones. Stage II: R(y2) + α(R(y2) − R(y1)), and R(y1) on first ones.
 
-    Rewards are normalised within the group of their turn. Column "kl_weight" multiplies the objective's `kl.coefficient` per token: in
-    stage I it is `first_kl_weight` on first attempts, which have advantage 0 and stay in the mask [S]; everywhere else 1. Stage I takes
-    the first `stage_one_iterations` iterations of the run. The paper trains both attempts in stage II [S]; that each is credited with
-    its own turn's reward, and that baselines are per turn, is our reading [R].
+    Rewards are normalised within the group of their turn. Column "kl_weight" multiplies the objective's
+    `kl.coefficient` per token: in stage I it is `first_kl_weight` on first attempts, which have advantage 0 and stay in
+    the mask [S]; everywhere else 1. Stage I takes the first `stage_one_iterations` iterations of the run. The paper
+    trains both attempts in stage II [S]; that each is credited with its own turn's reward, and that baselines are per
+    turn, is our reading [R].
 
     Without KL term at the learner stage I leaves first attempts untrained. α = 0 gives plain rewards.
     """
@@ -63,7 +64,8 @@ class RetryAdvantage(Component):
         """Stages, improvement bonus, normalisation."""
 
         stage_one_iterations: int = 0
-        """iterations of stage I at the start of the run; 0 is stage II from the start, as many as the run has is stage I alone"""
+        """iterations of stage I at the start of the run; 0 is stage II from the start, as many as the run has is stage
+        I alone"""
         alpha: float = 10.0
         """α, weight of the improvement R(y2) − R(y1) in stage II; 0 gives plain rewards"""
         first_kl_weight: float = 10.0
@@ -71,14 +73,16 @@ class RetryAdvantage(Component):
         train_first: bool = True
         """credit first attempts with R(y1) in stage II; false leaves them to the KL term"""
         normalize: Normalize = "mean"
-        """of the rewards within their turn's group, see advantage.group; "mean" keeps α's scale, "std" divides it out again"""
+        """of the rewards within their turn's group, see advantage.group; "mean" keeps α's scale, "std" divides it out
+        again"""
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
 
         def __post_init__(self) -> None:
             if self.stage_one_iterations < 0 or self.alpha < 0 or self.first_kl_weight < 0:
                 raise ValueError(
-                    f"stage_one_iterations {self.stage_one_iterations}, alpha {self.alpha}, first_kl_weight {self.first_kl_weight}; "
+                    f"stage_one_iterations {self.stage_one_iterations}, alpha {self.alpha}, first_kl_weight "
+                    f"{self.first_kl_weight}; "
                     "wanted 0 or more for each."
                 )
 

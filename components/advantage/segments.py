@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, SegmentValues, Trajectories, check_aligned
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, SegmentValues, Trajectories, check_aligned
 
 
 def segment_of_token(ends: Jagged, tokens: Jagged) -> Tensor:
     """int64 [total tokens]: the segment of each token, as a place in `ends.values`.
 
     Args:
-        ends: exclusive segment ends per row, strictly increasing, the last one the number of tokens; empty for an empty row.
+        ends: exclusive segment ends per row, strictly increasing, the last one the number of tokens; empty for an empty
+            row.
         tokens: any Jagged over the tokens.
     """
     bounds = ends.values + tokens.offsets[:-1][ends.row_ids]
@@ -50,13 +51,16 @@ def check_segments(trajectories: Trajectories, segments: Segments, values: Segme
     if not torch.equal(last, lengths):
         row = int((last != lengths).nonzero()[0])
         raise AlignmentError(
-            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at {int(last[row])}, "
+            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at "
+            f"{int(last[row])}, "
             f"its response has {int(lengths[row])} tokens; wanted segments that cover the response. "
             "Wire segments made from the same trajectories."
         )
     if not torch.equal(values.values.lengths, ends.lengths + 1):
         row = int((values.values.lengths != ends.lengths + 1).nonzero()[0])
         raise AlignmentError(
-            f"{values.origin or 'values'}: {int(values.values.lengths[row])} values for {int(ends.lengths[row])} segments of trajectory "
-            f"{int(trajectories.uid[row])}; wanted one per boundary, segments + 1. Wire values made from the same segments."
+            f"{values.origin or 'values'}: {int(values.values.lengths[row])} values for {int(ends.lengths[row])} "
+            "segments of trajectory "
+            f"{int(trajectories.uid[row])}; wanted one per boundary, segments + 1. Wire values made from the same "
+            "segments."
         )

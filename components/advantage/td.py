@@ -11,9 +11,9 @@ from torch import Tensor
 
 from components.advantage.group import training_mask
 from components.advantage.segments import check_segments, increments, segment_of_token, with_final
-from pipeline.component import Component, identity_sum, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from pipeline.core.component import Component, identity_sum, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class Outputs:
 def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
     """Advantage of each segment: A_k = δ_k + λ A_{k+1}, δ_k = v(s_{k+1}) − v(s_k), with v = `reward` [N] at the end of the response.
 
-    λ = 0: A_k = v(s_{k+1}) − v(s_k), which telescopes to r − v(s_0) (VinePPO, 2410.01679). λ = 1: A_k = r − v(s_k). γ = 1.
+    λ = 0: A_k = v(s_{k+1}) − v(s_k), which telescopes to r − v(s_0) (VinePPO, 2410.01679). λ = 1: A_k = r − v(s_k). γ =
+    1.
 
     Args:
         values: float, segments + 1 entries per row; the last one is not used.
@@ -71,7 +72,8 @@ class TDAdvantage(Component):
         mask_prefix: bool = True
         """leaves inherited prefix tokens out of the loss"""
         whiten: bool = False
-        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does; credits no longer telescope"""
+        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does; credits no
+        longer telescope"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:
@@ -100,6 +102,7 @@ class TDAdvantage(Component):
             advantage = whitened(advantage, trained, self.context.all_sum)
         size = per_segment.values.abs()
         self.context.log(
-            advantage_size=float(size.mean()) if len(size) else 0.0, zero_share=float((size < 1e-8).float().mean()) if len(size) else 0.0
+            advantage_size=float(size.mean()) if len(size) else 0.0,
+            zero_share=float((size < 1e-8).float().mean()) if len(size) else 0.0,
         )
         return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))

@@ -1,7 +1,8 @@
 """Trees of trajectories: nodes, leaves and values, from the lineage that trajectories carry.
 
-A tree needs no payload of its own. Each row is a leaf; `parent` and `inherited` say where it left which other row. A *node* is a run of
-response tokens between two places where rows part, sampled once and shared by all leaves under it. Above the first nodes is the *root*, the
+A tree needs no payload of its own. Each row is a leaf; `parent` and `inherited` say where it left which other row. A
+*node* is a run of response tokens between two places where rows part, sampled once and shared by all leaves under it.
+Above the first nodes is the *root*, the
 prompt: all rows of one group. A branch that added no tokens is an empty node, still a leaf with a reward.
 """
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from components.advantage.group import group_sum
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Trajectories
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Trajectories
 
 ValueOf = Literal["leaves", "children"]
 
@@ -27,7 +28,8 @@ class Tree:
 
     Attributes:
         path: Jagged int64, one row per leaf: its nodes from the root down, as places 0 … K − 1.
-        ends: Jagged int64, exclusive end of each of them in the leaf's response; never decreasing, the last one is its length.
+        ends: Jagged int64, exclusive end of each of them in the leaf's response; never decreasing, the last one is its
+            length.
         parent: int64 [K], place of the node above, −1 below the root.
         root: int64 [K], place of the node's group among the sorted groups.
         depth: int64 [K], 1 below the root.
@@ -69,8 +71,10 @@ def tree_of(trajectories: Trajectories) -> Tree:
     missing = [row for row, uid in enumerate(parents) if uid >= 0 and uid not in place]
     if missing:
         raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[missing[0]])} continues {parents[missing[0]]}, "
-            f"which is not in the batch ({len(missing)} such rows); wanted whole trees. Wire all trajectories of the node that grew them."
+            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[missing[0]])} continues "
+            f"{parents[missing[0]]}, "
+            f"which is not in the batch ({len(missing)} such rows); wanted whole trees. Wire all trajectories of the "
+            "node that grew them."
         )
     above = [place.get(uid, -1) for uid in parents]
     group, length = trajectories.group, trajectories.response_tokens.lengths.tolist()
@@ -78,13 +82,15 @@ def tree_of(trajectories: Trajectories) -> Tree:
     foreign = [row for row, over in enumerate(above) if over >= 0 and int(group[row]) != int(group[over])]
     if foreign:
         raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[foreign[0]])} is in another group than the one it "
+            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[foreign[0]])} is in another "
+            "group than the one it "
             "continues; wanted one group per tree. Wire trajectories of expander.tree."
         )
     beyond = [row for row, over in enumerate(above) if over >= 0 and inherited[row] > min(length[row], length[over])]
     if beyond:
         raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[beyond[0]])} inherits {inherited[beyond[0]]} "
+            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[beyond[0]])} inherits "
+            f"{inherited[beyond[0]]} "
             "tokens, more than it or the one it continues has; wanted a shared prefix. Leave responses of a tree uncut."
         )
     paths, ends, parent, owner = lineage_paths(above, inherited, length)
@@ -112,7 +118,8 @@ def lineage_paths(
         length: number of tokens.
 
     Returns:
-        Node path of each row, exclusive ends along it, and for each node its parent (−1 for none) and the row that sampled it.
+        Node path of each row, exclusive ends along it, and for each node its parent (−1 for none) and the row that
+        sampled it.
     """
     order, anchor, cuts = _by_lineage(above), list(above), [{n} for n in length]
     continued = [False] * len(above)  # others go on where the row ends: its own leaf is an empty node beside them
@@ -133,7 +140,10 @@ def lineage_paths(
         if over >= 0:
             kept = sum(end <= start for end in ends[over][: len(ends[over]) - continued[over]])
             paths[row], ends[row] = paths[over][:kept], ends[over][:kept]
-        for end in [*sorted(end for end in cuts[row] if end > start), *([length[row]] if continued[row] or length[row] == start else [])]:
+        for end in [
+            *sorted(end for end in cuts[row] if end > start),
+            *([length[row]] if continued[row] or length[row] == start else []),
+        ]:
             parent.append(paths[row][-1] if paths[row] else -1)
             owner.append(row)
             paths[row].append(len(parent) - 1)
@@ -144,8 +154,8 @@ def lineage_paths(
 def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "leaves") -> Values:
     """V of each node and root.
 
-    leaves: mean reward of the valid leaves below. children: mean over the children's V, a leaf's being its reward, so a branch that ended
-    early weighs as much as its siblings whose subtrees have many leaves; both agree on a full tree.
+    leaves: mean reward of the valid leaves below. children: mean over the children's V, a leaf's being its reward, so a
+    branch that ended early weighs as much as its siblings whose subtrees have many leaves; both agree on a full tree.
 
     Args:
         tree: K nodes over N leaves.
@@ -166,7 +176,10 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
         return Values(node=total / leaves.clamp(min=1), root=at_root / root_leaves.clamp(min=1), leaves=leaves)
     # Places beyond K are the roots; a level of the tree at a time, from the deepest.
     above = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
-    total, parts = torch.zeros(len(tree) + count, dtype=torch.float64), torch.zeros(len(tree) + count, dtype=torch.float64)
+    total, parts = (
+        torch.zeros(len(tree) + count, dtype=torch.float64),
+        torch.zeros(len(tree) + count, dtype=torch.float64),
+    )
     total.index_add_(0, nodes[last], reward)
     parts.index_add_(0, nodes[last], valid.double())
     for depth in range(int(tree.depth.max()) if len(tree) else 0, 0, -1):

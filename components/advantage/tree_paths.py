@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import torch
 
 from components.advantage.tree import node_values, once_mask, path_advantage, tree_metrics, tree_of
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Outputs:
 class TreePaths(Component):
     """R(s) = [(V(s) − V(root)) + (V(s) − V(parent))] / √(leaves under s), with V the mean reward of the leaves below.
 
-    A tree of depth 1 gives 2 (r − mean). Every leaf is a training sequence of its whole path, so a node with n leaves occurs n times; the
-    √n damps that, it does not undo it. An invalid reward is left out of values and leaf counts, and its trajectory gets zero credit. Whole
-    trees must arrive together.
+    A tree of depth 1 gives 2 (r − mean). Every leaf is a training sequence of its whole path, so a node with n leaves
+    occurs n times; the √n damps that, it does not undo it. An invalid reward is left out of values and leaf counts, and
+    its trajectory gets zero credit. Whole trees must arrive together.
     """
 
     paper = "2506.11902"
@@ -45,7 +45,9 @@ class TreePaths(Component):
         tree = tree_of(trajectories)
         per_node = path_advantage(tree, node_values(tree, rewards.value, valid))
         advantage = torch.where(valid[tokens.row_ids], tree.spread(per_node), 0.0)
-        trained = once_mask(tree, valid) if self.config.shared == "once" else torch.ones_like(advantage, dtype=torch.bool)
+        trained = (
+            once_mask(tree, valid) if self.config.shared == "once" else torch.ones_like(advantage, dtype=torch.bool)
+        )
         mask = tokens.with_values(trained)
         self.context.log(**tree_metrics(tree, per_node, mask))
         return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))

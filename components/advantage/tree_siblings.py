@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 
 from components.advantage.tree import ValueOf, node_values, once_mask, sibling_advantage, tree_metrics, tree_of
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,10 @@ class Outputs:
 class TreeSiblings(Component):
     """A(node) = V(node) − mean V of its siblings, on the tokens that the policy was not sure of (π_old < 0.9).
 
-    V(node) = mean reward of the leaves below. A tree of depth 1 gives r − mean (GRPO without the standard deviation). Each node is
-    trained on in one leaf only, the first whose reward is valid, so shared tokens count once however many leaves share them. An invalid
-    reward is left out of all values and gives zero credit. Whole trees must arrive together.
+    V(node) = mean reward of the leaves below. A tree of depth 1 gives r − mean (GRPO without the standard deviation).
+    Each node is trained on in one leaf only, the first whose reward is valid, so shared tokens count once however many
+    leaves share them. An invalid reward is left out of all values and gives zero credit. Whole trees must arrive
+    together.
     """
 
     paper = "2505.23564"
@@ -43,7 +44,10 @@ class TreeSiblings(Component):
 
         def __post_init__(self) -> None:
             if not 0 < self.max_probability <= 1:
-                raise ValueError(f"max_probability is {self.max_probability}; wanted a probability above 0, 1 to train on every token.")
+                raise ValueError(
+                    f"max_probability is {self.max_probability}; wanted a probability above 0, 1 to train on every "
+                    "token."
+                )
 
     config: Config
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.component import Component, Count
-from pipeline.errors import AlignmentError
-from pipeline.payloads import Trajectories
+from pipeline.core.component import Component, Count
+from pipeline.core.errors import AlignmentError
+from pipeline.core.payloads import Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from components.engine.weights import local_folder, read_safetensors
 from components.models.load import resolve_model_path
-from pipeline.component import ModelSpec
-from pipeline.errors import DataError
-from pipeline.payloads import Adapter, Weights
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import DataError
+from pipeline.core.payloads import Adapter, Weights
 
 TENSORS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -28,7 +28,8 @@ class AdapterSettings:
     """Whether the learner publishes LoRA adapters; `configs/engine/vllm.yaml` takes both from the settings of the node `learner`."""
 
     publish: Literal["merged", "adapter"] = "merged"
-    """what the learner publishes; with merged the engine starts without LoRA and merges an adapter that it is given all the same"""
+    """what the learner publishes; with merged the engine starts without LoRA and merges an adapter that it is given all
+    the same"""
     rank: int = 0
     """largest rank of the adapters that are taken without merging"""
 
@@ -80,7 +81,8 @@ def merged(weights: Weights, spec: ModelSpec) -> Weights:
         weight = tensors.get(f"{layer}.weight")
         if weight is None or b is None or (b.shape[0], a.shape[1]) != tuple(weight.shape):
             raise DataError(
-                f"{place}: '{name}' has no weight or no counterpart of its form in model '{spec.path}'; wanted an adapter of linear layers "
+                f"{place}: '{name}' has no weight or no counterpart of its form in model '{spec.path}'; wanted an "
+                "adapter of linear layers "
                 "of that model. Learner and engine must use one model.path."
             )
         tensors[f"{layer}.weight"] = weight + _delta(a, b, weights.adapter).to(dtype)

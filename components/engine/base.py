@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.generate import Limits
-from pipeline.component import Component, Count
-from pipeline.errors import CreditgraphError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Requests
+from pipeline.core.component import Component, Count
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +22,15 @@ class Outputs:
     """The policy that samples with the given weights."""
 
     policy: Policy
+
+
+@dataclass
+class Limits:
+    """What ends rows: tokens each may get, int64 [N]; thoughts each may get, int64 [N]; end-of-text ids."""
+
+    tokens: Tensor
+    thoughts: Tensor
+    eos: Tensor
 
 
 class Engine(Component):
@@ -72,7 +80,9 @@ class EnginePolicy(Policy):
                 "wanted temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0."
             )
         if any(not s for s in sampling.stop) or (sampling.thoughts is not None and not sampling.thoughts.stop):
-            raise CreditgraphError("sampling: an empty stop string; wanted at least one character, or no stop string at all.")
+            raise CreditgraphError(
+                "sampling: an empty stop string; wanted at least one character, or no stop string at all."
+            )
         budget = torch.full((rows,), sampling.max_tokens) if requests.max_tokens is None else requests.max_tokens
         room = engine.context_length - requests.tokens.lengths
         full = ((room <= 0) & (budget > 0)).nonzero()[:, 0].tolist()
@@ -86,13 +96,16 @@ class EnginePolicy(Policy):
         thoughts = torch.full((rows,), most) if requests.max_thoughts is None else requests.max_thoughts
         budget = torch.minimum(budget, room).clamp(min=0)
         if requests.pause is not None and bool((requests.pause < 1).any()):
-            raise CreditgraphError(f"requests: pause of {int(requests.pause.min())} tokens; wanted at least 1, so that every row gets on.")
+            raise CreditgraphError(
+                f"requests: pause of {int(requests.pause.min())} tokens; wanted at least 1, so that every row gets on."
+            )
         return Limits(tokens=budget, thoughts=thoughts.to(torch.int64), eos=engine.eos)
 
     def _check_current(self) -> None:
         if self.version != self.engine.version:
             raise CreditgraphError(
-                f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after version "
+                f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after "
+                "version "
                 f"{self.engine.version} was loaded; wanted the handle of the current iteration. "
                 "Wire consumers to engine.policy without '@'."
             )
@@ -101,24 +114,30 @@ class EnginePolicy(Policy):
         """Rows to score: one context each, ids in the vocabulary, no longer than the context."""
         engine = self.engine
         if len(context) != len(tokens):
-            raise CreditgraphError(f"{task}: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row.")
+            raise CreditgraphError(
+                f"{task}: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row."
+            )
         self._check_tokens(context, f"{task} context", used=tokens.lengths > 0)
         self._check_tokens(tokens, f"{task} row", used=torch.zeros(len(tokens), dtype=torch.bool))
         longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
         if longest > engine.context_length:
             raise CreditgraphError(
                 f"{task}: a row of {longest} tokens; wanted at most {engine.context_length} "
-                f"(context of model '{engine.context.model.path}'). Shorten prompt plus response or raise model.max_context."
+                f"(context of model '{engine.context.model.path}'). Shorten prompt plus response or raise "
+                "model.max_context."
             )
 
     def _check_tokens(self, rows: Jagged, what: str, used: Tensor | None = None) -> None:
         empty = (rows.lengths == 0) if used is None else (rows.lengths == 0) & used
         if bool(empty.any()):
-            raise CreditgraphError(f"{what} {int(empty.nonzero()[0])}: no tokens; wanted at least one to condition on (a BOS or a prompt).")
+            raise CreditgraphError(
+                f"{what} {int(empty.nonzero()[0])}: no tokens; wanted at least one to condition on (a BOS or a prompt)."
+            )
         vocab = self.engine.vocab_size
         if len(rows.values) and not 0 <= int(rows.values.min()) <= int(rows.values.max()) < vocab:
             raise CreditgraphError(
-                f"{what}: token ids from {int(rows.values.min())} to {int(rows.values.max())}; wanted 0 to {vocab - 1}. "
+                f"{what}: token ids from {int(rows.values.min())} to {int(rows.values.max())}; wanted 0 to "
+                f"{vocab - 1}. "
                 "Prompts must come from the tokenizer of model.path."
             )
 
@@ -127,8 +146,10 @@ class EnginePolicy(Policy):
         if bool(bad.any()):
             row = int(logprobs.row_ids[bad.nonzero()[0, 0]])
             raise CreditgraphError(
-                f"engine '{self.engine.context.node}': weights version {self.version} give a log-prob that is not finite (row {row}); "
-                "wanted finite logits. The weights have likely diverged: lower the learning rate or go back to an earlier checkpoint."
+                f"engine '{self.engine.context.node}': weights version {self.version} give a log-prob that is not "
+                f"finite (row {row}); "
+                "wanted finite logits. The weights have likely diverged: lower the learning rate or go back to an "
+                "earlier checkpoint."
             )
 
     @contextmanager

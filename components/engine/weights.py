@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import DataError, did_you_mean
-from pipeline.payloads import Weights
+from pipeline.core.errors import DataError, did_you_mean
+from pipeline.core.payloads import Weights
 
 
 class WeightNames:
@@ -46,8 +46,15 @@ class WeightNames:
             given = weights.tensors or {}
         found_tensors = dict(given)
         for name, first in self.tied.items():
-            if name in found_tensors and first in found_tensors and not _equal(found_tensors[name], found_tensors[first]):
-                raise DataError(f"{place}: '{name}' and '{first}' differ, but the model ties them; wanted equal tensors or only one.")
+            if (
+                name in found_tensors
+                and first in found_tensors
+                and not _equal(found_tensors[name], found_tensors[first])
+            ):
+                raise DataError(
+                    f"{place}: '{name}' and '{first}' differ, but the model ties them; wanted equal tensors or only "
+                    "one."
+                )
             if name in found_tensors:
                 found_tensors.setdefault(first, found_tensors[name])
             elif first in found_tensors:
@@ -61,17 +68,20 @@ class WeightNames:
         if unknown:
             hint = did_you_mean(unknown[0], missing or self.shapes)
             raise DataError(
-                f"{place}: {len(unknown)} names the model does not have, first '{unknown[0]}'; wanted Hugging Face names.{hint}"
+                f"{place}: {len(unknown)} names the model does not have, first '{unknown[0]}'; wanted Hugging Face "
+                f"names.{hint}"
             )
         if missing:
             raise DataError(
-                f"{place}: {len(missing)} of {len(self.shapes)} weights are missing, first '{missing[0]}'; wanted all of them. "
+                f"{place}: {len(missing)} of {len(self.shapes)} weights are missing, first '{missing[0]}'; wanted all "
+                "of them. "
                 "Publish the whole model (adapters merged)."
             )
         for name, shape in self.shapes.items():
             if tuple(given[name].shape) != shape:
                 raise DataError(
-                    f"{place}: '{name}' has shape {tuple(given[name].shape)}; wanted {shape}. Learner and engine must use one model.path."
+                    f"{place}: '{name}' has shape {tuple(given[name].shape)}; wanted {shape}. Learner and engine must "
+                    "use one model.path."
                 )
 
 
@@ -84,7 +94,9 @@ def local_folder(path: str) -> str:
     try:
         return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub client raises types of its own
-        raise DataError(f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder.") from error
+        raise DataError(
+            f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder."
+        ) from error
 
 
 def read_safetensors(path: str) -> dict[str, Tensor]:
@@ -107,5 +119,6 @@ def read_safetensors(path: str) -> dict[str, Tensor]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (
-        a.shape == b.shape and (a.data_ptr() == b.data_ptr() or torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True))
+        a.shape == b.shape
+        and (a.data_ptr() == b.data_ptr() or torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True))
     )

@@ -11,13 +11,14 @@ import torch
 
 from components.models.load import load_tokenizer
 from components.prompts.dataset import load_rows, make_prompts
-from components.sampler.requests import SamplingSettings, keyed_seeds, sample_fresh
-from pipeline.component import Component, Context
-from pipeline.errors import ConfigError, did_you_mean
-from pipeline.payloads import Judge, Policy, Rewards, Sampling, TrainReport
-from pipeline.streams import Stream
+from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_fresh
+from pipeline.core.component import Component, Context
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.payloads import Judge, Policy, Rewards, Sampling, TrainReport
+from pipeline.core.streams import Stream
 
-# The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training prompts.
+# The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training
+# prompts.
 _HELD_OUT = (1 << 24) - 1
 
 
@@ -31,7 +32,8 @@ class Outputs:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of k samples is right, from num_correct of num_samples right ones.
 
-    1 − C(n − c, k) / C(n, k), as the product 1 − Π_{i=n−c+1}^{n} (1 − k/i), which overflows for no n. Source: 2107.03374.
+    1 − C(n − c, k) / C(n, k), as the product 1 − Π_{i=n−c+1}^{n} (1 − k/i), which overflows for no n. Source:
+    2107.03374.
 
     >>> round(pass_at_k(4, 1, 2), 6)
     0.5
@@ -49,7 +51,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str, float]:
     """mean@n, and pass@k for k = 2, 4, 8 … up to n and for n itself, averaged over problems."""
     count = max(len(correct_counts), 1)
-    ks = sorted({2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples} | ({num_samples} if num_samples > 1 else set()))
+    ks = sorted(
+        {2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples}
+        | ({num_samples} if num_samples > 1 else set())
+    )
     found = {f"pass_at_{k}": sum(pass_at_k(num_samples, c, k) for c in correct_counts) / count for k in ks}
     return {f"mean_at_{num_samples}": sum(correct_counts) / (num_samples * count), **found}
 
@@ -57,8 +62,8 @@ def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str,
 class Accuracy(Component):
     """Judges the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
-    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone. With several replicas
-    each judges its share of the problems, and counts are summed.
+    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone. With
+    several replicas each judges its share of the problems, and counts are summed.
     """
 
     paper = "2107.03374"

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.localizer.thoughts import has_oracle, num_thoughts, true_first_errors
 from components.models.load import load_tokenizer
-from pipeline.component import Component, Count, same_rows
-from pipeline.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
+from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,14 @@ def mean_where(values: Tensor, rows: Tensor) -> float | None:
     return float(values[rows].double().mean()) if bool(rows.any()) else None
 
 
-def reset_metrics(step: Tensor, count: Tensor, correct: Tensor, seed_row: Tensor, true_step: Tensor | None) -> dict[str, float]:
+def reset_metrics(
+    step: Tensor, count: Tensor, correct: Tensor, seed_row: Tensor, true_step: Tensor | None
+) -> dict[str, float]:
     """Shares over seeds [S] and their suffixes [N]; a share of nothing is left out.
 
     clean: seeds whose step is at or before the true first error, so that the prefix holds no error; exact: equal to it.
-    correction: suffixes that end right; corrected: seeds with at least one such suffix (pass@b). Both also for clean and for erroneous
-    prefixes alone [2605.25507, figure 2].
+    correction: suffixes that end right; corrected: seeds with at least one such suffix (pass@b). Both also for clean
+    and for erroneous prefixes alone [2605.25507, figure 2].
 
     Args:
         step: int64 [S], localised step, 1-based.
@@ -62,8 +64,8 @@ def reset_metrics(step: Tensor, count: Tensor, correct: Tensor, seed_row: Tensor
 class Resets(Component):
     """Logs, for the suffixes of each seed, how often they end right, and how often the step they were reset to was a good one.
 
-    The latter needs the true first error: on tasks without an oracle only the former is logged. Suffixes whose reward is invalid do not
-    count.
+    The latter needs the true first error: on tasks without an oracle only the former is logged. Suffixes whose reward
+    is invalid do not count.
     """
 
     paper = "2605.25507"

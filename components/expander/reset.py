@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_from_prefix
-from pipeline.component import Component, Count, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, StepErrors, Trajectories, check_aligned
-from pipeline.streams import keys_within
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_from_prefix
+from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, StepErrors, Trajectories, check_aligned
+from pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
 class Reset(Component):
     """Continues each seed `suffixes` times from the thoughts before its first error, h*.
 
-    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error; h* = 1 has an empty prefix: fresh rollouts
-    that still form their own group. Use the sampling settings of the sampler that made the seeds.
+    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error; h* = 1 has an empty prefix:
+    fresh rollouts that still form their own group. Use the sampling settings of the sampler that made the seeds.
     """
 
     paper = "2605.25507"

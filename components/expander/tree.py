@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
-from components.sampler.requests import SamplingSettings, length_metrics
-from pipeline.component import Component
-from pipeline.payloads import Policy, Prompts, Trajectories
+from components.rollouts.requests import SamplingSettings, length_metrics
+from pipeline.core.component import Component
+from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class Outputs:
 class Tree(Component):
     """Grows one tree of responses per prompt; its leaves share prefixes, and each token is sampled once.
 
-    `segments`: `branching` = (6, 6, 6) samples 6 segments of M tokens, continues each 6 times for M tokens, and each of those 6 times
-    to the end. `uncertain`: (M, N, L, T) samples M responses and, in each of L rounds, T new ones from before each of the N most
-    uncertain tokens of every tree. Leaves carry their lineage: a row shares its first `inherited` tokens with `parent`, their ids,
-    log-probs and entropies included. A branch that ends early is a leaf.
+    `segments`: `branching` = (6, 6, 6) samples 6 segments of M tokens, continues each 6 times for M tokens, and each of
+    those 6 times to the end. `uncertain`: (M, N, L, T) samples M responses and, in each of L rounds, T new ones from
+    before each of the N most uncertain tokens of every tree. Leaves carry their lineage: a row shares its first
+    `inherited` tokens with `parent`, their ids, log-probs and entropies included. A branch that ends early is a leaf.
     """
 
     paper = "2505.23564, 2506.11902"
@@ -36,7 +36,8 @@ class Tree(Component):
         """Sampling settings and the rule."""
 
         rule: Literal["segments", "uncertain"] = "segments"
-        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens of whole responses (TreeRL)"""
+        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens of whole responses
+        (TreeRL)"""
         segments: SegmentRule = field(default_factory=SegmentRule)
         """settings of rule `segments`"""
         uncertain: UncertainRule = field(default_factory=UncertainRule)
@@ -47,7 +48,8 @@ class Tree(Component):
             if self.rule == "segments" and self.segments.tokens * (len(self.segments.branching) - 1) >= self.max_tokens:
                 cuts = len(self.segments.branching) - 1
                 raise ValueError(
-                    f"segments.tokens is {self.segments.tokens} with {cuts + 1} levels, but max_tokens is {self.max_tokens}: the last "
+                    f"segments.tokens is {self.segments.tokens} with {cuts + 1} levels, but max_tokens is "
+                    f"{self.max_tokens}: the last "
                     f"level would have no budget; wanted {cuts}·segments.tokens below max_tokens."
                 )
 
@@ -63,7 +65,11 @@ class Tree(Component):
         leaves, count = grown.leaves, max(len(prompts), 1)
         metrics = length_metrics(leaves)
         metrics["sampled_tokens"] += grown.discarded_tokens
-        per_prompt = torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts)) if len(prompts) else torch.zeros(0)
+        per_prompt = (
+            torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts))
+            if len(prompts)
+            else torch.zeros(0)
+        )
         self.context.log(
             **metrics,
             leaves=len(leaves) / count,

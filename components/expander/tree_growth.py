@@ -1,8 +1,8 @@
 """Two ways to grow trees of trajectories: by segments of fixed length (SPO-Tree) and at uncertain tokens (TreeRL).
 
-Both give leaves whose `parent` and `inherited` tell the tree (`components.advantage.tree` reads it): `parent` is a leaf that shares the
-prefix, and the tokens after `inherited` were sampled in this row and in no other. Every draw is keyed by the prompt and the place of the
-branch in its tree, so a prompt's tree does not depend on the other prompts.
+Both give leaves whose `parent` and `inherited` tell the tree (`components.advantage.tree` reads it): `parent` is a leaf
+that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other. Every draw is keyed
+by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the other prompts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
-from components.sampler.requests import keyed_seeds, sample_fresh, sample_from_prefix
+from components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_prefix
 from components.segmenter.entropy_cuts import rank_in_row
 from components.segmenter.thought import ends_of_stop, token_pieces
-from pipeline.component import Context
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Prompts, Sampling, Trajectories, known_entropies
+from pipeline.core.component import Context
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, known_entropies
 
 Measure = Literal["logprob", "entropy"]
 
@@ -30,14 +30,16 @@ class SegmentRule:
     """SPO-Tree (2505.23564): a level of branches every `tokens` tokens."""
 
     branching: tuple[int, ...] = (6, 6, 6)
-    """branches at the prompt, at the end of the first segment, …; the last level runs to the end. Leaves are at most their product"""
+    """branches at the prompt, at the end of the first segment, …; the last level runs to the end. Leaves are at most
+    their product"""
     tokens: int = 64
     """M, tokens per segment"""
 
     def __post_init__(self) -> None:
         if not self.branching or min(self.branching) < 1 or self.tokens < 1:
             raise ValueError(
-                f"branching is {list(self.branching)}, tokens {self.tokens}; wanted one or more levels of at least 1, and tokens ≥ 1."
+                f"branching is {list(self.branching)}, tokens {self.tokens}; wanted one or more levels of at least 1, "
+                "and tokens ≥ 1."
             )
 
 
@@ -61,7 +63,8 @@ class UncertainRule:
     def __post_init__(self) -> None:
         if min(self.chains, self.points, self.branches) < 1 or self.rounds < 0:
             raise ValueError(
-                f"chains {self.chains}, points {self.points}, rounds {self.rounds}, branches {self.branches}; wanted at least 1 of each, "
+                f"chains {self.chains}, points {self.points}, rounds {self.rounds}, branches {self.branches}; wanted "
+                "at least 1 of each, "
                 "and rounds 0 (chains only) or more."
             )
 
@@ -78,8 +81,8 @@ class Grown:
 def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling: Sampling, context: Context) -> Grown:
     """Every branch that still runs at the end of its segment is continued `branching[level]` times, independently.
 
-    The first continuation keeps the row (uid, parent, inherited), the others are new rows. A branch that ends within its segment is a leaf
-    at once.
+    The first continuation keeps the row (uid, parent, inherited), the others are new rows. A branch that ends within
+    its segment is a leaf at once.
     """
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, _slots(rule.branching))
     done: list[Trajectories] = []
@@ -87,7 +90,11 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
     rows, place = torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.int64)
     running: Trajectories | None = None
     for level, width in enumerate(rule.branching):
-        budget = sampling.max_tokens if level == len(rule.branching) - 1 else min((level + 1) * rule.tokens, sampling.max_tokens)
+        budget = (
+            sampling.max_tokens
+            if level == len(rule.branching) - 1
+            else min((level + 1) * rule.tokens, sampling.max_tokens)
+        )
         here = dataclasses.replace(sampling, max_tokens=budget)
         rows, place = rows.repeat_interleave(width), _children(place, width)
         seed, uid = seeds[rows, _slots(rule.branching[:level]) + place], context.uids(len(rows))
@@ -95,7 +102,9 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
             made = sample_fresh(policy, prompts, rows, seed, here, uid)
         else:
             branch = torch.arange(len(running)).repeat_interleave(width)
-            made, lost = _continue(policy, running.select(branch), running.response_tokens.lengths[branch], seed, here, uid)
+            made, lost = _continue(
+                policy, running.select(branch), running.response_tokens.lengths[branch], seed, here, uid
+            )
             made, discarded = _first_keeps_row(made, running.select(branch), width), discarded + lost
         # A shorter row that ran out of budget filled the model's context.
         ended = torch.tensor([reason != "length" for reason in made.finish_reason], dtype=torch.bool)
@@ -107,11 +116,13 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
     return Grown(leaves=_by_prompt(Trajectories.concat(done), prompts), discarded_tokens=discarded)
 
 
-def grow_uncertain(prompts: Prompts, policy: Policy, rule: UncertainRule, sampling: Sampling, context: Context) -> Grown:
+def grow_uncertain(
+    prompts: Prompts, policy: Policy, rule: UncertainRule, sampling: Sampling, context: Context
+) -> Grown:
     """Per round, each tree (a first chain with all that branched from it) is branched at its most uncertain tokens.
 
-    A branch inherits what is before the token and samples that token anew. A token is branched at in one round only: a reconstruction,
-    the released code would let later rounds come back to it.
+    A branch inherits what is before the token and samples that token anew. A token is branched at in one round only: a
+    reconstruction, the released code would let later rounds come back to it.
     """
     per_round = rule.points * rule.branches
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, rule.chains * (1 + rule.rounds * per_round))
@@ -137,10 +148,13 @@ def grow_uncertain(prompts: Prompts, policy: Policy, rule: UncertainRule, sampli
 def uncertainty(trajectories: Trajectories, measure: Measure) -> Jagged:
     """Float32 over response tokens: −log-prob of the sampled token, or entropy; in steps of 0.001 nat.
 
-    Rows of a tree often repeat each other, and their equal scores differ by rounding, which depends on the batch. In steps they are ties.
+    Rows of a tree often repeat each other, and their equal scores differ by rounding, which depends on the batch. In
+    steps they are ties.
     """
     entropies = trajectories.entropies.values
-    values = known_entropies(entropies, "expander.tree") if measure == "entropy" else -trajectories.engine_logprobs.values
+    values = (
+        known_entropies(entropies, "expander.tree") if measure == "entropy" else -trajectories.engine_logprobs.values
+    )
     return trajectories.entropies.with_values((values * 1000).round() / 1000)
 
 
@@ -154,7 +168,8 @@ def most_uncertain(score: Jagged, closed: Jagged, tree: Tensor, points: int) -> 
         points: most tokens per tree.
 
     Returns:
-        Row, token and rank in its tree (0 for the highest) of each chosen token; equal scores in the order of rows and tokens.
+        Row, token and rank in its tree (0 for the highest) of each chosen token; equal scores in the order of rows and
+        tokens.
     """
     order = torch.argsort(tree, stable=True)
     count = int(tree.max()) + 1 if len(tree) else 0
@@ -171,7 +186,8 @@ def _closed_tokens(trajectories: Trajectories, rule: UncertainRule, policy: Poli
     closed = tokens.positions < trajectories.inherited[tokens.row_ids]
     if rule.not_after:
         ends = [
-            [min(ends_of_stop(pieces, s)[:1] or [len(pieces)]) for s in rule.not_after] for pieces in token_pieces(policy.tokenizer, tokens)
+            [min(ends_of_stop(pieces, s)[:1] or [len(pieces)]) for s in rule.not_after]
+            for pieces in token_pieces(policy.tokenizer, tokens)
         ]
         limit = torch.tensor([min(row) for row in ends], dtype=torch.int64)
         closed |= tokens.positions >= limit[tokens.row_ids]
@@ -189,7 +205,10 @@ def _continue(
     to_stop = dataclasses.replace(sampling, thoughts=None, stop=(sampling.thoughts.stop,))
     parts = [
         sample_from_prefix(policy, parents.select(rows), prefix[rows], seed[rows], how, uid[rows])
-        for rows, how in (((~closing).nonzero(as_tuple=True)[0], sampling), (closing.nonzero(as_tuple=True)[0], to_stop))
+        for rows, how in (
+            ((~closing).nonzero(as_tuple=True)[0], sampling),
+            (closing.nonzero(as_tuple=True)[0], to_stop),
+        )
     ]
     made = Trajectories.concat(parts).select(torch.argsort(torch.argsort(closing.long(), stable=True)))
     whole = with_whole_thoughts(made, sampling.thoughts, policy.tokenizer)

@@ -1,9 +1,9 @@
 """Thought ends of responses that were sampled in pieces, cut in the middle of a thought.
 
-An engine begins a new thought where a request begins. When the prefix ends inside one, the first thought it reports is only the rest of
-that thought: a stop or final string across the cut, the final string before it, and the tokens already in the thought go unseen. Token
-limits never insert tokens, so the ends can be found again from the tokens, and a response that went on too long is cut where it would have
-ended.
+An engine begins a new thought where a request begins. When the prefix ends inside one, the first thought it reports is
+only the rest of that thought: a stop or final string across the cut, the final string before it, and the tokens already
+in the thought go unseen. Token limits never insert tokens, so the ends can be found again from the tokens, and a
+response that went on too long is cut where it would have ended.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.engine.stops import decode_rows
 from components.segmenter.thought import token_pieces
-from pipeline.jagged import Jagged
-from pipeline.payloads import ThoughtLimits, Trajectories
+from components.text.stops import decode_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import ThoughtLimits, Trajectories
 
 
 def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int], str]:
@@ -57,7 +57,9 @@ def in_last_thought(parents: Trajectories, prefix: Tensor, limits: ThoughtLimits
     found = []
     for pieces, length in zip(token_pieces(tokenizer, parents.response_tokens), prefix.tolist(), strict=True):
         ends, ended = closed_thoughts(pieces[:length], limits)
-        found.append(not ended and bool(limits.final) and limits.final in "".join(pieces[ends[-1] if ends else 0 : length]))
+        found.append(
+            not ended and bool(limits.final) and limits.final in "".join(pieces[ends[-1] if ends else 0 : length])
+        )
     return torch.tensor(found, dtype=torch.bool)
 
 

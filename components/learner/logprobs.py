@@ -1,7 +1,7 @@
 """Log-probs and entropies of given tokens from hidden states and the output head, without whole logits.
 
-For N tokens and vocabulary V the logits [N, V] are made one chunk of tokens at a time, in the forward pass and once more in
-the backward pass; what is kept between them is [N]-sized. Peak extra memory is a few chunks, whatever N is.
+For N tokens and vocabulary V the logits [N, V] are made one chunk of tokens at a time, in the forward pass and once
+more in the backward pass; what is kept between them is [N]-sized. Peak extra memory is a few chunks, whatever N is.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class Head:
         module = model.get_output_embeddings()
         if not isinstance(module, nn.Linear):
             raise ValueError(
-                f"{type(model).__name__}: the output head is {type(module).__name__}; wanted a torch.nn.Linear, from which log-probs are "
+                f"{type(model).__name__}: the output head is {type(module).__name__}; wanted a torch.nn.Linear, from "
+                "which log-probs are "
                 "computed chunk by chunk. Use a causal language model with a plain linear head."
             )
         config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         return Head(
             weight=module.weight,
             bias=module.bias,
@@ -51,7 +54,9 @@ class Head:
         )
 
 
-def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, temperature: float = 1.0, chunk: int = 0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float = 1.0, chunk: int = 0
+) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
 
     Args:
@@ -65,17 +70,25 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, temperature: flo
         log-probs [N] and entropies [N] in nats, float32; both carry gradients to `hidden`, the head's weight and bias.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"token_logprobs: hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}; wanted [N, D] and [N].")
+        raise ValueError(
+            f"token_logprobs: hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}; wanted [N, D] and [N]."
+        )
     if temperature <= 0:
-        raise ValueError(f"token_logprobs: temperature {temperature}; wanted a number above 0 (log-probs of greedy decoding use 1).")
+        raise ValueError(
+            f"token_logprobs: temperature {temperature}; wanted a number above 0 (log-probs of greedy decoding use 1)."
+        )
     vocab = head.weight.shape[0]
     size = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // vocab)
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropies = apply(hidden, head.weight, head.bias, targets.long(), head.softcap, head.scale, temperature, size)
+    logprobs, entropies = apply(
+        hidden, head.weight, head.bias, targets.long(), head.softcap, head.scale, temperature, size
+    )
     return logprobs, entropies
 
 
-def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, factor: float) -> tuple[Tensor, Tensor | None]:
+def temper(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, factor: float
+) -> tuple[Tensor, Tensor | None]:
     """Logits [n, V] in float32, and with a soft cap its tanh, which the backward pass needs, else None.
 
     `factor` is scale / temperature without a soft cap, scale alone with one.
@@ -141,7 +154,11 @@ class _TokenLogprobs(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need_bias and bias is not None else None
+        d_bias = (
+            torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+            if need_bias and bias is not None
+            else None
+        )
         factor = scale if softcap else scale / temperature
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
@@ -187,7 +204,14 @@ def d_logits(
     else:
         p = log_p.exp()
         # −p·(g_logp + g_H·(log p + H))
-        out = log_p.clamp_(min=-1e30).add_(entropies[:, None]).mul_(d_entropies[:, None]).add_(by_logprob[:, None]).mul_(p).neg_()
+        out = (
+            log_p.clamp_(min=-1e30)
+            .add_(entropies[:, None])
+            .mul_(d_entropies[:, None])
+            .add_(by_logprob[:, None])
+            .mul_(p)
+            .neg_()
+        )
     own = by_logprob if inside is None else by_logprob.masked_fill(~inside, 0.0)
     out.scatter_add_(1, targets[:, None], own[:, None])
     return out

@@ -10,13 +10,14 @@ from torch import Tensor
 from components.learner.objective import Meters
 from components.learner.objective.base import MAX_LOG_RATIO
 from components.learner.objective.kl import kl_estimate
-from pipeline.errors import CreditgraphError
+from pipeline.core.errors import CreditgraphError
 
 logger = logging.getLogger("creditgraph")
 
 _WEIGHT, _SQUARE = "mismatch_weight", "mismatch_weight_square"
 _CAUSES = (
-    "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine dtype, kernels); "
+    "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine "
+    "dtype, kernels); "
     "objective.importance_cap corrects a small mismatch"
 )
 
@@ -36,14 +37,17 @@ class Mismatch:
 
     def __post_init__(self) -> None:
         if self.warn < 0 or self.stop < 0:
-            raise ValueError(f"mismatch.warn {self.warn}, mismatch.stop {self.stop}; wanted 0 (off) or a number of nats.")
+            raise ValueError(
+                f"mismatch.warn {self.warn}, mismatch.stop {self.stop}; wanted 0 (off) or a number of nats."
+            )
 
 
 def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tensor) -> None:
     """Adds, over tokens sampled by the present weights (mask), how engine and learner differ; `mismatch_values` completes it.
 
-    Mean and largest |Δ log p|, the k3 estimate of KL(engine ‖ learner) [nats], and the moments of the ratio w = p_learner / p_engine.
-    Anything above rounding means that sampler and learner disagree: another temperature, stale weights, another chat template.
+    Mean and largest |Δ log p|, the k3 estimate of KL(engine ‖ learner) [nats], and the moments of the ratio w =
+    p_learner / p_engine. Anything above rounding means that sampler and learner disagree: another temperature, stale
+    weights, another chat template.
     """
     gap = (learner - engine).abs()
     meters.mean("mismatch_abs", gap, mask)
@@ -57,7 +61,8 @@ def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tenso
 def mismatch_values(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics of `Meters.values` with `mismatch_ess` in place of the moments of the ratio.
 
-    Effective sample size of weighing the engine's tokens by w, as a share of their number: (Σ w)² / (n Σ w²); 1 at equal log-probs.
+    Effective sample size of weighing the engine's tokens by w, as a share of their number: (Σ w)² / (n Σ w²); 1 at
+    equal log-probs.
 
     >>> mismatch_values({"mismatch_weight": 2.0, "mismatch_weight_square": 5.0})
     {'mismatch_ess': 0.8}
@@ -77,7 +82,9 @@ class MismatchGuard:
     def check(self, node: str, metrics: dict[str, float]) -> None:
         """Warns once, or raises MismatchError, when the mean |Δ log p| of `metrics` is above its limit; NaN is above every limit."""
         found, limits = metrics.get("mismatch_abs", 0.0), self.limits
-        said = f"node '{node}': engine and learner differ by {found:.3g} nats per token at equal weights (mean |Δ log p|)"
+        said = (
+            f"node '{node}': engine and learner differ by {found:.3g} nats per token at equal weights (mean |Δ log p|)"
+        )
         if limits.stop and not found <= limits.stop:
             raise MismatchError(f"{said}; wanted at most mismatch.stop = {limits.stop:g}. Check the engine: {_CAUSES}.")
         if limits.warn and not found <= limits.warn and not self._warned:

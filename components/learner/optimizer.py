@@ -35,7 +35,8 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.lr < 0 or self.grad_clip < 0 or self.weight_decay < 0 or self.warmup < 0:
             raise ValueError(
-                f"lr {self.lr}, weight_decay {self.weight_decay}, grad_clip {self.grad_clip}, warmup {self.warmup}: none may be negative."
+                f"lr {self.lr}, weight_decay {self.weight_decay}, grad_clip {self.grad_clip}, warmup {self.warmup}: "
+                "none may be negative."
             )
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"betas {self.betas}; wanted two numbers in [0, 1).")
@@ -60,8 +61,8 @@ def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
 class Optimizer:
     """AdamW over named parameters.
 
-    Parameters below float32 get a float32 master copy: gradients of micro-batches are summed there, the update happens there, and
-    the parameter receives the rounded result.
+    Parameters below float32 get a float32 master copy: gradients of micro-batches are summed there, the update happens
+    there, and the parameter receives the rounded result.
 
     Args:
         parameters: name → parameter to train.
@@ -70,11 +71,14 @@ class Optimizer:
         no_decay: names that do not decay besides those of fewer than two dimensions.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], settings: OptimizerSettings, total_steps: int, no_decay: set[str]) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], settings: OptimizerSettings, total_steps: int, no_decay: set[str]
+    ) -> None:
         self.settings, self.total_steps, self.step_count = settings, total_steps, 0
         self._parameters = parameters
         self._masters: dict[str, Tensor] = {
-            n: p if p.dtype == torch.float32 else p.detach().float().clone().requires_grad_() for n, p in parameters.items()
+            n: p if p.dtype == torch.float32 else p.detach().float().clone().requires_grad_()
+            for n, p in parameters.items()
         }
         self._narrow = [n for n, p in parameters.items() if self._masters[n] is not p]
         decay = [m for n, m in self._masters.items() if settings.decay_all or (m.dim() > 1 and n not in no_decay)]
@@ -144,17 +148,25 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Master weights and moments by parameter name, and the step count; all copies."""
         moments = {
-            n: {k: v.detach().clone() for k, v in self._adam.state[m].items()} for n, m in self._masters.items() if self._adam.state.get(m)
+            n: {k: v.detach().clone() for k, v in self._adam.state[m].items()}
+            for n, m in self._masters.items()
+            if self._adam.state.get(m)
         }
-        return {"masters": {n: m.detach().clone() for n, m in self._masters.items()}, "moments": moments, "step_count": self.step_count}
+        return {
+            "masters": {n: m.detach().clone() for n, m in self._masters.items()},
+            "moments": moments,
+            "step_count": self.step_count,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back `state_dict`, parameters included."""
         missing = sorted(set(self._masters) ^ set(state["masters"]))
         if missing:
             raise ValueError(
-                f"learner: the checkpoint and the model differ in {len(missing)} trained parameters, first '{missing[0]}'; wanted the "
-                "model and LoRA settings that wrote the checkpoint. Resume with the same configuration or start a new run."
+                f"learner: the checkpoint and the model differ in {len(missing)} trained parameters, first "
+                f"'{missing[0]}'; wanted the "
+                "model and LoRA settings that wrote the checkpoint. Resume with the same configuration or start a new "
+                "run."
             )
         with torch.no_grad():
             for name, master in self._masters.items():

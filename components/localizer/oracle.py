@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from components.localizer.thoughts import has_oracle, num_thoughts, true_first_errors
 from components.models.load import load_tokenizer
-from pipeline.component import Component, same_rows
-from pipeline.errors import DataError
-from pipeline.payloads import Policy, Prompts, StepErrors, Trajectories
+from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from pipeline.core.component import Component, same_rows
+from pipeline.core.errors import DataError
+from pipeline.core.payloads import Policy, Prompts, StepErrors, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class OracleLocalizer(Component):
         if not has_oracle(prompts):
             tasks = sorted({str(row.get("task", "unnamed")) for row in prompts.metadata})
             raise DataError(
-                f"node '{self.context.node}': localizer.oracle needs a task whose steps can be checked; found {', '.join(tasks)}, "
+                f"node '{self.context.node}': localizer.oracle needs a task whose steps can be checked; found "
+                f"{', '.join(tasks)}, "
                 "wanted chains. Use localizer.self or localizer.uniform."
             )
         if self._tokenizer is None:

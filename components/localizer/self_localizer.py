@@ -8,12 +8,12 @@ from typing import Annotated
 
 import torch
 
-from components.localizer.thoughts import num_thoughts, thought_texts
-from components.prompts.templates import localize_prompt
-from pipeline.component import Component, Count, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Prompts, Requests, Sampling, StepErrors, Trajectories
-from pipeline.streams import keys_within
+from components.rollouts.thoughts import num_thoughts, thought_texts
+from components.text.templates import localize_prompt
+from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Prompts, Requests, Sampling, StepErrors, Trajectories
+from pipeline.core.streams import keys_within
 
 SOURCES = ("boxed", "step", "default")
 _BOXED = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
@@ -45,8 +45,8 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
 class SelfLocalizer(Component):
     """One turn of the same policy: here is your wrong solution, which step is the originating error? Not trained on.
 
-    Fails softly: an answer that names no step counts as step 1, which resets to the prompt. The share of each way an answer was read is
-    logged.
+    Fails softly: an answer that names no step counts as step 1, which resets to the prompt. The share of each way an
+    answer was read is logged.
     """
 
     paper = "2605.25507"
@@ -92,10 +92,15 @@ class SelfLocalizer(Component):
         settings = self.config
         done = policy.generate(
             Requests(
-                tokens=Jagged.from_rows([tokenizer.encode(text, add_special_tokens=False) for text in asked], torch.int32),
+                tokens=Jagged.from_rows(
+                    [tokenizer.encode(text, add_special_tokens=False) for text in asked], torch.int32
+                ),
                 seed=self.context.rng().seeds(keys_within(seeds.prompt_uid)),
                 sampling=Sampling(
-                    temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_tokens, stop=tuple(settings.stop)
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    max_tokens=settings.max_tokens,
+                    stop=tuple(settings.stop),
                 ),
             )
         )

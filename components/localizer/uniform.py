@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from components.localizer.thoughts import num_thoughts
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Policy, Prompts, StepErrors, Trajectories
-from pipeline.streams import keys_within
+from components.rollouts.thoughts import num_thoughts
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Policy, Prompts, StepErrors, Trajectories
+from pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,8 @@ class Outputs:
 
 
 class UniformLocalizer(Component):
-    """h* ~ Uniform{1 … K}, K thoughts; no model call (RRPO). Takes the inputs of every localizer, so `use` alone changes it."""
+    """h* ~ Uniform{1 … K}, K thoughts; no model call (RRPO). Takes the inputs of every localizer, so `use` alone
+    changes it."""
 
     paper = "2605.25507"
 

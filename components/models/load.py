@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pipeline.component import ModelSpec
-from pipeline.errors import DataError
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import DataError
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
@@ -26,9 +26,14 @@ def resolve_model_path(path: str) -> str:
     if folder.is_dir():
         return str(folder)
     if folder.exists():
-        raise DataError(f"model.path '{path}': a file; wanted a folder in Hugging Face layout (config.json, tokenizer, safetensors).")
+        raise DataError(
+            f"model.path '{path}': a file; wanted a folder in Hugging Face layout (config.json, tokenizer, "
+            "safetensors)."
+        )
     if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
-        raise DataError(f"model.path '{path}': no folder {folder}; wanted an existing folder, a hub name 'owner/name', or 'tiny'.")
+        raise DataError(
+            f"model.path '{path}': no folder {folder}; wanted an existing folder, a hub name 'owner/name', or 'tiny'."
+        )
     return path
 
 
@@ -38,7 +43,9 @@ def load_config(spec: ModelSpec) -> Any:
 
     path = resolve_model_path(spec.path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise DataError(f"model folder {path}: no config.json; wanted a folder written by save_pretrained. Correct model.path.")
+        raise DataError(
+            f"model folder {path}: no config.json; wanted a folder written by save_pretrained. Correct model.path."
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -52,7 +59,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     path = resolve_model_path(spec.path)
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         raise DataError(
-            f"model folder {path}: no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, …); wanted the tokenizer that the model "
+            f"model folder {path}: no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, …); wanted the "
+            "tokenizer that the model "
             "was trained with. Copy its files into the folder or run tokenizer.save_pretrained on it."
         )
     try:
@@ -60,9 +68,14 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     except Exception as error:  # the hub client, tokenizers and transformers each raise their own types
         raise _failure("tokenizer", spec.path, error) from error
     if not tokenizer.is_fast:
-        raise DataError(f"model '{spec.path}': only a slow tokenizer; wanted a fast one (tokenizer.json). Convert it with transformers.")
+        raise DataError(
+            f"model '{spec.path}': only a slow tokenizer; wanted a fast one (tokenizer.json). Convert it with "
+            "transformers."
+        )
     if tokenizer.eos_token_id is None:
-        raise DataError(f"model '{spec.path}': its tokenizer names no end-of-text token; set eos_token in tokenizer_config.json.")
+        raise DataError(
+            f"model '{spec.path}': its tokenizer names no end-of-text token; set eos_token in tokenizer_config.json."
+        )
     return tokenizer
 
 
@@ -73,11 +86,15 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     path = resolve_model_path(spec.path)
     config = load_config(spec)
     if Path(path).is_dir() and not any(True for pattern in _WEIGHT_PATTERNS for _ in Path(path).glob(pattern)):
-        raise DataError(f"model folder {path}: no weights (*.safetensors); wanted a complete model. Copy them there or correct model.path.")
+        raise DataError(
+            f"model folder {path}: no weights (*.safetensors); wanted a complete model. Copy them there or correct "
+            "model.path."
+        )
     if not spec.trust_remote_code and type(config) not in _causal_configs():
         kind = getattr(config, "model_type", "unknown")
         raise DataError(
-            f"model '{spec.path}': type '{kind}' is not a causal language model; wanted one that transformers loads as causal LM."
+            f"model '{spec.path}': type '{kind}' is not a causal language model; wanted one that transformers loads as "
+            "causal LM."
         )
     check_context(spec, config)
     try:
@@ -112,7 +129,12 @@ def context_length(spec: ModelSpec) -> int:
 
 def check_context(spec: ModelSpec, config: Any, needed: int = 1) -> int:
     """Returns the context length; raises DataError when the model cannot hold `spec.max_context` or `needed` tokens."""
-    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or spec.max_context or 1 << 30
+    own = (
+        getattr(config, "max_position_embeddings", None)
+        or getattr(config, "n_positions", None)
+        or spec.max_context
+        or 1 << 30
+    )
     if spec.max_context > own:
         raise DataError(
             f"model '{spec.path}': model.max_context is {spec.max_context}, but the model holds {own} tokens. "
@@ -138,8 +160,11 @@ def _failure(what: str, path: str, error: Exception) -> DataError:
     folder = Path(resolve_model_path(path))
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if folder.is_dir():
-        return DataError(f"model folder {folder}: its {what} cannot be loaded ({first}). Wanted a folder in Hugging Face layout.")
+        return DataError(
+            f"model folder {folder}: its {what} cannot be loaded ({first}). Wanted a folder in Hugging Face layout."
+        )
     return DataError(
-        f"model '{path}': its {what} cannot be had from the Hugging Face hub ({first}). Check the name, the network and access rights. "
+        f"model '{path}': its {what} cannot be had from the Hugging Face hub ({first}). Check the name, the network "
+        "and access rights. "
         f"{LOCAL_ALTERNATIVE}"
     )

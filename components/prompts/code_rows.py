@@ -1,7 +1,7 @@
 """Tests of programming problems as LiveCodeBench stores them: JSON text, or JSON text pickled, compressed and written in base 64.
 
-A pickle can run any code when it is loaded, so none is: its opcodes are checked against the few that make text, lists and
-dictionaries, and only then are they followed, without any way to look up a class.
+A pickle can run any code when it is loaded, so none is: its opcodes are checked against the few that make text, lists
+and dictionaries, and only then are they followed, without any way to look up a class.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def plain_unpickle(data: bytes) -> Any:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if not _HARMLESS.fullmatch(opcode.name) or ("PUT" in opcode.name and int(argument or 0) > _MAX_MEMO):
-                raise ValueError(f"a pickle with the instruction {opcode.name}; wanted text, lists and dictionaries alone")
+                raise ValueError(
+                    f"a pickle with the instruction {opcode.name}; wanted text, lists and dictionaries alone"
+                )
         return _PlainUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a broken pickle ({error})") from None
@@ -86,7 +88,11 @@ def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], s
         except (ValueError, RecursionError) as error:
             return f"{column}: {error}"
         for test in found or ():
-            if not isinstance(test, dict) or not isinstance(test.get("input"), str) or not isinstance(test.get("output"), str):
+            if (
+                not isinstance(test, dict)
+                or not isinstance(test.get("input"), str)
+                or not isinstance(test.get("output"), str)
+            ):
                 return f"{column}: a test without text as input and output"
             tests.append({"input": test["input"], "output": test["output"], "public": public})
     if not tests:

@@ -14,11 +14,11 @@ from torch import Tensor
 from components.models.load import load_tokenizer
 from components.prompts.loading import LongPrompts, load_problems, load_rows
 from components.prompts.store import Row
-from pipeline.component import Component, Context
-from pipeline.errors import ConfigError, RunError, did_you_mean
-from pipeline.jagged import Jagged
-from pipeline.payloads import Prompts
-from pipeline.streams import Stream
+from pipeline.core.component import Component, Context
+from pipeline.core.errors import ConfigError, RunError, did_you_mean
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Prompts
+from pipeline.core.streams import Stream
 
 __all__ = ["DatasetPrompts", "Outputs", "load_rows", "make_prompts"]
 
@@ -33,10 +33,11 @@ class Outputs:
 class DatasetPrompts(Component):
     """The next `batch` problems of a data section, in an order shuffled anew, by key, in every epoch.
 
-    A batch may span two epochs, so every batch is full. The place in the data survives a restart. With several replicas each takes
-    its share of the same batch, prompts having the same ids whatever the number of replicas. Rows that cannot be used
-    (no answer, not UTF-8, wrong type, longer than the context) are skipped, counted and written to rejected.jsonl; data_card.json counts
-    them by reason. Large sources are read once and kept in a file, so memory does not grow with them.
+    A batch may span two epochs, so every batch is full. The place in the data survives a restart. With several replicas
+    each takes its share of the same batch, prompts having the same ids whatever the number of replicas. Rows that
+    cannot be used (no answer, not UTF-8, wrong type, longer than the context) are skipped, counted and written to
+    rejected.jsonl; data_card.json counts them by reason. Large sources are read once and kept in a file, so memory does
+    not grow with them.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ class DatasetPrompts(Component):
         if self.config.batch < context.ranks.num_replicas:
             count = context.ranks.num_replicas
             raise ConfigError(
-                f"node '{context.node}': batch is {self.config.batch}, but there are {count} replicas; wanted at least a problem per "
+                f"node '{context.node}': batch is {self.config.batch}, but there are {count} replicas; wanted at least "
+                "a problem per "
                 "replica. Raise batch (it is the number of all replicas together) or start fewer processes."
             )
         if self.config.split not in context.data:
@@ -112,13 +114,16 @@ class DatasetPrompts(Component):
         """Continues where `state_dict` was taken."""
         if int(state["rows"]) != len(self.rows):
             raise RunError(
-                f"node '{self.context.node}': the checkpoint was made with {state['rows']} problems, the data now has {len(self.rows)}; "
+                f"node '{self.context.node}': the checkpoint was made with {state['rows']} problems, the data now has "
+                f"{len(self.rows)}; "
                 "wanted the same data. Restore it or start a new run."
             )
         if state.get("hash", self.rows.digest) != self.rows.digest:
             raise RunError(
-                f"node '{self.context.node}': the data has as many problems as when the checkpoint was made, but not the same ones; "
-                "wanted the same data. Restore it (data_card.json in the run says where it came from) or start a new run."
+                f"node '{self.context.node}': the data has as many problems as when the checkpoint was made, but not "
+                "the same ones; "
+                "wanted the same data. Restore it (data_card.json in the run says where it came from) or start a new "
+                "run."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self.epoch)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from components.models.load import context_length, load_tokenizer
-from components.prompts import chains
 from components.prompts.hub import open_hub
 from components.prompts.readers import Opened, RawRow, open_path
 from components.prompts.rows import column_of, dropped_by, has_column, make_row, question_key
 from components.prompts.sources import JOINED, Join, Source, parse_source
 from components.prompts.store import Row, RowStore
-from components.prompts.templates import solve_prompt
-from pipeline.component import Context
-from pipeline.errors import DataError, did_you_mean
-from pipeline.run_directory import write_aside
+from components.text import chains
+from components.text.templates import solve_prompt
+from pipeline.core.component import Context
+from pipeline.core.errors import DataError, did_you_mean
+from pipeline.run.run_directory import write_aside
 
 DEFAULT_SIZE = 2000
 REJECTED_IN_LOG = 1000  # of one section in rejected.jsonl; the others go to a file of their own
@@ -56,7 +56,10 @@ class Counts:
     def use(self, length: int) -> None:
         """Counts one accepted prompt of this many tokens."""
         low, high, total = self.tokens
-        self.used, self.tokens = self.used + 1, [min(low, length) if self.used else length, max(high, length), total + length]
+        self.used, self.tokens = (
+            self.used + 1,
+            [min(low, length) if self.used else length, max(high, length), total + length],
+        )
 
 
 @dataclass(kw_only=True)
@@ -151,7 +154,9 @@ def load_problems(
     tokenizer = load_tokenizer(context.model) if tokenizer is None else tokenizer
     limit = room or context_length(context.model) - reserve
     opened = _open(source, place)
-    loaded = Loaded(rows=RowStore(context.run_dir), counts=Counts(), source=source, revision=opened.revision, files=opened.files)
+    loaded = Loaded(
+        rows=RowStore(context.run_dir), counts=Counts(), source=source, revision=opened.revision, files=opened.files
+    )
     counts, seen, rejects = loaded.counts, set[int](), _Rejects(context, source, place)
 
     def reject(number: int, reason: str) -> None:
@@ -190,7 +195,9 @@ def load_problems(
         rejects.close()
     counts.read += sum(counts.filtered.values())
     if not counts.used:
-        raise DataError(f"{place}: {source.place}: {_why(counts)}; wanted rows with a question and an answer that fit the context.")
+        raise DataError(
+            f"{place}: {source.place}: {_why(counts)}; wanted rows with a question and an answer that fit the context."
+        )
     context.log(rejected=counts.rejected.total(), duplicates=counts.duplicates)
     if context.run_dir is not None and context.ranks.rank == 0:
         write_card(context.run_dir, place, loaded)
@@ -209,13 +216,16 @@ def write_card(folder: Path, place: str, loaded: Loaded) -> None:
         card = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         card = {}
-    write_aside(path, json.dumps(dict(sorted({**card, place: loaded.card()}.items())), indent=1, ensure_ascii=False) + "\n")
+    write_aside(
+        path, json.dumps(dict(sorted({**card, place: loaded.card()}.items())), indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def cut_question(row: Row, source: Source, tokenizer: Any, room: int) -> tuple[Row, int]:
     """The row with the beginning of its question left out so that the prompt has at most `room` tokens, and that number.
 
-    The end is kept because problems ask at their end. A prompt that is too long even without its question comes back unchanged.
+    The end is kept because problems ask at their end. A prompt that is too long even without its question comes back
+    unchanged.
     """
     question, template = str(row.metadata["question"]), str(row.metadata["template"])
 
@@ -239,7 +249,9 @@ def _why(counts: Counts) -> str:
     if not counts.read:
         return "it has no rows"
     if not counts.rejected:
-        return "keep left out all of its " + ", ".join(f"{count} rows by {column}" for column, count in counts.filtered.items())
+        return "keep left out all of its " + ", ".join(
+            f"{count} rows by {column}" for column, count in counts.filtered.items()
+        )
     return f"all {counts.rejected.total()} rows were rejected ({reasons})"
 
 
@@ -276,12 +288,24 @@ def _open(source: Source, place: str) -> Opened:
     return open_path(path, source.columns, source.split if path.is_dir() or "[" in source.split else "")
 
 
-def _candidates(source: Source, opened: Opened, tokenizer: Any, place: str, counts: Counts, most: int) -> Iterator[tuple[int, Row | str]]:
+def _candidates(
+    source: Source, opened: Opened, tokenizer: Any, place: str, counts: Counts, most: int
+) -> Iterator[tuple[int, Row | str]]:
     template = source.template or ("chains" if source.source == "chains" else "thought")
     if source.source == "chains":
         for i in range(min(source.size or DEFAULT_SIZE, most or 1 << 62)):
-            problem = chains.generate(source.seed, i, source.difficulty, source.split) | {"template": template, "source_row": i}
-            yield i, Row(text=solve_prompt(template, problem["question"], tokenizer), answer=chains.answer(problem), metadata=problem)
+            problem = chains.generate(source.seed, i, source.difficulty, source.split) | {
+                "template": template,
+                "source_row": i,
+            }
+            yield (
+                i,
+                Row(
+                    text=solve_prompt(template, problem["question"], tokenizer),
+                    answer=chains.answer(problem),
+                    metadata=problem,
+                ),
+            )
         return
     other = _Joined(source.join, source, place) if source.join else None
     for number, found in enumerate(opened.rows):

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipeline.errors import DataError, did_you_mean
+from pipeline.core.errors import DataError, did_you_mean
 
 RawRow = dict[str, Any] | str  # a row that cannot be read is a sentence saying why
 
@@ -51,10 +51,13 @@ def open_path(path: Path, columns: list[str], split: str = "") -> Opened:
     if not path.exists():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
-            f"data file {path}: not found; wanted one of {', '.join(FILE_TYPES)}.{did_you_mean(path.name, near) if near else ''}"
+            f"data file {path}: not found; wanted one of "
+            f"{', '.join(FILE_TYPES)}.{did_you_mean(path.name, near) if near else ''}"
         )
     name, part = split_part(split)
-    if path.is_dir() and any((path / note).exists() for note in ("dataset_info.json", "dataset_dict.json", "state.json")):
+    if path.is_dir() and any(
+        (path / note).exists() for note in ("dataset_info.json", "dataset_dict.json", "state.json")
+    ):
         return Opened(rows=_saved_rows(path, name, part, columns), files=[{"path": str(path)}])
     files = _files_of_split(path, name) if path.is_dir() else [path]
     return open_files(files, columns, part)
@@ -116,13 +119,20 @@ def taken(rows: Callable[[], Iterator[RawRow]], part: str) -> Iterator[RawRow]:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and "".join(f.suffixes[-2:]).endswith((*FILE_TYPES, *COMPRESSED)))
-    files = [f for f in files if any(s in FILE_TYPES for s in f.suffixes[-2:]) and not any(p.startswith(".") for p in f.parts)]
+    files = sorted(
+        f for f in folder.rglob("*") if f.is_file() and "".join(f.suffixes[-2:]).endswith((*FILE_TYPES, *COMPRESSED))
+    )
+    files = [
+        f
+        for f in files
+        if any(s in FILE_TYPES for s in f.suffixes[-2:]) and not any(p.startswith(".") for p in f.parts)
+    ]
     named = [f for f in files if re.search(rf"(?:^|[/_.-]){re.escape(split)}(?:[/_.-]|$)", str(f.relative_to(folder)))]
     if not files or (split and not named and len(files) > 1):
         what = f"; found {', '.join(str(f.relative_to(folder)) for f in files[:6])}" if files else ""
         raise DataError(
-            f"data folder {folder}: no file of split '{split}'{what}; wanted a folder written by save_to_disk, or files such as "
+            f"data folder {folder}: no file of split '{split}'{what}; wanted a folder written by save_to_disk, or "
+            "files such as "
             f"{split or 'train'}-00000.parquet. Name a file in it, or correct split."
         )
     return named or files
@@ -134,7 +144,10 @@ def _kind(path: Path) -> tuple[str, str]:
     kind = Path(path.stem).suffix if codec else path.suffix
     if kind not in FILE_TYPES or (codec and kind in (".parquet", ".arrow")):
         shown = "".join(path.suffixes[-2:]) if codec else path.suffix
-        raise DataError(f"data file {path}: type '{shown}'; wanted one of {', '.join(FILE_TYPES)} (text types also with .gz or .zst).")
+        raise DataError(
+            f"data file {path}: type '{shown}'; wanted one of {', '.join(FILE_TYPES)} (text types also with .gz or "
+            ".zst)."
+        )
     return kind, codec
 
 
@@ -157,7 +170,9 @@ def _open_text(path: Path, codec: str, newline: str | None = None) -> TextIO:
 
 
 def _cut_short(path: Path, read: int, error: OSError) -> DataError:
-    return DataError(f"data file {path}: cannot be decompressed after {read} rows ({error}); wanted a complete file. Copy it again.")
+    return DataError(
+        f"data file {path}: cannot be decompressed after {read} rows ({error}); wanted a complete file. Copy it again."
+    )
 
 
 def _lines(path: Path, codec: str, newline: str | None = None) -> Iterator[str]:
@@ -195,8 +210,12 @@ def _json_rows(path: Path, codec: str) -> Iterator[RawRow]:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(_parse(text.lstrip().split("\n", 1)[0]), str):
-            raise DataError(f"data file {path}: not JSON ({error}); wanted a list of objects, or one object per line.") from None
-        yield from _jsonl_rows(path, codec)  # the ending is .json, the content is JSON lines, as many published sets have it
+            raise DataError(
+                f"data file {path}: not JSON ({error}); wanted a list of objects, or one object per line."
+            ) from None
+        yield from _jsonl_rows(
+            path, codec
+        )  # the ending is .json, the content is JSON lines, as many published sets have it
         return
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if isinstance(value, list)]
@@ -233,7 +252,9 @@ def _parquet_rows(path: Path, columns: list[str]) -> Iterator[RawRow]:
             yield from arrow_batch_rows(batch)
             read += batch.num_rows
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise DataError(f"data file {path}: cannot be read as parquet ({error}). Write it again or correct the path.") from error
+        raise DataError(
+            f"data file {path}: cannot be read as parquet ({error}). Write it again or correct the path."
+        ) from error
 
 
 def _arrow_rows(path: Path) -> Iterator[RawRow]:
@@ -250,7 +271,9 @@ def _arrow_rows(path: Path) -> Iterator[RawRow]:
                 for i in range(reader.num_record_batches):
                     yield from arrow_batch_rows(reader.get_batch(i))
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise DataError(f"data file {path}: cannot be read as arrow ({error}). Write it again or correct the path.") from error
+        raise DataError(
+            f"data file {path}: cannot be read as arrow ({error}). Write it again or correct the path."
+        ) from error
 
 
 def _saved_rows(path: Path, split: str, part: str, columns: list[str]) -> Iterator[RawRow]:
@@ -259,11 +282,15 @@ def _saved_rows(path: Path, split: str, part: str, columns: list[str]) -> Iterat
     try:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
-        raise DataError(f"data folder {path}: {error}; wanted a folder written by save_to_disk, or name a file in it.") from error
+        raise DataError(
+            f"data folder {path}: {error}; wanted a folder written by save_to_disk, or name a file in it."
+        ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             known = list(map(str, loaded))
-            raise DataError(f"data folder {path}: no split '{split}'; it has {', '.join(known)}.{did_you_mean(split, known)}")
+            raise DataError(
+                f"data folder {path}: no split '{split}'; it has {', '.join(known)}.{did_you_mean(split, known)}"
+            )
         loaded = loaded[split]
     if part:
         first, last = bounds(part, lambda: len(loaded))

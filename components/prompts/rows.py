@@ -12,7 +12,7 @@ from typing import Any
 from components.prompts.code_rows import livecodebench_tests
 from components.prompts.sources import Source
 from components.prompts.store import Row
-from components.prompts.templates import extract_answer, solve_prompt
+from components.text.templates import extract_answer, solve_prompt
 from components.verifier.code_tests import read_tests
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -35,7 +35,9 @@ def column_of(row: dict[str, Any], column: str) -> Any:
 def has_column(row: dict[str, Any], column: str) -> bool:
     """Whether the row has it, perhaps as None."""
     head, _, rest = column.partition(".")
-    return column in row or (bool(rest) and head in row and (row[head] is None or (isinstance(row[head], dict) and rest in row[head])))
+    return column in row or (
+        bool(rest) and head in row and (row[head] is None or (isinstance(row[head], dict) and rest in row[head]))
+    )
 
 
 def dropped_by(row: dict[str, Any], source: Source) -> str:
@@ -79,7 +81,11 @@ def make_row(found: dict[str, Any], source: Source, template: str, tokenizer: An
         return f"{source.question} is not in the Latin script"
     if source.starter_code:
         code = column_of(found, source.starter_code)
-        shown += f"\n\nThe program begins with:\n```python\n{code.rstrip()}\n```" if isinstance(code, str) and code.strip() else ""
+        shown += (
+            f"\n\nThe program begins with:\n```python\n{code.rstrip()}\n```"
+            if isinstance(code, str) and code.strip()
+            else ""
+        )
     if source.tests:
         tests = livecodebench_tests(found)
         if isinstance(tests, str):
@@ -89,10 +95,14 @@ def make_row(found: dict[str, Any], source: Source, template: str, tokenizer: An
         readable = read_tests(further, "all")
         if isinstance(readable, str):
             return readable
-        if not (readable.function or further.get("fn_name") or (source.starter_code and "The program begins with" in shown)):
+        if not (
+            readable.function or further.get("fn_name") or (source.starter_code and "The program begins with" in shown)
+        ):
             shown += "\n\nThe program reads standard input and writes standard output."
     metadata = {"task": source.name or source.path, "template": template, "question": shown, "source_row": number}
-    return Row(text=solve_prompt(template, shown, tokenizer, source.answer_kind), answer=wanted, metadata=further | metadata)
+    return Row(
+        text=solve_prompt(template, shown, tokenizer, source.answer_kind), answer=wanted, metadata=further | metadata
+    )
 
 
 def foreign_share(text: str) -> float:
@@ -102,7 +112,9 @@ def foreign_share(text: str) -> float:
     (0.0, 0.5)
     """
     letters = [c for c in text if c.isalpha()]
-    foreign = sum(not (c.isascii() or unicodedata.name(c, "").startswith(("LATIN", "GREEK", "MATHEMATICAL"))) for c in letters)
+    foreign = sum(
+        not (c.isascii() or unicodedata.name(c, "").startswith(("LATIN", "GREEK", "MATHEMATICAL"))) for c in letters
+    )
     return foreign / max(len(letters), 1)
 
 
@@ -149,14 +161,19 @@ def _answer(found: dict[str, Any], source: Source) -> tuple[str, str]:
 
 
 def _choices(value: Any, column: str) -> tuple[list[str], list[str]] | str:
-    """(texts, labels as the dataset has them), or why there are none. Takes a list, {"text": […], "label": […]}, or either as JSON."""
+    """(texts, labels as the dataset has them), or why there are none. Takes a list, {"text": […], "label": […]}, or
+    either as JSON."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return f"{column} is text that is not JSON; wanted a list"
     texts = value.get("text") if isinstance(value, dict) else value
     labels = value.get("label") if isinstance(value, dict) else None
-    if not isinstance(texts, list) or not 2 <= len(texts) <= len(LETTERS) or not all(isinstance(t, str) and t.strip() for t in texts):
+    if (
+        not isinstance(texts, list)
+        or not 2 <= len(texts) <= len(LETTERS)
+        or not all(isinstance(t, str) and t.strip() for t in texts)
+    ):
         return f"{column}: wanted 2 to {len(LETTERS)} texts"
     if not isinstance(labels, list) or len(labels) != len(texts):
         labels = list(LETTERS[: len(texts)])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from components.prompts.chains import Difficulty
-from components.prompts.templates import TEMPLATES, AnswerKind
-from pipeline.errors import ConfigError, did_you_mean
-from pipeline.settings import build_config
+from components.text.chains import Difficulty
+from components.text.templates import TEMPLATES, AnswerKind
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.settings import build_config
 
 JOINED = "joined."
 
@@ -44,7 +44,8 @@ class Source:
     source: Literal["chains", "file", "hub"] = "chains"
     """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
     path: str = ""
-    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in its place"""
+    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in
+    its place"""
     name: str = ""
     """hub: dataset name, 'owner/name'"""
     subset: str = ""
@@ -52,11 +53,13 @@ class Source:
     revision: str | None = None
     """hub: branch, tag or commit; a commit makes a run repeatable, and `creditgraph data check` prints it"""
     files: tuple[str, ...] = ()
-    """hub: files of the repository to read in place of a split, for repositories whose loading script is no longer run"""
+    """hub: files of the repository to read in place of a split, for repositories whose loading script is no longer
+    run"""
     streaming: bool = False
     """hub: read rows over the network as they are needed in place of downloading the dataset first"""
     split: str = "train"
-    """chains: train, validation or eval (no problem is in two of them); hub: split, maybe a slice such as train[:90%]; folders: split"""
+    """chains: train, validation or eval (no problem is in two of them); hub: split, maybe a slice such as train[:90%];
+    folders: split"""
     question: str = "question"
     """column with the problem text"""
     choices: str = ""
@@ -68,15 +71,18 @@ class Source:
     answer_boxed: bool = False
     """the answer column holds a worked solution; the answer is what stands in its last \\boxed{}"""
     answer_after: str = ""
-    """the answer column holds a worked solution; the answer is what follows the last of these characters, up to the end of the line"""
+    """the answer column holds a worked solution; the answer is what follows the last of these characters, up to the end
+    of the line"""
     answer_kind: AnswerKind = "value"
     """what the prompt asks for: a value, the letter of a choice, yes or no, or a program"""
     tests: Literal["", "livecodebench"] = ""
-    """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores them"""
+    """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores
+    them"""
     verifier: str = ""
     """component that can judge these answers; `creditgraph data check` asks it, and a run sets it by verifier.use"""
     template: str = ""
-    """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
+    """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task,
+    otherwise thought"""
     metadata: dict[str, str] = field(default_factory=dict)
     """further columns (right) that verifiers read under a name (left), such as tests of programs"""
     join: Join | None = None
@@ -86,7 +92,8 @@ class Source:
     max_answer: int = 10000
     """characters of the longest answer taken; longer ones are rejected; 0 takes all"""
     script: Literal["", "latin"] = ""
-    """latin: rejects questions with more than a tenth of their letters in another script; Greek counts as mathematics"""
+    """latin: rejects questions with more than a tenth of their letters in another script; Greek counts as
+    mathematics"""
     size: int = 0
     """most rows to take, from the front; 0 takes all (chains: 2000)"""
     seed: int = 0
@@ -100,7 +107,9 @@ class Source:
         if self.source == "hub" and not self.name:
             raise ValueError("source 'hub' without a name; wanted name: OWNER/NAME.")
         if self.size < 0 or self.max_answer < 0:
-            raise ValueError(f"size and max_answer: found {min(self.size, self.max_answer)}; wanted 0 (all) or a positive number.")
+            raise ValueError(
+                f"size and max_answer: found {min(self.size, self.max_answer)}; wanted 0 (all) or a positive number."
+            )
         if self.answer_boxed and self.answer_after:
             raise ValueError("answer_boxed and answer_after: found both; wanted one place where the answer stands.")
         if self.template and self.template not in TEMPLATES:
@@ -109,13 +118,21 @@ class Source:
     @property
     def place(self) -> str:
         """What error texts call it."""
-        return {"chains": "the embedded task", "file": self.path, "hub": self.path or f"dataset '{self.name}'"}[self.source]
+        return {"chains": "the embedded task", "file": self.path, "hub": self.path or f"dataset '{self.name}'"}[
+            self.source
+        ]
 
     @property
     def columns(self) -> list[str]:
         """Columns of the source that are read, without those of the joined dataset; dotted as they are written."""
         further = [*self.metadata.values(), *self.keep, self.choices, self.starter_code]
-        found = [self.question, self.answer, *further, *(LIVECODEBENCH if self.tests else ()), self.join.row if self.join else ""]
+        found = [
+            self.question,
+            self.answer,
+            *further,
+            *(LIVECODEBENCH if self.tests else ()),
+            self.join.row if self.join else "",
+        ]
         return list(dict.fromkeys(c for c in found if c and not c.startswith(JOINED)))
 
 

@@ -69,7 +69,9 @@ class RowStore(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         self._file.seek(self._ends[place])
-        text, answer, metadata = json.loads(self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass"))
+        text, answer, metadata = json.loads(
+            self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass")
+        )
         return Row(text=text, answer=answer, metadata=metadata)
 
     def __iter__(self) -> Iterator[Row]:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from components.localizer.self_localizer import question_of
-from components.localizer.thoughts import thought_texts
-from components.prompts.templates import revise_prompt
-from components.reviser.second_turn import second_turn, unended
 from components.rewards.outcome import finite_rewards
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Batch, Judge, Policy, Prompts, Rewards, Trajectories, check_aligned
-from pipeline.streams import keys_within
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics
+from components.rollouts.second_turn import second_turn, unended
+from components.rollouts.thoughts import thought_texts
+from components.text.templates import revise_prompt
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Batch, Judge, Policy, Prompts, Rewards, Trajectories, check_aligned
+from pipeline.core.streams import keys_within
 
 NOT_ENDED = "the revision did not end within its budget"
 
@@ -43,12 +43,14 @@ class Outputs:
     references: Annotated[References, same_rows("revisions")]
 
 
-def pair_up(group: Tensor, correct: Tensor, valid: Tensor, most: int, only_correct: bool = False) -> tuple[Tensor, Tensor]:
+def pair_up(
+    group: Tensor, correct: Tensor, valid: Tensor, most: int, only_correct: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rows of (wrong trajectory, reference) pairs, int64 [P] each.
 
-    Every wrong trajectory gets up to `most` siblings of its group: correct ones first, then wrong ones. Both kinds are taken cyclically
-    from the row after it, so that a group's wrong trajectories do not all see the same sibling. Invalid rows are neither revised nor
-    shown.
+    Every wrong trajectory gets up to `most` siblings of its group: correct ones first, then wrong ones. Both kinds are
+    taken cyclically from the row after it, so that a group's wrong trajectories do not all see the same sibling.
+    Invalid rows are neither revised nor shown.
 
     >>> wrong, shown = pair_up(torch.tensor([1, 1, 1, 2]), torch.tensor([True, False, False, False]), torch.ones(4, dtype=torch.bool), 2)
     >>> wrong.tolist(), shown.tolist()
@@ -76,10 +78,10 @@ def pair_up(group: Tensor, correct: Tensor, valid: Tensor, most: int, only_corre
 class Compare(Component):
     """Pairs each wrong trajectory y with sibling references, and lets the policy write a revision ŷ from (x; y, y_ref) per reference [S].
 
-    The revision's `parent` is y, its `prompt_uid` the original problem, its `prompt_tokens` the revision prompt. Use the sampler's mode
-    and limits, so that y and ŷ end alike. Defined cases: a wrong trajectory without a sibling gets no revision; without a correct sibling
-    it is shown wrong ones [R], or none under `only_correct`; a revision that does not end counts as wrong whatever it holds; one that
-    could not be judged stays invalid. All are counted.
+    The revision's `parent` is y, its `prompt_uid` the original problem, its `prompt_tokens` the revision prompt. Use
+    the sampler's mode and limits, so that y and ŷ end alike. Defined cases: a wrong trajectory without a sibling gets
+    no revision; without a correct sibling it is shown wrong ones [R], or none under `only_correct`; a revision that
+    does not end counts as wrong whatever it holds; one that could not be judged stays invalid. All are counted.
     """
 
     paper = "2605.16302"
@@ -112,7 +114,9 @@ class Compare(Component):
         """Samples all revisions in one request batch, then judges them."""
         check_aligned(trajectories, rewards)
         settings = self.config
-        wrong, shown = pair_up(trajectories.group, rewards.correct, rewards.valid, settings.references, settings.only_correct)
+        wrong, shown = pair_up(
+            trajectories.group, rewards.correct, rewards.valid, settings.references, settings.only_correct
+        )
         firsts = trajectories.select(wrong)
         asked = _asked(prompts, trajectories, wrong.tolist(), shown.tolist(), policy)
         # One keyed draw per reference place: a revision does not depend on what else is revised.
@@ -128,7 +132,13 @@ class Compare(Component):
         return Outputs(revisions=made, rewards=verdicts, references=references)
 
     def _count(
-        self, trajectories: Trajectories, rewards: Rewards, wrong: Tensor, shown: Tensor, made: Trajectories, verdicts: Rewards
+        self,
+        trajectories: Trajectories,
+        rewards: Rewards,
+        wrong: Tensor,
+        shown: Tensor,
+        made: Trajectories,
+        verdicts: Rewards,
     ) -> None:
         is_wrong = rewards.valid & ~rewards.correct
         has_right = torch.isin(trajectories.group, trajectories.group[rewards.valid & rewards.correct])
@@ -149,11 +159,15 @@ class Compare(Component):
         )
 
 
-def _asked(prompts: Prompts, trajectories: Trajectories, wrong: list[int], shown: list[int], policy: Policy) -> list[str]:
+def _asked(
+    prompts: Prompts, trajectories: Trajectories, wrong: list[int], shown: list[int], policy: Policy
+) -> list[str]:
     steps = thought_texts(trajectories, policy.tokenizer)
     rows = prompts.index_of(trajectories.prompt_uid).tolist()
     return [
-        revise_prompt(prompts.metadata[rows[bad]], question_of(prompts, rows[bad]), steps[bad], steps[sibling], policy.tokenizer)
+        revise_prompt(
+            prompts.metadata[rows[bad]], question_of(prompts, rows[bad]), steps[bad], steps[sibling], policy.tokenizer
+        )
         for bad, sibling in zip(wrong, shown, strict=True)
     ]
 
@@ -162,5 +176,8 @@ def _ended_only(rewards: Rewards, made: Trajectories) -> Rewards:
     cut = unended(made)
     detail = [NOT_ENDED if is_cut else text for is_cut, text in zip(cut.tolist(), rewards.detail, strict=True)]
     return rewards.replace(
-        value=rewards.value.masked_fill(cut, 0.0), correct=rewards.correct & ~cut, valid=rewards.valid | cut, detail=detail
+        value=rewards.value.masked_fill(cut, 0.0),
+        correct=rewards.correct & ~cut,
+        valid=rewards.valid | cut,
+        detail=detail,
     )

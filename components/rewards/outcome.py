@@ -7,8 +7,8 @@ from typing import Annotated
 
 import torch
 
-from pipeline.component import Component, Count, same_rows
-from pipeline.payloads import Judge, Prompts, Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Outputs:
 class Outcome(Component):
     """r_i = the judge's verdict on trajectory i.
 
-    A reward that is NaN or infinite becomes 0 and `valid=False` with the reason, so the trajectory gets no credit. Every
-    trajectory that could not be verified is written to rejected.jsonl.
+    A reward that is NaN or infinite becomes 0 and `valid=False` with the reason, so the trajectory gets no credit.
+    Every trajectory that could not be verified is written to rejected.jsonl.
     """
 
     def run(self, *, judge: Judge, trajectories: Trajectories, prompts: Prompts) -> Outputs:
@@ -30,9 +30,15 @@ class Outcome(Component):
         rewards = finite_rewards(judge.judge(prompts, trajectories))
         check_aligned(trajectories, rewards)
         for row in (~rewards.valid).nonzero(as_tuple=True)[0].tolist():
-            self.context.reject({"trajectory": int(rewards.uid[row]), "prompt": int(trajectories.prompt_uid[row])}, rewards.detail[row])
+            self.context.reject(
+                {"trajectory": int(rewards.uid[row]), "prompt": int(trajectories.prompt_uid[row])}, rewards.detail[row]
+            )
         count, invalid = max(len(rewards), 1), int((~rewards.valid).sum())
-        self.context.log(mean=float(rewards.value.sum()) / count, correct=float(rewards.correct.sum()) / count, invalid=Count(invalid))
+        self.context.log(
+            mean=float(rewards.value.sum()) / count,
+            correct=float(rewards.correct.sum()) / count,
+            invalid=Count(invalid),
+        )
         return Outputs(rewards=rewards)
 
 
@@ -46,5 +52,8 @@ def finite_rewards(rewards: Rewards) -> Rewards:
         for value, is_bad, text in zip(rewards.value.tolist(), bad.tolist(), rewards.detail, strict=True)
     ]
     return rewards.replace(
-        value=rewards.value.masked_fill(bad, 0.0), correct=rewards.correct & ~bad, valid=rewards.valid & ~bad, detail=detail
+        value=rewards.value.masked_fill(bad, 0.0),
+        correct=rewards.correct & ~bad,
+        valid=rewards.valid & ~bad,
+        detail=detail,
     )

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Rewards, Trajectories, check_aligned
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component
-from pipeline.payloads import Policy, Prompts, Trajectories
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from pipeline.core.component import Component
+from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

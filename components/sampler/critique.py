@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from components.localizer.self_localizer import question_of
-from components.localizer.thoughts import thought_texts
-from components.prompts.templates import critique_prompt
-from components.reviser.second_turn import second_turn, unended
 from components.rewards.outcome import finite_rewards
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component
-from pipeline.payloads import Judge, Policy, Prompts, Rewards, Trajectories
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.second_turn import second_turn, unended
+from components.rollouts.thoughts import thought_texts
+from components.text.templates import critique_prompt
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,13 @@ def best_of(value: Tensor, usable: Tensor, prompt: Tensor) -> Tensor:
 class Critique(Component):
     """Samples `originals` chains per prompt, then `refinements` chains after a binary critique of them, and keeps the best refinement.
 
-    The refinement joins its prompt's group [S]. Which originals are refined is our reading [R]: the wrong ones in turn, or all in turn; a
-    prompt without one has no refinement (counted) and its group has `originals` rows. A refinement that does not end or cannot be judged
-    is never the best; among equals the first counts. The paper learns the refinement as an answer to the original problem (its released
-    code scores it there without ratio): with `condition: original` the refinement's prompt is the problem, and its log-probs and
-    entropies are scored again under that prompt, so that they are those of what the learner sees; `refinement` keeps the prompt it was
-    sampled from. For the embedded model a refinement is its revise mode with the chain itself as reference [R].
+    The refinement joins its prompt's group [S]. Which originals are refined is our reading [R]: the wrong ones in turn,
+    or all in turn; a prompt without one has no refinement (counted) and its group has `originals` rows. A refinement
+    that does not end or cannot be judged is never the best; among equals the first counts. The paper learns the
+    refinement as an answer to the original problem (its released code scores it there without ratio): with `condition:
+    original` the refinement's prompt is the problem, and its log-probs and entropies are scored again under that
+    prompt, so that they are those of what the learner sees; `refinement` keeps the prompt it was sampled from. For the
+    embedded model a refinement is its revise mode with the chain itself as reference [R].
     """
 
     paper = "2506.03106"
@@ -82,7 +83,9 @@ class Critique(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.originals < 1 or self.refinements < 0:
-                raise ValueError(f"originals {self.originals}, refinements {self.refinements}; wanted at least 1 and at least 0.")
+                raise ValueError(
+                    f"originals {self.originals}, refinements {self.refinements}; wanted at least 1 and at least 0."
+                )
 
     config: Config
 
@@ -91,7 +94,9 @@ class Critique(Component):
         settings, stream, size = self.config, self.context.rng(), self.config.originals
         rows = torch.arange(len(prompts)).repeat_interleave(size)
         seed = keyed_seeds(stream, prompts.uid, 0, size + settings.refinements)
-        originals = sample_fresh(policy, prompts, rows, seed[:, :size].reshape(-1), settings.sampling(), self.context.uids(len(rows)))
+        originals = sample_fresh(
+            policy, prompts, rows, seed[:, :size].reshape(-1), settings.sampling(), self.context.uids(len(rows))
+        )
         rewards = judge.judge(prompts, originals)
         chosen, draws = self._candidates(rewards, len(prompts))
         refined = self._refine(prompts, originals, rewards, policy, chosen, seed[:, size:].reshape(-1)[draws])
@@ -132,7 +137,13 @@ class Critique(Component):
         steps = thought_texts(originals, policy.tokenizer)
         at = prompts.index_of(originals.prompt_uid).tolist()
         asked = [
-            critique_prompt(prompts.metadata[at[i]], question_of(prompts, at[i]), steps[i], bool(rewards.correct[i]), policy.tokenizer)
+            critique_prompt(
+                prompts.metadata[at[i]],
+                question_of(prompts, at[i]),
+                steps[i],
+                bool(rewards.correct[i]),
+                policy.tokenizer,
+            )
             for i in chosen.tolist()
         ]
         uid = self.context.uids(len(chosen))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component
-from pipeline.jagged import Jagged
-from pipeline.payloads import Judge, Policy, Prompts, Rewards, Trajectories
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from pipeline.core.component import Component
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Trajectories
 
 _FLAT = 1e-8
 
@@ -27,7 +27,8 @@ class Outputs:
 
 
 def has_signal(rewards: Rewards, num_prompts: int) -> Tensor:
-    """bool [P]: whether the valid rewards of each prompt's group differ. Rows come group by group, equally many each."""
+    """bool [P]: whether the valid rewards of each prompt's group differ. Rows come group by group, equally many
+    each."""
     value = rewards.value.view(num_prompts, -1)
     valid = rewards.valid.view(num_prompts, -1)
     low = value.masked_fill(~valid, math.inf).amin(1)
@@ -38,10 +39,11 @@ def has_signal(rewards: Rewards, num_prompts: int) -> Tensor:
 class Dynamic(Component):
     """Samples groups in waves until `groups` prompts have rewards that differ; the others give no gradient and are dropped.
 
-    Takes more prompts than it needs. Prompts that were not sampled, and surplus ones of the last wave, wait in a backlog that goes
-    first in the next iteration and is part of the checkpoint, so no prompt is lost. Set the batch of prompts near groups / (share
-    of groups with a signal): a larger one lets the backlog grow (`backlog` tells). When prompts or waves run out, the iteration goes
-    on with the groups there are, and `missing_groups` says how many it lacks.
+    Takes more prompts than it needs. Prompts that were not sampled, and surplus ones of the last wave, wait in a
+    backlog that goes first in the next iteration and is part of the checkpoint, so no prompt is lost. Set the batch of
+    prompts near groups / (share of groups with a signal): a larger one lets the backlog grow (`backlog` tells). When
+    prompts or waves run out, the iteration goes on with the groups there are, and `missing_groups` says how many it
+    lacks.
     """
 
     paper = "2503.14476"
@@ -60,7 +62,9 @@ class Dynamic(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.group_size < 2 or self.groups < 1 or self.max_waves < 1:
-                raise ValueError("group_size must be at least 2 (one response has no variance), groups and max_waves at least 1.")
+                raise ValueError(
+                    "group_size must be at least 2 (one response has no variance), groups and max_waves at least 1."
+                )
 
     config: Config
 
@@ -82,7 +86,9 @@ class Dynamic(Component):
             wave, signal = self._wave(pool, rows, policy, judge)
             waves.append(wave)
             kept.append(rows[signal])
-            kept_rows.append(start + torch.arange(len(wave)).view(len(rows), self.config.group_size)[signal].reshape(-1))
+            kept_rows.append(
+                start + torch.arange(len(wave)).view(len(rows), self.config.group_size)[signal].reshape(-1)
+            )
             tried, found, start = tried + len(rows), found + int(signal.sum()), start + len(wave)
         used, rows_of_waves = torch.cat(kept), torch.cat(kept_rows)
         waiting = torch.cat([used[wanted:], torch.arange(tried, len(pool))])

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.engine.stops import decode_rows
-from components.sampler.in_flight import InFlight, begin, grown, rescored
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics
-from pipeline.component import Component, Context, Count
-from pipeline.errors import CreditgraphError
-from pipeline.payloads import Policy, Prompts, Trajectories
+from components.rollouts.in_flight import InFlight, begin, grown, rescored
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics
+from components.text.stops import decode_rows
+from pipeline.core.component import Component, Context, Count
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 logger = logging.getLogger("creditgraph")
 
@@ -35,18 +35,22 @@ class Carry:
     tokens: int = 0
     """new tokens that a rollout gets per iteration; one that needs more goes on in the next. 0 carries nothing"""
     max_staleness: int = 4
-    """versions by which the oldest token of a trajectory may be behind the weights; a rollout that old is not carried again"""
+    """versions by which the oldest token of a trajectory may be behind the weights; a rollout that old is not carried
+    again"""
     on_stale: Literal["finish", "drop"] = "finish"
-    """a rollout that may not be carried again: finish it in this iteration, or drop its whole group (which favours short responses)"""
+    """a rollout that may not be carried again: finish it in this iteration, or drop its whole group (which favours
+    short responses)"""
     on_continue: Literal["keep", "rescore"] = "keep"
-    """log-probs of tokens that older weights sampled: keep those recorded then, or score them again under the present weights"""
+    """log-probs of tokens that older weights sampled: keep those recorded then, or score them again under the present
+    weights"""
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
             raise ValueError(f"carry.tokens is {self.tokens}; wanted tokens per iteration, or 0 to carry nothing.")
         if self.max_staleness < 1:
             raise ValueError(
-                f"carry.max_staleness is {self.max_staleness}, so that nothing could be carried; wanted at least 1 version. "
+                f"carry.max_staleness is {self.max_staleness}, so that nothing could be carried; wanted at least 1 "
+                "version. "
                 "To carry nothing, set carry.tokens to 0."
             )
 
@@ -54,12 +58,12 @@ class Carry:
 class Partial(Component):
     """Samples groups as sampler.chains does, but gives each rollout at most `carry.tokens` tokens per iteration.
 
-    A group with an unfinished rollout waits with all its rollouts, and goes on in the next iteration under the weights of then. Every
-    iteration begins the groups of all its prompts and delivers those that are complete, so batches differ in size, and in the long
-    run are as large as the batch of prompts. Wire every reader of `trajectories` to `prompts` of this node. Groups keep their uids,
-    and rollouts their random streams: the tokens of a rollout depend on how it was cut only through the weights.
-    Groups in flight are part of the checkpoint. Which version sampled each token is in `token_versions`, `policy_version` is the
-    oldest of them. With `carry.tokens: 0` this is sampler.chains.
+    A group with an unfinished rollout waits with all its rollouts, and goes on in the next iteration under the weights
+    of then. Every iteration begins the groups of all its prompts and delivers those that are complete, so batches
+    differ in size, and in the long run are as large as the batch of prompts. Wire every reader of `trajectories` to
+    `prompts` of this node. Groups keep their uids, and rollouts their random streams: the tokens of a rollout depend on
+    how it was cut only through the weights. Groups in flight are part of the checkpoint. Which version sampled each
+    token is in `token_versions`, `policy_version` is the oldest of them. With `carry.tokens: 0` this is sampler.chains.
     """
 
     paper = "2501.12599"
@@ -108,7 +112,9 @@ class Partial(Component):
         last = (policy.version - flight.rows.policy_version >= carry.max_staleness) | (carry.tokens == 0)
         pause = None
         if carrying:
-            pause = torch.where(last & (carry.on_stale == "finish" or carry.tokens == 0), self.config.max_tokens, carry.tokens)
+            pause = torch.where(
+                last & (carry.on_stale == "finish" or carry.tokens == 0), self.config.max_tokens, carry.tokens
+            )
         flight, steps = grown(flight, policy, self.config.sampling(), pause)
         waiting = flight.waiting()
         dropped = waiting & flight.any_of_prompt(last)
@@ -126,7 +132,9 @@ class Partial(Component):
             return rows.replace(token_versions=None)
         # Decoded as a whole: two decoded parts need not join to the decoding of their tokens.
         late = [i for i, text in enumerate(rows.text) if not text]
-        texts = decode_rows(policy.tokenizer, rows.response_tokens.select(torch.tensor(late, dtype=torch.int64)).to_lists())
+        texts = decode_rows(
+            policy.tokenizer, rows.response_tokens.select(torch.tensor(late, dtype=torch.int64)).to_lists()
+        )
         text = list(rows.text)
         for i, whole in zip(late, texts, strict=True):
             text[i] = whole
@@ -145,7 +153,9 @@ class Partial(Component):
                 {"prompt_uid": uid, "prompt": text, "tokens": tokens},
                 f"unfinished at carry.max_staleness {self.config.carry.max_staleness}; the group is dropped",
             )
-        self.context.log(dropped_groups=Count(len(gone.prompts)), dropped_tokens=Count(len(gone.rows.response_tokens.values)))
+        self.context.log(
+            dropped_groups=Count(len(gone.prompts)), dropped_tokens=Count(len(gone.rows.response_tokens.values))
+        )
 
     def _log(self, rows: Trajectories, still: InFlight, sampled: int, steps: int, version: int) -> None:
         age = (version - rows.versions_by_token().values).double()
@@ -165,8 +175,10 @@ class Partial(Component):
     def _check_continues(self, policy: Policy) -> None:
         if not policy.continues:
             raise CreditgraphError(
-                f"node '{self.context.node}': carry.tokens is {self.config.carry.tokens}, but {type(policy).__name__} cannot go on with a "
-                "rollout that was begun before; wanted engine.local, engine.vllm or engine.sglang. Use one of them, or carry.tokens=0."
+                f"node '{self.context.node}': carry.tokens is {self.config.carry.tokens}, but {type(policy).__name__} "
+                "cannot go on with a "
+                "rollout that was begun before; wanted engine.local, engine.vllm or engine.sglang. Use one of them, or "
+                "carry.tokens=0."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from components.localizer.self_localizer import question_of
-from components.localizer.thoughts import thought_texts
-from components.prompts.templates import retry_prompt
-from components.reviser.second_turn import second_turn, unended
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component
-from pipeline.payloads import Policy, Prompts, Trajectories
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.second_turn import second_turn, unended
+from components.rollouts.thoughts import thought_texts
+from components.text.templates import retry_prompt
+from pipeline.core.component import Component
+from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,10 @@ class Outputs:
 class Retry(Component):
     """Samples `pairs` pairs (y1, y2) per prompt, y2 from a hedged retry prompt that contains y1 and does not say whether it is right [S].
 
-    First attempts of a prompt are one group, second attempts another: outcomes of different turns are not compared. y2 keeps the retry
-    prompt as its own, so the learner conditions on what was sampled. A second attempt without room in the context is left out and
-    counted. For the embedded model the retry is its revise mode with y1 also as the reference [R]: its vocabulary has no hedged words.
+    First attempts of a prompt are one group, second attempts another: outcomes of different turns are not compared. y2
+    keeps the retry prompt as its own, so the learner conditions on what was sampled. A second attempt without room in
+    the context is left out and counted. For the embedded model the retry is its revise mode with y1 also as the
+    reference [R]: its vocabulary has no hedged words.
     """
 
     paper = "2409.12917"
@@ -52,13 +53,17 @@ class Retry(Component):
         rows = torch.arange(len(prompts)).repeat_interleave(settings.pairs)
         seed = keyed_seeds(stream, prompts.uid, 0, 2 * settings.pairs)
         uid = self.context.uids(2 * len(rows))
-        firsts = sample_fresh(policy, prompts, rows, seed[:, : settings.pairs].reshape(-1), settings.sampling(), uid[: len(rows)])
+        firsts = sample_fresh(
+            policy, prompts, rows, seed[:, : settings.pairs].reshape(-1), settings.sampling(), uid[: len(rows)]
+        )
         steps = thought_texts(firsts, policy.tokenizer)
         asked = [
             retry_prompt(prompts.metadata[row], question_of(prompts, row), attempt, policy.tokenizer)
             for row, attempt in zip(rows.tolist(), steps, strict=True)
         ]
-        seconds = second_turn(policy, prompts, firsts, asked, seed[:, settings.pairs :].reshape(-1), settings.sampling(), uid[len(rows) :])
+        seconds = second_turn(
+            policy, prompts, firsts, asked, seed[:, settings.pairs :].reshape(-1), settings.sampling(), uid[len(rows) :]
+        )
         # The group of a prompt's second attempts is its first first attempt: an id no prompt has.
         seconds = seconds.replace(group=firsts.uid[:: settings.pairs].repeat_interleave(settings.pairs))
         made = seconds.response_tokens.lengths > 0

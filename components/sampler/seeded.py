@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.sampler.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
-from pipeline.component import Component, Count
-from pipeline.payloads import Judge, Policy, Prompts, Trajectories
+from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from pipeline.core.component import Component, Count
+from pipeline.core.payloads import Judge, Policy, Prompts, Trajectories
 
 _SPLIT = re.compile(r"^(\d+)x(\d+)$")
 
@@ -47,17 +47,23 @@ def parse_split(split: str, group_size: int) -> Split:
     """ "1x4" of 8 → one seed, four suffixes, base group of four; raises ValueError for what cannot be."""
     match = _SPLIT.match(split)
     if not match or not int(match[1]) or not int(match[2]):
-        raise ValueError(f"split is '{split}'; wanted 'AxB', A failed seeds with B suffixes each, such as '1x4', '2x4' or '1x8'.")
+        raise ValueError(
+            f"split is '{split}'; wanted 'AxB', A failed seeds with B suffixes each, such as '1x4', '2x4' or '1x8'."
+        )
     seeds, suffixes = int(match[1]), int(match[2])
     if seeds * suffixes > group_size:
-        raise ValueError(f"split '{split}' makes {seeds * suffixes} suffixes, but group_size is {group_size}; wanted at most that many.")
+        raise ValueError(
+            f"split '{split}' makes {seeds * suffixes} suffixes, but group_size is {group_size}; wanted at most that "
+            "many."
+        )
     return Split(base=group_size - seeds * suffixes, num_seeds=seeds, num_suffixes=suffixes)
 
 
 def choose(failed: list[bool], split: Split) -> tuple[list[int], list[int]] | None:
     """Picks (base, seeds) among the fresh chains of one prompt, as places in attempt order; None while failures are missing.
 
-    The first `num_seeds` failed chains are the seeds; the first other chains, before or after them, fill the base group.
+    The first `num_seeds` failed chains are the seeds; the first other chains, before or after them, fill the base
+    group.
     """
     seeds = [i for i, bad in enumerate(failed) if bad][: split.num_seeds]
     if len(seeds) < split.num_seeds:
@@ -69,10 +75,10 @@ def choose(failed: list[bool], split: Split) -> tuple[list[int], list[int]] | No
 class Seeded(Component):
     """Samples fresh chains until enough of them have failed; the first failures are the seeds of resets.
 
-    Per prompt and split AxB of G = `group_size`: A seeds, which are only localised in, and a base group of G − A·B other fresh
-    chains. When fewer than A of `max_attempts` fresh chains fail, the prompt falls back to its first G fresh chains in one group
-    and has no seed. Attempts come in waves (the first just large enough, then doubling); what is chosen is fixed by the order
-    of attempts, not by the waves. A chain that could not be judged is no seed.
+    Per prompt and split AxB of G = `group_size`: A seeds, which are only localised in, and a base group of G − A·B
+    other fresh chains. When fewer than A of `max_attempts` fresh chains fail, the prompt falls back to its first G
+    fresh chains in one group and has no seed. Attempts come in waves (the first just large enough, then doubling); what
+    is chosen is fixed by the order of attempts, not by the waves. A chain that could not be judged is no seed.
     """
 
     paper = "2605.25507"
@@ -122,7 +128,9 @@ class Seeded(Component):
             waves.append(wave)
             start, done = start + len(wave), done + size
             size = min(done, self.config.max_attempts - done)
-            open_rows = torch.tensor([r for r in open_rows.tolist() if chosen[r] is None and size > 0], dtype=torch.int64)
+            open_rows = torch.tensor(
+                [r for r in open_rows.tolist() if chosen[r] is None and size > 0], dtype=torch.int64
+            )
         fresh = Trajectories.concat(waves)
         fallback = [i for i in range(count) if chosen[i] is None]
         for i in fallback:
@@ -137,7 +145,8 @@ class Seeded(Component):
             seeds=Count(len(seeds)),
         )
         return Outputs(
-            trajectories=fresh.select(torch.tensor(base, dtype=torch.int64)), seeds=fresh.select(torch.tensor(seeds, dtype=torch.int64))
+            trajectories=fresh.select(torch.tensor(base, dtype=torch.int64)),
+            seeds=fresh.select(torch.tensor(seeds, dtype=torch.int64)),
         )
 
     def _wave(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from components.sandbox import seccomp
 from components.sandbox.limits import MEGABYTE, Limits
-from pipeline.errors import RunError
+from pipeline.core.errors import RunError
 
 RUNNER = Path(__file__).with_name("runner.py")
 INSTALL = "Install it with `apt-get install bubblewrap`"
@@ -24,7 +22,8 @@ class Isolation:
 
     Attributes:
         bubblewrap: path of bwrap, "" for none: limits only, no namespaces.
-        user_namespace: programs run as the caller in a user namespace; otherwise (root) as a user id that nothing else has.
+        user_namespace: programs run as the caller in a user namespace; otherwise (root) as a user id that nothing else
+            has.
         interpreter: Python that runs the programs.
         packages: folders put on its module path, read-only.
     """
@@ -47,12 +46,24 @@ class Isolation:
         python = [self.interpreter, "-S", "-s", "-E", "-P", "-B", "-X", "utf8"]
         if not self.bubblewrap:
             return [*python, str(RUNNER)]
-        command = [self.bubblewrap, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        command = [
+            self.bubblewrap,
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ]
         command += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
         if self.user_namespace:
             command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
         else:
-            command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # for the runner, which gives them up first of all
+            command += [
+                "--cap-add",
+                "CAP_SETUID",
+                "--cap-add",
+                "CAP_SETGID",
+            ]  # for the runner, which gives them up first of all
         for name, value in (("HOME", "/tmp"), ("PATH", "/usr/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1")):
             command += ["--setenv", name, value]
         folders = _read_only(self.interpreter)
@@ -76,7 +87,18 @@ class Isolation:
         for device in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
             command += ["--dev-bind", device, device]
         command += ["--ro-bind", str(RUNNER), "/sandbox/runner.py"]
-        command += ["--perms", "1777", "--size", str(limits.files_mb * MEGABYTE), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+        command += [
+            "--perms",
+            "1777",
+            "--size",
+            str(limits.files_mb * MEGABYTE),
+            "--tmpfs",
+            "/tmp",
+            "--chdir",
+            "/tmp",
+            "--remount-ro",
+            "/",
+        ]
         if filter_fd >= 0:
             command += ["--seccomp", str(filter_fd)]
         # Neither /proc nor /sys nor a shell: nothing a program for a coding problem needs, and half of all tricks.
@@ -86,7 +108,16 @@ class Isolation:
 def _read_only(interpreter: str) -> list[str]:
     """Folders and files a program may read: the interpreter, its library, the C library."""
     prefix = Path(interpreter).parent.parent
-    wanted = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", interpreter, str(prefix / "lib"), str(prefix / "lib64")]
+    wanted = [
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        interpreter,
+        str(prefix / "lib"),
+        str(prefix / "lib64"),
+    ]
     found = [path for path in dict.fromkeys(wanted) if os.path.exists(path) and not os.path.islink(path)]
     return [path for path in found if not any(path != other and Path(path).is_relative_to(other) for other in found)]
 
@@ -98,48 +129,18 @@ def base_interpreter() -> str:
 
 def plain(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
     """No isolation: limits only."""
-    return Isolation(bubblewrap="", user_namespace=False, interpreter=interpreter or base_interpreter(), packages=packages)
-
-
-@cache
-def find_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
-    """The first way of isolating that holds on this host, found by trying it.
-
-    Raises:
-        RunError: no way holds; says why, what would help, and how to do without.
-    """
-    bubblewrap, python = shutil.which("bwrap"), os.path.realpath(interpreter) if interpreter else base_interpreter()
-    if not os.path.exists(python):
-        raise RunError(f"sandbox: interpreter {python} does not exist; wanted a Python 3.11 or newer. Correct the setting interpreter.")
-    missing = [folder for folder in packages if not os.path.isdir(folder)]
-    if missing:
-        raise RunError(f"sandbox: packages: {missing[0]} is not a folder; wanted folders with Python packages.")
-    closed = [folder for folder in packages if os.stat(folder).st_mode & 0o005 != 0o005]
-    if closed:
-        raise RunError(f"sandbox: packages: {closed[0]} is closed to other users, as whom programs run; wanted mode 755. Run chmod o+rx.")
-    if not sys.platform.startswith("linux"):
-        raise refusal(f"{sys.platform} has no namespaces", "Run on Linux")
-    if bubblewrap is None:
-        raise refusal("bubblewrap (bwrap) is not installed", INSTALL)
-    from components.sandbox.probe import failures
-
-    found = []
-    for user_namespace in (False, True) if os.geteuid() == 0 else (True,):
-        way = Isolation(bubblewrap=bubblewrap, user_namespace=user_namespace, interpreter=python, packages=packages)
-        problem = failures(way)
-        if not problem:
-            return way
-        found.append(problem)
-    raise refusal(
-        "; ".join(dict.fromkeys(found)), "Allow user namespaces (sysctl user.max_user_namespaces, the container's seccomp profile)"
+    return Isolation(
+        bubblewrap="", user_namespace=False, interpreter=interpreter or base_interpreter(), packages=packages
     )
 
 
 def refusal(reason: str, remedy: str) -> RunError:
     """What a host without isolation is told."""
     return RunError(
-        f"sandbox: this host cannot isolate generated programs ({reason}); wanted bubblewrap with namespaces of its own for processes, "
-        f"mounts and network. {remedy}, or set allow_unsandboxed: true to run them with limits of time and memory only: they could then "
+        f"sandbox: this host cannot isolate generated programs ({reason}); wanted bubblewrap with namespaces of its "
+        "own for processes, "
+        f"mounts and network. {remedy}, or set allow_unsandboxed: true to run them with limits of time and memory "
+        "only: they could then "
         "read and change whatever you can."
     )
 

@@ -29,6 +29,10 @@ class Limits:
         if low:
             raise ValueError(f"{', '.join(low)} must be above 0.")
         if self.memory_mb < 64:
-            raise ValueError(f"memory_mb: found {self.memory_mb}; wanted at least 64, for the interpreter itself needs some.")
+            raise ValueError(
+                f"memory_mb: found {self.memory_mb}; wanted at least 64, for the interpreter itself needs some."
+            )
         if self.processes < 4:
-            raise ValueError(f"processes: found {self.processes}; wanted at least 4, for the sandbox itself needs some.")
+            raise ValueError(
+                f"processes: found {self.processes}; wanted at least 4, for the sandbox itself needs some."
+            )

@@ -49,7 +49,8 @@ class TestResult:
     """What one run did.
 
     Attributes:
-        status: "exit", "signal", "timeout", "output" (too much of it), "skipped", "memory" or "lost" (the sandbox ended).
+        status: "exit", "signal", "timeout", "output" (too much of it), "skipped", "memory" or "lost" (the sandbox
+            ended).
         code: exit code or signal number.
         out: standard output, malformed bytes replaced.
         result: JSON text of the value the function returned.
@@ -179,14 +180,17 @@ def _receive(box: _Running, limits: Limits, tests: int) -> None:
     assert box.process.stdout is not None
     chunk = os.read(box.process.stdout.fileno(), 1 << 18)
     box.received += len(chunk)
-    if not chunk or box.received > (tests + 1) * (limits.output_kb * 1024 * 6 + 8192):  # JSON writes a byte as \u0000 at most
+    if not chunk or box.received > (tests + 1) * (
+        limits.output_kb * 1024 * 6 + 8192
+    ):  # JSON writes a byte as \u0000 at most
         box.deadline = 0.0
         return
     box.unread += chunk
     while b"\n" in chunk and b"\n" in box.unread:
         line, _, rest = box.unread.partition(b"\n")
         box.unread = bytearray(rest)
-        # Every line is progress: the next test gets its whole time. What a program cannot do is make its tests last longer.
+        # Every line is progress: the next test gets its whole time. What a program cannot do is make its tests last
+        # longer.
         box.deadline = time.monotonic() + limits.seconds + GRACE_SECONDS
         if not box.ready:
             box.ready = True
@@ -201,7 +205,9 @@ def _result(line: bytes, limits: Limits) -> TestResult:
         out, result, error = (str(said.get(key, "")) for key in ("out", "result", "err"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return TestResult(status="lost", reason="the sandbox's reply could not be read")
-    return TestResult(status=status, code=code, out=out, result=result, error=error, reason=_reason(status, code, error, limits))
+    return TestResult(
+        status=status, code=code, out=out, result=result, error=error, reason=_reason(status, code, error, limits)
+    )
 
 
 def _reason(status: str, code: int, error: str, limits: Limits) -> str:
@@ -224,10 +230,21 @@ def _over(box: _Running, limits: Limits, now: float, tests: int) -> str | None:
         return ""
     if box.deadline == 0.0:
         code = box.process.poll()
-        return "the sandbox was ended from inside" if box.ready else f"the sandbox did not start ({_said(box) or f'exit code {code}'})"
+        return (
+            "the sandbox was ended from inside"
+            if box.ready
+            else f"the sandbox did not start ({_said(box) or f'exit code {code}'})"
+        )
     if box.deadline <= now:
-        return f"timed out after {limits.seconds:g} s, the sandbox not answering" if box.ready else "the sandbox did not start in time"
-    if now - box.started > WATCH_SECONDS and resident_bytes(box.process.pid) > limits.memory_mb * MEGABYTE + _OWN_MEMORY:
+        return (
+            f"timed out after {limits.seconds:g} s, the sandbox not answering"
+            if box.ready
+            else "the sandbox did not start in time"
+        )
+    if (
+        now - box.started > WATCH_SECONDS
+        and resident_bytes(box.process.pid) > limits.memory_mb * MEGABYTE + _OWN_MEMORY
+    ):
         return f"used more than {limits.memory_mb} MB of memory"
     # Ready means that bubblewrap has left the host's root, whose /tmp it would otherwise count.
     if box.isolated and box.ready and now - box.started > WATCH_SECONDS and _inodes(box.process.pid) > MAX_FILES:

@@ -1,12 +1,17 @@
-"""A program that tries to leave the sandbox in the plainest ways, run once before anything else is."""
+"""Finds the isolation that holds on this host, with a program that tries to leave the sandbox in the plainest ways."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+from functools import cache
 
-from components.sandbox.isolation import Isolation
+from components.sandbox.isolation import INSTALL, Isolation, base_interpreter, refusal
 from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, Test, run_programs
+from pipeline.core.errors import RunError
 
 # Each line it prints names something that must not be possible.
 PROBE = """
@@ -54,3 +59,42 @@ def failures(way: Isolation) -> str:
     except ValueError:
         return f"the probe said '{result.out[:80]}'"
     return ", ".join(map(str, found))
+
+
+@cache
+def find_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
+    """The first way of isolating that holds on this host, found by trying it.
+
+    Raises:
+        RunError: no way holds; says why, what would help, and how to do without.
+    """
+    bubblewrap, python = shutil.which("bwrap"), os.path.realpath(interpreter) if interpreter else base_interpreter()
+    if not os.path.exists(python):
+        raise RunError(
+            f"sandbox: interpreter {python} does not exist; wanted a Python 3.11 or newer. Correct the setting "
+            "interpreter."
+        )
+    missing = [folder for folder in packages if not os.path.isdir(folder)]
+    if missing:
+        raise RunError(f"sandbox: packages: {missing[0]} is not a folder; wanted folders with Python packages.")
+    closed = [folder for folder in packages if os.stat(folder).st_mode & 0o005 != 0o005]
+    if closed:
+        raise RunError(
+            f"sandbox: packages: {closed[0]} is closed to other users, as whom programs run; wanted mode 755. Run "
+            "chmod o+rx."
+        )
+    if not sys.platform.startswith("linux"):
+        raise refusal(f"{sys.platform} has no namespaces", "Run on Linux")
+    if bubblewrap is None:
+        raise refusal("bubblewrap (bwrap) is not installed", INSTALL)
+    found = []
+    for user_namespace in (False, True) if os.geteuid() == 0 else (True,):
+        way = Isolation(bubblewrap=bubblewrap, user_namespace=user_namespace, interpreter=python, packages=packages)
+        problem = failures(way)
+        if not problem:
+            return way
+        found.append(problem)
+    raise refusal(
+        "; ".join(dict.fromkeys(found)),
+        "Allow user namespaces (sysctl user.max_user_namespaces, the container's seccomp profile)",
+    )

@@ -1,8 +1,9 @@
 """What runs inside the sandbox: one program, once per test. Standard library only; it is never told what the right answers are.
 
-The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for each test
-{"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line, "result": text}.
-Each test is a fork of this process, so the interpreter starts once per program. Whatever a test leaves running is killed after it.
+The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for
+each test {"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line,
+"result": text}. Each test is a fork of this process, so the interpreter starts once per program. Whatever a test leaves
+running is killed after it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
         _limit(resource.RLIMIT_NPROC, job["processes"])
     _limit(resource.RLIMIT_CORE, 0)
     if job["uid"]:
-        # Root is exempt from the limit of processes, and no limit of one program may touch another: each has a user id of its own.
+        # Root is exempt from the limit of processes, and no limit of one program may touch another: each has a user id
+        # of its own.
         os.setgroups([])
         os.setresgid(job["uid"], job["uid"], job["uid"])
         os.setresuid(job["uid"], job["uid"], job["uid"])

@@ -1,8 +1,8 @@
 """The system-call filter of the sandbox, as a classic BPF program for ``bwrap --seccomp``.
 
-Calls that a program for a coding problem never needs, and that widen what an attack can reach or spend, fail with EPERM: other
-processes' memory, namespaces, mounts, keys, kernel tracing, sockets, and memory that no limit of the sandbox counts (memfd, System V
-shared memory, io_uring). Calls of another architecture end the process.
+Calls that a program for a coding problem never needs, and that widen what an attack can reach or spend, fail with
+EPERM: other processes' memory, namespaces, mounts, keys, kernel tracing, sockets, and memory that no limit of the
+sandbox counts (memfd, System V shared memory, io_uring). Calls of another architecture end the process.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import platform
 import struct
 
-# name → (x86_64, aarch64) numbers; −1 where the architecture has none. Source: arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h of Linux 6.1.
+# name → (x86_64, aarch64) numbers; −1 where the architecture has none. Source: arch/x86/entry/syscalls/syscall_64.tbl
+# and include/uapi/asm-generic/unistd.h of Linux 6.1.
 FORBIDDEN: dict[str, tuple[int, int]] = {
     "acct": (163, 89),
     "add_key": (248, 217),

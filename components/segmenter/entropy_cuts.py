@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from components.segmenter.thought import close_segments
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories, known_entropies
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, Trajectories, known_entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,16 @@ def rank_in_row(values: Jagged) -> Jagged:
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:
     """Exclusive ends of at most `segments` segments: a cut before each of the segments − 1 tokens of highest entropy. Int32.
 
-    The first token opens the first segment anyway and takes no cut. A response with fewer tokens has one segment per token.
+    The first token opens the first segment anyway and takes no cut. A response with fewer tokens has one segment per
+    token.
 
     Args:
         entropies: float, one row per response.
         segments: most segments per response.
-        quantile: only the share 1 − quantile of a response's tokens with the highest entropy (rounded up) may take a cut.
-        min_distance: fewest tokens per segment; tokens are tried from the highest entropy down, one that is too near to a cut is passed
-            over. A response with fewer tokens is one segment.
+        quantile: only the share 1 − quantile of a response's tokens with the highest entropy (rounded up) may take a
+            cut.
+        min_distance: fewest tokens per segment; tokens are tried from the highest entropy down, one that is too near to
+            a cut is passed over. A response with fewer tokens is one segment.
     """
     first = entropies.positions == 0
     rank = rank_in_row(entropies.with_values(entropies.values.masked_fill(first, -torch.inf))).values
@@ -54,7 +56,8 @@ def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_di
 
 
 def _spaced(entropies: Jagged, rank: Tensor, open_places: Tensor, most: int, distance: int) -> Tensor:
-    """bool [total]: the best-ranked open places of each row, at most `most`, no two segments' ends nearer than `distance`."""
+    """bool [total]: the best-ranked open places of each row, at most `most`, no two segments' ends nearer than
+    `distance`."""
     chosen = torch.zeros(len(rank), dtype=torch.bool)
     bounds = entropies.offsets.tolist()
     for start, end in pairwise(bounds):
@@ -82,7 +85,8 @@ class EntropyCuts(Component):
         segments: int = 8
         """most segments per response"""
         quantile: float = 0.0
-        """tokens below this quantile of their response's entropies take no cut: .8 leaves the top fifth; 0 leaves all"""
+        """tokens below this quantile of their response's entropies take no cut: .8 leaves the top fifth; 0 leaves
+        all"""
         min_distance: int = 1
         """fewest tokens per segment"""
 
@@ -100,6 +104,8 @@ class EntropyCuts(Component):
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row by its entropies."""
         known_entropies(trajectories.entropies.values, "segmenter.entropy_cuts")
-        ends = entropy_ends(trajectories.entropies, self.config.segments, self.config.quantile, self.config.min_distance)
+        ends = entropy_ends(
+            trajectories.entropies, self.config.segments, self.config.quantile, self.config.min_distance
+        )
         self.context.log(segments=len(ends.values) / max(len(ends), 1))
         return Outputs(segments=Segments(uid=trajectories.uid, ends=ends))

@@ -8,9 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

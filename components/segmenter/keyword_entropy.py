@@ -12,9 +12,9 @@ import torch
 
 from components.models.load import load_tokenizer
 from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories, known_entropies
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, Trajectories, known_entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,10 @@ class KeywordEntropy(Component):
         split = close_segments(Jagged.from_rows(found, torch.int32), trajectories.response_tokens.lengths)
         known_entropies(trajectories.entropies.values, "segmenter.keyword_entropy")
         entropies = trajectories.entropies.to_lists()
-        merged = [merge_lowest(row, entropy, self.config.segments) for row, entropy in zip(split.to_lists(), entropies, strict=True)]
+        merged = [
+            merge_lowest(row, entropy, self.config.segments)
+            for row, entropy in zip(split.to_lists(), entropies, strict=True)
+        ]
         ends = Jagged.from_rows(merged, torch.int32)
         rows = max(len(ends), 1)
         self.context.log(segments=len(ends.values) / rows, splits=len(split.values) / rows)

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from components.engine.stops import decode_rows
 from components.models.load import load_tokenizer
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, Trajectories
+from components.text.stops import decode_rows
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,9 @@ def token_pieces(tokenizer: Any, tokens: Jagged) -> list[list[str]]:
 class Thoughts(Component):
     """One segment per thought.
 
-    Ends come from the engine; for a response without them (sampled plainly) they are found by the stop string. What follows the last
-    stop string is the last segment; a response without a stop string is one segment; an empty response has none.
+    Ends come from the engine; for a response without them (sampled plainly) they are found by the stop string. What
+    follows the last stop string is the last segment; a response without a stop string is one segment; an empty response
+    has none.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,9 @@ class Thoughts(Component):
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""
         ends = trajectories.thought_ends
-        bare = (ends.lengths == 0) & torch.tensor([self.config.stop in text for text in trajectories.text], dtype=torch.bool)
+        bare = (ends.lengths == 0) & torch.tensor(
+            [self.config.stop in text for text in trajectories.text], dtype=torch.bool
+        )
         if bool(bare.any()):
             found = ends.to_lists()
             if self._tokenizer is None:
@@ -97,5 +100,8 @@ class Thoughts(Component):
                 found[row] = ends_of_stop(pieces, self.config.stop)
             ends = Jagged.from_rows(found, torch.int32)
         closed = close_segments(ends, trajectories.response_tokens.lengths)
-        self.context.log(segments=float(closed.lengths.sum()) / max(len(closed), 1), searched_share=float(bare.sum()) / max(len(closed), 1))
+        self.context.log(
+            segments=float(closed.lengths.sum()) / max(len(closed), 1),
+            searched_share=float(bare.sum()) / max(len(closed), 1),
+        )
         return Outputs(segments=Segments(uid=trajectories.uid, ends=closed))

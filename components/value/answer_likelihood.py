@@ -11,10 +11,10 @@ from torch import Tensor
 from components.models.load import context_length
 from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank
 from components.value.boundaries import Boundaries, Outputs, boundaries_of, branch_tokens, shared_sequences
-from pipeline.component import Component, Context, same_rows
-from pipeline.errors import ConfigError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.errors import ConfigError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 def tail_probability(logprobs: Jagged, scored: Tensor, length_normalise: bool) -> Tensor:
@@ -38,7 +38,8 @@ def pooled(probability: Tensor, reward: Tensor, place: Tensor, num_places: int, 
 
 
 def carried(values: Tensor, known: Tensor, rows: Jagged) -> Tensor:
-    """`values` [B] with the last known value of the row repeated behind it; `known` bool [B] is True first, then False in each row."""
+    """`values` [B] with the last known value of the row repeated behind it; `known` bool [B] is True first, then False
+    in each row."""
     last = rows.with_values(known.long()).sum() - 1
     source = rows.offsets[:-1][rows.row_ids] + torch.minimum(rows.positions, last.clamp(min=0)[rows.row_ids])
     return torch.where(last[rows.row_ids] >= 0, values[source], 0.0)
@@ -48,15 +49,17 @@ class AnswerLikelihood(Component):
     """v̂(s) = Σ_{(u, y) in bank} w p(u, y | s) ζ(y), teacher-forced, all boundaries of a trajectory off one prefill.
 
     - `immediate` (default, reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit text).
-    - `continuation`: (u, y) is what a correct trajectory of the same problem writes behind as many thoughts as s holds. At the end of
+    - `continuation`: (u, y) is what a correct trajectory of the same problem writes behind as many thoughts as s holds.
+    At the end of
       a response nothing follows: the value is ζ of a correct response, else 0. Cut boundaries at thoughts.
     - `sum`: both, at most 1.
 
-    Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories; the formula.
-    Reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric means), the alignment by thoughts.
-    Without normalisation `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v. Geometric means
-    keep long answers comparable but are no bound. An empty bank gives 0 everywhere, hence no gains and uniform redistribution.
-    A state that leaves no room for exit text and answer in the context keeps the value before it.
+    Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories;
+    the formula. Reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric means),
+    the alignment by thoughts. Without normalisation `continuation` is biased low unless the bank holds every rewarded
+    continuation: E[v̂] ≤ v. Geometric means keep long answers comparable but are no bound. An empty bank gives 0
+    everywhere, hence no gains and uniform redistribution. A state that leaves no room for exit text and answer in the
+    context keeps the value before it.
     """
 
     paper = "2606.06475"
@@ -86,18 +89,25 @@ class AnswerLikelihood(Component):
     ) -> Outputs:
         """Scores all boundaries of all trajectories."""
         bounds, settings = boundaries_of(trajectories, segments, rewards), self.config
-        total, tokens, empty = torch.zeros(len(bounds.owner), dtype=torch.float64), 0, torch.ones(len(trajectories), dtype=torch.bool)
+        total, tokens, empty = (
+            torch.zeros(len(bounds.owner), dtype=torch.float64),
+            0,
+            torch.ones(len(trajectories), dtype=torch.bool),
+        )
         if settings.value != "continuation":
             bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, settings)
             reward = bank.entries.with_values(bank.reward).select(bounds.owner)
-            found, known, cost = self._scored(policy, bounds, bank, bank.entries.select(bounds.owner), reward, trajectories.temperature)
+            found, known, cost = self._scored(
+                policy, bounds, bank, bank.entries.select(bounds.owner), reward, trajectories.temperature
+            )
             total += carried(found, known, bounds.place)
             tokens, empty = tokens + cost, empty & (bank.entries.lengths == 0)
             self.context.log(no_room=float((~known).sum()))
         if settings.value != "immediate":
             if rewards is None:
                 raise ConfigError(
-                    f"node '{self.context.node}': value is '{settings.value}', which takes continuations from correct trajectories, but no "
+                    f"node '{self.context.node}': value is '{settings.value}', which takes continuations from correct "
+                    "trajectories, but no "
                     "rewards are wired; wanted an input 'rewards'. Wire rewards.rewards or set value to 'immediate'."
                 )
             bank = continuation_bank(trajectories, rewards, bounds.place, settings.references)
@@ -122,7 +132,8 @@ class AnswerLikelihood(Component):
     def _scored(
         self, policy: Policy, bounds: Boundaries, bank: Bank, entries: Jagged, reward: Jagged, temperature: float
     ) -> tuple[Tensor, Tensor, int]:
-        """v̂ at each boundary [B], whether all its references fit the context [B], and the tokens run; `entries` has B rows."""
+        """v̂ at each boundary [B], whether all its references fit the context [B], and the tokens run; `entries` has B
+        rows."""
         place, entry = entries.row_ids, entries.values
         row, at = bounds.owner[place], bounds.at[place]
         fits = at + bank.tokens.lengths[entry] <= self._room
@@ -133,6 +144,8 @@ class AnswerLikelihood(Component):
         tokens = bank.tokens.select(entry[once])
         scores = policy.score_branches(bounds.trunk, row[once], at[once], tokens, temperature)
         probability = torch.zeros(len(place), dtype=torch.float64)
-        probability[fits] = tail_probability(scores.logprobs.select(member), bank.scored[entry], self.config.length_normalise)
+        probability[fits] = tail_probability(
+            scores.logprobs.select(member), bank.scored[entry], self.config.length_normalise
+        )
         found = pooled(probability, reward.values, place, len(entries), self.config.length_normalise)
         return found, known, branch_tokens(row[once], at[once], tokens)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.prompts.templates import extract_answer
-from pipeline.jagged import Jagged
-from pipeline.payloads import Prompts, Rewards, Trajectories
+from components.text.templates import extract_answer
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,11 @@ class AnswerSettings:
     answer_end: str = "}"
     """closes the answer and counts, so that 1 is not a part of 12"""
     length_normalise: bool = True
-    """geometric mean of the token probabilities, averaged over references; false: their product, summed over references"""
+    """geometric mean of the token probabilities, averaged over references; false: their product, summed over
+    references"""
     bank: Literal["auto", "reference", "group"] = "auto"
-    """the dataset's answer, the answers of the problem's own correct trajectories, or (auto) the second where the first is missing"""
+    """the dataset's answer, the answers of the problem's own correct trajectories, or (auto) the second where the first
+    is missing"""
     references: int = 4
     """N, most references per trajectory"""
 
@@ -32,7 +34,10 @@ class AnswerSettings:
         if self.references < 1:
             raise ValueError(f"references is {self.references}; wanted at least 1.")
         if not self.exit_text or not self.answer_end:
-            raise ValueError("exit_text and answer_end must not be empty: the answer needs a place that asks for it and one that ends it.")
+            raise ValueError(
+                "exit_text and answer_end must not be empty: the answer needs a place that asks for it and one that "
+                "ends it."
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +70,9 @@ def encode_answer(tokenizer: Any, exit_text: str, answer: str, answer_end: str) 
     return list(encoded["input_ids"]), sum(last > begin for _, last in offsets)
 
 
-def answer_bank(tokenizer: Any, prompts: Prompts, trajectories: Trajectories, rewards: Rewards | None, settings: AnswerSettings) -> Bank:
+def answer_bank(
+    tokenizer: Any, prompts: Prompts, trajectories: Trajectories, rewards: Rewards | None, settings: AnswerSettings
+) -> Bank:
     """The answers each trajectory is held against, with exit text; none where neither dataset nor correct trajectories give one."""
     rows = prompts.index_of(trajectories.prompt_uid).tolist()
     own = correct_rows(trajectories, rewards) if settings.bank != "reference" else {}
@@ -100,7 +107,9 @@ def correct_rows(trajectories: Trajectories, rewards: Rewards | None) -> dict[in
     if rewards is None:
         return found
     good = (rewards.correct & rewards.valid).nonzero(as_tuple=True)[0]
-    for row, uid, reward in zip(good.tolist(), trajectories.prompt_uid[good].tolist(), rewards.value[good].tolist(), strict=True):
+    for row, uid, reward in zip(
+        good.tolist(), trajectories.prompt_uid[good].tolist(), rewards.value[good].tolist(), strict=True
+    ):
         found.setdefault(uid, []).append((row, reward))
     return found
 
@@ -108,8 +117,8 @@ def correct_rows(trajectories: Trajectories, rewards: Rewards | None) -> dict[in
 def continuation_bank(trajectories: Trajectories, rewards: Rewards, boundary: Jagged, references: int) -> Bank:
     """What correct trajectories of the same problem write behind as many thoughts as each boundary's state holds.
 
-    Distinct continuations only, because equal ones are one event; nothing behind the end of a response. `entries` has one row per
-    boundary (`boundary.values`, response tokens before it).
+    Distinct continuations only, because equal ones are one event; nothing behind the end of a response. `entries` has
+    one row per boundary (`boundary.values`, response tokens before it).
     """
     good, thoughts = correct_rows(trajectories, rewards), trajectories.thought_ends.to_lists()
     responses = trajectories.response_tokens

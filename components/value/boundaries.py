@@ -9,11 +9,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.sampler.requests import join_rows
-from pipeline.component import same_rows
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
+from components.rollouts.requests import join_rows
+from pipeline.core.component import same_rows
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
     if not torch.equal(final, lengths):
         row = int((final != lengths).nonzero()[0])
         raise AlignmentError(
-            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at {int(final[row])}, "
+            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at "
+            f"{int(final[row])}, "
             f"its response has {int(lengths[row])} tokens; wanted segments that cover the response. "
             "Wire segments made from the same trajectories."
         )

@@ -9,20 +9,21 @@ import torch
 
 from components.advantage.segments import segment_of_token
 from components.models.load import context_length
-from components.sampler.requests import join_rows
+from components.rollouts.requests import join_rows
 from components.value.bank import AnswerSettings, answer_bank
 from components.value.boundaries import Outputs, boundaries_of, values_from_gains
-from pipeline.component import Component, Context, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 class GradientAttribution(Component):
     """Gain of segment k = Σ_{t in k} Σ_d (∂ log P(y* | response) / ∂e_{t,d}) e_{t,d}, averaged over references; the last value is 0.
 
-    A first-order estimate of what the segment's tokens do to the log-prob of the answer behind the exit text (`length_normalise`: per
-    answer token), in nats. One forward and backward pass per reference. Needs an engine with gradients: engine.local with
-    `attributions` on. Rows without a reference, or without room for it in the context, get 0. Redistribute it with `head: softmax`, or
+    A first-order estimate of what the segment's tokens do to the log-prob of the answer behind the exit text
+    (`length_normalise`: per answer token), in nats. One forward and backward pass per reference. Needs an engine with
+    gradients: engine.local with `attributions` on. Rows without a reference, or without room for it in the context, get
+    0. Redistribute it with `head: softmax`, or
     compare its ranks: nats are not rewards.
     """
 

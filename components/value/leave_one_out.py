@@ -8,20 +8,21 @@ from typing import Annotated
 import torch
 
 from components.models.load import context_length
-from components.sampler.requests import join_rows
+from components.rollouts.requests import join_rows
 from components.value.answer_likelihood import pooled, tail_probability
 from components.value.bank import AnswerSettings, answer_bank
 from components.value.boundaries import Outputs, boundaries_of, values_from_gains
-from pipeline.component import Component, Context, same_rows
-from pipeline.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 class LeaveOneOut(Component):
     """Gain of segment k = P(y* | response) − P(y* | response without segment k); the values given out have these differences.
 
-    The last value is P(y* | response), y* and P as in `value.answer_likelihood` with `immediate`. One forward pass over the rest of
-    the response per segment, so its cost grows with the number of segments. A comparison, not a value: removing a segment leaves a
-    text the policy would not write. Rows without a reference, or without room for it in the context, get 0.
+    The last value is P(y* | response), y* and P as in `value.answer_likelihood` with `immediate`. One forward pass over
+    the rest of the response per segment, so its cost grows with the number of segments. A comparison, not a value:
+    removing a segment leaves a text the policy would not write. Rows without a reference, or without room for it in the
+    context, get 0.
     """
 
     paper = "2606.06475"
@@ -49,7 +50,8 @@ class LeaveOneOut(Component):
         """Scores each response whole and once without each of its segments."""
         bounds, settings = boundaries_of(trajectories, segments, rewards), self.config
         bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, settings)
-        # Place b of a row stands for the response without the segment before boundary b; the first place for the whole response.
+        # Place b of a row stands for the response without the segment before boundary b; the first place for the whole
+        # response.
         first, lengths = bounds.place.positions == 0, bounds.trunk.lengths[bounds.owner]
         begin = torch.where(first, lengths, torch.roll(bounds.at, 1))
         end = torch.where(first, lengths, bounds.at)
@@ -66,7 +68,9 @@ class LeaveOneOut(Component):
         tokens = bank.tokens.select(entry)
         scores = policy.score(context, tokens, trajectories.temperature)
         probability = tail_probability(scores.logprobs, bank.scored[entry], settings.length_normalise)
-        found = bounds.place.with_values(pooled(probability, bank.reward[reference], place, len(bounds.owner), settings.length_normalise))
+        found = bounds.place.with_values(
+            pooled(probability, bank.reward[reference], place, len(bounds.owner), settings.length_normalise)
+        )
         whole = found.values[found.offsets[:-1]]
         without = found.slice_rows(torch.ones_like(whole, dtype=torch.int64), found.lengths)
         gain = without.with_values(whole[without.row_ids] - without.values)

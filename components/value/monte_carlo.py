@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from components.rewards.outcome import finite_rewards
-from components.sampler.requests import SamplingSettings, keyed_seeds, sample_from_prefix
+from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
 from components.value.boundaries import Outputs, boundaries_of
-from pipeline.component import Component, same_rows
-from pipeline.jagged import Jagged
-from pipeline.payloads import Judge, Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
-from pipeline.streams import Stream, keys_within
+from pipeline.core.component import Component, same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.streams import Stream, keys_within
 
 
 def continuation_seeds(stream: Stream, uid: Tensor, place: Jagged, count: int) -> Tensor:
-    """int64 [B, count] request seeds of each boundary in `place`, keyed by (trajectory uid [N], boundary, continuation)."""
+    """int64 [B, count] request seeds of each boundary in `place`, keyed by (trajectory uid [N], boundary,
+    continuation)."""
     out = torch.zeros(len(place.values), count, dtype=torch.int64)
     for k in range(int(place.lengths.max()) if len(place) else 0):
         here = place.positions == k
@@ -29,9 +30,10 @@ def continuation_seeds(stream: Stream, uid: Tensor, place: Jagged, count: int) -
 class MonteCarlo(Component):
     """v̂(s) = mean reward of K fresh continuations of s; at the end of a response it is that response's own reward.
 
-    Continuations start from the exact token ids, under what is left of the budget (none left: the bare prefix is judged), and are not
-    trained on. Those without a valid verdict are left out of the mean; a boundary with none gets 0. Unbiased, with variance
-    v(1 − v)/K for 0/1 rewards. Use the sampling settings of the sampler that made the trajectories.
+    Continuations start from the exact token ids, under what is left of the budget (none left: the bare prefix is
+    judged), and are not trained on. Those without a valid verdict are left out of the mean; a boundary with none gets
+    0. Unbiased, with variance v(1 − v)/K for 0/1 rewards. Use the sampling settings of the sampler that made the
+    trajectories.
     """
 
     paper = "2410.01679"
@@ -66,9 +68,13 @@ class MonteCarlo(Component):
         bounds, count = boundaries_of(trajectories, segments, rewards), self.config.continuations
         open_places = (~bounds.last).nonzero(as_tuple=True)[0]
         place = open_places.repeat_interleave(count)
-        seed = continuation_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), bounds.place, count)[open_places].reshape(-1)
+        seed = continuation_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), bounds.place, count)[
+            open_places
+        ].reshape(-1)
         parents = trajectories.select(bounds.owner[place])
-        made = sample_from_prefix(policy, parents, bounds.place.values[place], seed, self.config.sampling(), self.context.uids(len(place)))
+        made = sample_from_prefix(
+            policy, parents, bounds.place.values[place], seed, self.config.sampling(), self.context.uids(len(place))
+        )
         verdicts = finite_rewards(judge.judge(prompts, made))
         total, valid = torch.zeros(2, len(bounds.owner), dtype=torch.float64)
         valid.index_add_(0, place, verdicts.valid.double())

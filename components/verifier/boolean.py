@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 _TAIL = 2000
 _TRUE, _FALSE = ("yes", "true", "1", "correct"), ("no", "false", "0", "incorrect")
@@ -73,7 +73,8 @@ class Boolean(Component):
         """Where the answer may stand."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is wrong"""
+        """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is
+        wrong"""
 
     config: Config
     _judge: BooleanJudge | None = None

@@ -8,13 +8,15 @@ from typing import Any
 
 from components.verifier.exact import normalise
 from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TAIL = 2000
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-_SAID = re.compile(r"\b(?i:answer|choice|option)\b[^A-Za-z0-9\n(]*(?:is|are)?[^A-Za-z0-9\n(]*\(?\**([A-Z])\**\)?(?![A-Za-z'])")
+_SAID = re.compile(
+    r"\b(?i:answer|choice|option)\b[^A-Za-z0-9\n(]*(?:is|are)?[^A-Za-z0-9\n(]*\(?\**([A-Z])\**\)?(?![A-Za-z'])"
+)
 _LAST_LINE = re.compile(r"^\W*\(?([A-Z])\)?\W*$")
 
 
@@ -62,7 +64,9 @@ class ChoiceJudge(MemoJudge):
         choices = choices_of(item.metadata)
         wanted = letter_of(item.answer, choices)
         if wanted is None:
-            return unjudged(f"the reference '{item.answer[:40]}' names no choice; wanted a letter or the text of one of its choices")
+            return unjudged(
+                f"the reference '{item.answer[:40]}' names no choice; wanted a letter or the text of one of its choices"
+            )
         found = self._found(item, choices)
         if found is None:
             return wrong("no choice in the response")
@@ -93,7 +97,8 @@ class Choice(Component):
         """Where the answer may stand."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is B" or a last line that is one letter; off: such a response is wrong"""
+        """without a \\boxed{} take "the answer is B" or a last line that is one letter; off: such a response is
+        wrong"""
 
     config: Config
     _judge: ChoiceJudge | None = None

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.sandbox.isolation import Isolation, find_isolation, plain
+from components.sandbox.isolation import Isolation, plain
 from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, Test, TestResult, run_programs
+from components.sandbox.probe import find_isolation
 from components.verifier.code_tests import CodeTest, CodeTests, extract_code, read_tests, same_output, same_value
 from components.verifier.judging import Item, MemoJudge, Verdict, unjudged, wrong
-from pipeline.component import Component, Context
-from pipeline.payloads import Judge
+from pipeline.core.component import Component, Context
+from pipeline.core.payloads import Judge
 
 MAX_SOURCE = 200_000
 
@@ -88,7 +89,9 @@ class CodeJudge(MemoJudge):
         return Program(source=source, tests=inputs, function=tests.function), tests
 
     def _verdict(self, tests: CodeTests, results: Sequence[TestResult]) -> Verdict:
-        reasons = [self._failure(test, result, tests.function) for test, result in zip(tests.tests, results, strict=True)]
+        reasons = [
+            self._failure(test, result, tests.function) for test, result in zip(tests.tests, results, strict=True)
+        ]
         count, passed = len(reasons), reasons.count("")
         if passed == count:
             return Verdict(value=1.0, correct=True)
@@ -96,7 +99,9 @@ class CodeJudge(MemoJudge):
         if all(r.reason.startswith("the sandbox did not start") for r in results):
             return unjudged(results[0].reason)
         value = passed / count if self._settings.reward == "fraction" else 0.0
-        return Verdict(value=value, correct=False, detail=f"{passed} of {count} tests passed; test {first + 1}: {reasons[first]}")
+        return Verdict(
+            value=value, correct=False, detail=f"{passed} of {count} tests passed; test {first + 1}: {reasons[first]}"
+        )
 
     def _failure(self, test: CodeTest, result: TestResult, function: str) -> str:
         """Why a test failed, "" when it passed."""
@@ -113,8 +118,9 @@ class CodeJudge(MemoJudge):
 class Code(Component):
     """Judges programs by tests: text on standard input, or calls of a function, with limits of time, memory and processes.
 
-    A prompt's tests stand in its metadata under "tests". Programs run in bubblewrap; a host that cannot isolate them is refused.
-    A program that hangs, breaks its limits or ends its sandbox is wrong with that reason; other programs do not notice.
+    A prompt's tests stand in its metadata under "tests". Programs run in bubblewrap; a host that cannot isolate them is
+    refused. A program that hangs, breaks its limits or ends its sandbox is wrong with that reason; other programs do
+    not notice.
     """
 
     paper = "2403.07974"

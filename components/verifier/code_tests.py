@@ -10,7 +10,9 @@ from decimal import Decimal, DecimalException
 from itertools import zip_longest
 from typing import Any, Literal
 
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
 _PYTHON = ("python", "python3", "py", "")
 
 
@@ -50,9 +52,9 @@ def extract_code(text: str) -> str | None:
 def read_tests(metadata: dict[str, Any], which: Literal["all", "public", "private"]) -> CodeTests | str:
     """The tests in a prompt's metadata under "tests", or a sentence saying why there are none.
 
-    Takes a list of {"input": …, "output": …, "public": bool}, or the columns {"inputs": […], "outputs": […], "fn_name": name} of
-    APPS, TACO and LiveCodeBench; either may be JSON text. A function's name may also stand in metadata["fn_name"]; its arguments are a
-    list, or text with one JSON value per line.
+    Takes a list of {"input": …, "output": …, "public": bool}, or the columns {"inputs": […], "outputs": […], "fn_name":
+    name} of APPS, TACO and LiveCodeBench; either may be JSON text. A function's name may also stand in
+    metadata["fn_name"]; its arguments are a list, or text with one JSON value per line.
     """
     found = metadata.get("tests")
     try:
@@ -68,8 +70,13 @@ def read_tests(metadata: dict[str, Any], which: Literal["all", "public", "privat
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             return "the prompt's tests need as many inputs as outputs"
         flags = shown if isinstance(shown, list) else [False] * len(inputs)
-        found = [{"input": i, "output": o, "public": p} for i, o, p in zip_longest(inputs, outputs, flags[: len(inputs)], fillvalue=False)]
-    if not isinstance(found, list) or any(not isinstance(t, dict) or "input" not in t or "output" not in t for t in found):
+        found = [
+            {"input": i, "output": o, "public": p}
+            for i, o, p in zip_longest(inputs, outputs, flags[: len(inputs)], fillvalue=False)
+        ]
+    if not isinstance(found, list) or any(
+        not isinstance(t, dict) or "input" not in t or "output" not in t for t in found
+    ):
         return "each of the prompt's tests needs an input and an output"
     tests = [CodeTest(input=t["input"], output=t["output"], public=bool(t.get("public"))) for t in found]
     if which != "all":
@@ -106,14 +113,18 @@ def same_output(found: str, wanted: str, tolerance: float) -> bool:
     (True, False, True)
     """
     ours, theirs = (text.rstrip().split("\n") for text in (found, wanted))
-    return len(ours) == len(theirs) and all(_same_line(a.strip(), b.strip(), tolerance) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        _same_line(a.strip(), b.strip(), tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_line(found: str, wanted: str, tolerance: float) -> bool:
     if found == wanted:
         return True
     ours, theirs = found.split(), wanted.split()
-    return len(ours) == len(theirs) and all(a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_number(found: str, wanted: str, tolerance: float) -> bool:

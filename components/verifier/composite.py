@@ -10,11 +10,11 @@ import torch
 
 from components.rewards.overlong import overlong_punishment
 from components.verifier.pattern import check_pattern
-from pipeline.component import Component, Context
-from pipeline.errors import ConfigError
-from pipeline.payloads import Judge, Prompts, Rewards, Trajectories
-from pipeline.registry import load_class
-from pipeline.settings import build_config
+from pipeline.core.component import Component, Context
+from pipeline.core.errors import ConfigError
+from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories
+from pipeline.core.registry import load_class
+from pipeline.core.settings import build_config
 
 _SECONDS = 1.0
 
@@ -80,7 +80,11 @@ class CompositeJudge(Judge):
     def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory. A row that one part cannot judge is invalid, with that part's reason."""
         count = len(trajectories)
-        value, correct, valid = torch.zeros(count), torch.ones(count, dtype=torch.bool), torch.ones(count, dtype=torch.bool)
+        value, correct, valid = (
+            torch.zeros(count),
+            torch.ones(count, dtype=torch.bool),
+            torch.ones(count, dtype=torch.bool),
+        )
         details: list[list[str]] = [[] for _ in range(count)]
         for part, judge in self._parts:
             rewards = judge.judge(prompts, trajectories)
@@ -120,8 +124,8 @@ class CompositeJudge(Judge):
 class Composite(Component):
     """Adds up several verifiers with weights, a format term and a length term. Correct means that every deciding verifier says so.
 
-    Each verifier works on the whole batch by its own means. A row that one of them cannot judge is invalid, for a sum with a term
-    missing is another reward.
+    Each verifier works on the whole batch by its own means. A row that one of them cannot judge is invalid, for a sum
+    with a term missing is another reward.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,9 @@ class Composite(Component):
 
         def __post_init__(self) -> None:
             if not self.parts or not any(part.decides for part in self.parts):
-                raise ValueError("parts: no verifier decides what is correct; wanted at least one part with decides: true.")
+                raise ValueError(
+                    "parts: no verifier decides what is correct; wanted at least one part with decides: true."
+                )
 
     config: Config
     _nodes: list[Component] | None = None
@@ -164,7 +170,9 @@ class Composite(Component):
         for part, node in zip(self.config.parts, self._nodes, strict=True):
             outputs = node.run()  # type: ignore[attr-defined]
             if not isinstance(getattr(outputs, "judge", None), Judge):
-                raise ConfigError(f"node '{self.context.node}': {part.use} gives no judge; wanted a verifier. Correct use.")
+                raise ConfigError(
+                    f"node '{self.context.node}': {part.use} gives no judge; wanted a verifier. Correct use."
+                )
             judges.append((part, outputs.judge))
         if self._judge is None:
             self._judge = CompositeJudge(judges, self.config.format, self.config.length)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 
 @dataclass(frozen=True, kw_only=True)

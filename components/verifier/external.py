@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from components.verifier.judging import Item, MemoJudge, Verdict, unjudged
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
@@ -66,14 +66,21 @@ class ExternalJudge(MemoJudge):
             return [verdict for batch in pool.map(self._ask, batches) for verdict in batch]
 
     def _ask(self, items: list[Item]) -> list[Verdict]:
-        body = {"items": [{"response": i.text, "extracted": i.extracted(), "answer": i.answer, "metadata": i.metadata} for i in items]}
+        body = {
+            "items": [
+                {"response": i.text, "extracted": i.extracted(), "answer": i.answer, "metadata": i.metadata}
+                for i in items
+            ]
+        }
         wait, reason = self._settings.wait, ""
         for attempt in range(self._settings.retries + 1):
             if attempt:
                 time.sleep(wait)
                 wait = min(2 * wait, 30.0)
             try:
-                reply = self._client.post(self._settings.url, json=body, headers=self._settings.headers, timeout=self._settings.seconds)
+                reply = self._client.post(
+                    self._settings.url, json=body, headers=self._settings.headers, timeout=self._settings.seconds
+                )
             except httpx.TimeoutException:
                 reason = f"no answer from {self._settings.url} in {self._settings.seconds:g} s"
                 continue
@@ -103,21 +110,31 @@ class ExternalJudge(MemoJudge):
 
 
 def _verdict(result: Any) -> Verdict:
-    if not isinstance(result, dict) or isinstance(result.get("value"), bool) or not isinstance(result.get("value"), int | float):
+    if (
+        not isinstance(result, dict)
+        or isinstance(result.get("value"), bool)
+        or not isinstance(result.get("value"), int | float)
+    ):
         return unjudged(f"the verifier's result has no number as value: {str(result)[:60]}")
     value = float(result["value"])
     if not math.isfinite(value):
         return unjudged(f"the verifier's value is {value}")
     correct = result.get("correct", value >= 1.0)
-    return Verdict(value=value, correct=bool(correct), valid=bool(result.get("valid", True)), detail=str(result.get("detail") or "")[:500])
+    return Verdict(
+        value=value,
+        correct=bool(correct),
+        valid=bool(result.get("valid", True)),
+        detail=str(result.get("detail") or "")[:500],
+    )
 
 
 class External(Component):
     """Judges by asking a server, in batches and several at a time.
 
-    Request: {"items": [{"response", "extracted", "answer", "metadata"}]}. Reply, in the same order: {"results": [{"value": number,
-    "correct": bool, "valid": bool, "detail": text}]}; correct defaults to value ≥ 1, valid to true. What cannot be judged after all tries
-    is invalid (zero credit) with the reason, and is asked again the next time it comes.
+    Request: {"items": [{"response", "extracted", "answer", "metadata"}]}. Reply, in the same order: {"results":
+    [{"value": number, "correct": bool, "valid": bool, "detail": text}]}; correct defaults to value ≥ 1, valid to true.
+    What cannot be judged after all tries is invalid (zero credit) with the reason, and is asked again the next time it
+    comes.
     """
 
     @dataclass(frozen=True, kw_only=True)

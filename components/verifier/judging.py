@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from components.prompts.templates import extract_answer, response_text
-from pipeline.payloads import Judge, Prompts, Rewards, Trajectories
+from components.text.templates import extract_answer, response_text
+from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories
 
 MEMORY = 200_000
 
@@ -79,7 +79,9 @@ class MemoJudge(Judge):
         """One reward per trajectory, aligned with it."""
         rows = prompts.index_of(trajectories.prompt_uid).tolist()
         # Digests: some responses are a megabyte long.
-        digests = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in trajectories.text]
+        digests = [
+            blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in trajectories.text
+        ]
         keys = list(zip(trajectories.prompt_uid.tolist(), digests, strict=True))
         new: dict[tuple[int, bytes], Item] = {}
         for key, row, text in zip(keys, rows, trajectories.text, strict=True):

@@ -12,8 +12,8 @@ from typing import Any
 from components.verifier.judging import RIGHT, WRONG, Item, MemoJudge, Verdict, unjudged, wrong
 from components.verifier.math_text import free_answer
 from components.verifier.workers import WorkerPool
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 MAX_ANSWER = 10_000
 _GRACE_SECONDS = 2.0
@@ -32,7 +32,8 @@ class MathJudge(MemoJudge):
     Attributes:
         pool: the workers.
         killed: items that ran into a limit so far.
-        text_only: items so far of which math-verify could read the reference or the answer not at all, compared as text.
+        text_only: items so far of which math-verify could read the reference or the answer not at all, compared as
+            text.
     """
 
     def __init__(self, pool: WorkerPool, free_form: bool = False) -> None:
@@ -86,15 +87,23 @@ def _quick(item: Item, answer: str | None) -> Verdict | None:
 
 def worker_command(memory_gb: float, seconds: float, cpu_seconds: float) -> Sequence[str]:
     """Starts one math-verify worker."""
-    return [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(memory_gb), str(seconds), str(cpu_seconds)]
+    return [
+        sys.executable,
+        "-P",
+        str(Path(__file__).with_name("math_worker.py")),
+        str(memory_gb),
+        str(seconds),
+        str(cpu_seconds),
+    ]
 
 
 class Math(Component):
     """Judges by mathematical equality: numbers, expressions, sets, intervals, equations, quantities with units, several answers.
 
-    Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of them. One that hangs
-    is ended by the kernel; its item is invalid (zero credit) and the reason is kept. What math-verify cannot read is compared as text
-    and counted. A unit or percent sign that only one side has is taken as understood; lists match in any order, tuples do not.
+    Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of
+    them. One that hangs is ended by the kernel; its item is invalid (zero credit) and the reason is kept. What
+    math-verify cannot read is compared as text and counted. A unit or percent sign that only one side has is taken as
+    understood; lists match in any order, tuples do not.
     """
 
     paper = "math-verify"
@@ -112,7 +121,8 @@ class Math(Component):
         memory_gb: float = 4.0
         """address space per process; an item that needs more is invalid"""
         free_form: bool = False
-        """without a \\boxed{} take the last "answer is …", formula or number of the response; off: such a response is wrong"""
+        """without a \\boxed{} take the last "answer is …", formula or number of the response; off: such a response is
+        wrong"""
 
         def __post_init__(self) -> None:
             if min(self.seconds, self.cpu_seconds, self.memory_gb) <= 0 or self.workers < 0:

@@ -51,7 +51,9 @@ def _without_algebra(gold: str, answer: str) -> bool | None:
 
 
 def _singular(phrase: str) -> str:
-    return {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}.get(phrase, phrase)
+    return {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}.get(
+        phrase, phrase
+    )
 
 
 def _same_values(golds: list[str], answers: list[str]) -> tuple[bool, bool]:
@@ -84,7 +86,9 @@ def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
         return _same_equation(gold, answer)
     bare_gold, bare_answer = _bare(gold), _bare(answer)
     shape_gold, shape_answer = _brackets(bare_gold), _brackets(bare_answer)
-    if shape_gold != shape_answer and ((shape_gold and shape_answer) or not re.search(r"[<>]|\\[lg]e|\\cup|\\pm", bare_gold + bare_answer)):
+    if shape_gold != shape_answer and (
+        (shape_gold and shape_answer) or not re.search(r"[<>]|\\[lg]e|\\cup|\\pm", bare_gold + bare_answer)
+    ):
         return False, False
     if shape_gold and shape_gold == shape_answer:
         return _same_members(bare_gold, bare_answer)
@@ -202,7 +206,10 @@ def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
 
     found: list[complex | None] = []
     for shift in range(len(_POINTS) if symbols else 1):
-        point = {symbol: sympy.Float(_POINTS[(i + shift) % len(_POINTS)], 30) + i // len(_POINTS) for i, symbol in enumerate(symbols)}
+        point = {
+            symbol: sympy.Float(_POINTS[(i + shift) % len(_POINTS)], 30) + i // len(_POINTS)
+            for i, symbol in enumerate(symbols)
+        }
         value = expression.subs(point).evalf(20, maxn=60)
         finite = bool(value.is_number and value.is_finite)
         try:
@@ -215,8 +222,8 @@ def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
 def _agree(first: Any, second: Any) -> bool | None:
     """Whether two expressions have the same values; None where too few points tell.
 
-    Points where one of them is not real are left out: ln x² and 2 ln x are one answer. Decimal constants are left to math-verify, which
-    rounds them.
+    Points where one of them is not real are left out: ln x² and 2 ln x are one answer. Decimal constants are left to
+    math-verify, which rounds them.
     """
     import sympy
 
@@ -245,7 +252,8 @@ def _letters(parsed: list[Any]) -> set[str]:
 
 
 def _comparable(gold: list[Any], answer: list[Any]) -> bool:
-    # "x > 2" and "(2, ∞)" mean the same with other letters, and so do n!/(n-1)! and n; two formulas in other letters do not.
+    # "x > 2" and "(2, ∞)" mean the same with other letters, and so do n!/(n-1)! and n; two formulas in other letters do
+    # not.
     kinds = [type(next(v for v in parsed if not isinstance(v, str))).__mro__ for parsed in (gold, answer)]
     relations = [any(k.__name__ in ("Relational", "Set", "BooleanFunction") for k in mro) for mro in kinds]
     return any(relations) or not _letters(gold) or not _letters(answer)

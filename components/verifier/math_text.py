@@ -8,7 +8,16 @@ from fractions import Fraction
 
 # Factors to a unit of the same dimension, by dimension. One entry per spelling that problems use.
 _UNITS: dict[str, dict[str, str]] = {
-    "length": {"mm": "1/1000", "cm": "1/100", "dm": "1/10", "m": "1", "km": "1000", "in": "127/5000", "ft": "381/1250", "yd": "1143/1250"},
+    "length": {
+        "mm": "1/1000",
+        "cm": "1/100",
+        "dm": "1/10",
+        "m": "1",
+        "km": "1000",
+        "in": "127/5000",
+        "ft": "381/1250",
+        "yd": "1143/1250",
+    },
     "mass": {"mg": "1/1000", "g": "1", "kg": "1000"},
     "time": {"ms": "1/1000", "s": "1", "min": "60", "h": "3600"},
     "volume": {"ml": "1/1000", "l": "1"},
@@ -27,7 +36,9 @@ _OTHER_UNITS = (
     "points|point|apples|balls|boys|girls|times|percent|pounds|pound|lb|lbs|ounces|ounce|oz|gallons|gallon|hz|pa|kpa|mol|ev|joules|joule|"
     "newtons|watts|watt|volts|volt|amps|ohms|euros|euro|rubles|yuan|pieces|bags|boxes|cups|pages|books|games|eggs|cookies|rad|radians"
 )
-_FACTORS = {unit: (dimension, Fraction(factor)) for dimension, units in _UNITS.items() for unit, factor in units.items()}
+_FACTORS = {
+    unit: (dimension, Fraction(factor)) for dimension, units in _UNITS.items() for unit, factor in units.items()
+}
 _WORDS = re.compile(r"^[^\W\d_]+(?:[ '-]+[^\W\d_]+)*[.!]?$")
 _NUMBER = re.compile(r"^([-+]?)(?:(\d+(?:\.\d*)?|\.\d+))(?:[eE]([-+]?\d{1,4}))?$")
 _DIGITS_AND_COMMAS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\{,\}\\!|,\\!)\d{3})+(?![\d])")
@@ -50,9 +61,25 @@ _FUNCTIONS = {
     "gcd",
     "lcm",
 }
-_GREEK = {"alpha", "beta", "gamma", "delta", "theta", "lambda", "omega", "sigma", "phi", "pi", "inf", "infty", "infinity"}
+_GREEK = {
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "theta",
+    "lambda",
+    "omega",
+    "sigma",
+    "phi",
+    "pi",
+    "inf",
+    "infty",
+    "infinity",
+}
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad|~|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}")
-_STYLE = re.compile(r"\\(?:displaystyle|textstyle|limits|mathstrut|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?(?=[^a-zA-Z]|\b)")
+_STYLE = re.compile(
+    r"\\(?:displaystyle|textstyle|limits|mathstrut|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?(?=[^a-zA-Z]|\b)"
+)
 _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|hbox|boldsymbol|bm|bf|rm)\s*\{([^{}]*)\}"
 )
@@ -60,17 +87,55 @@ _TEXT = re.compile(
 
 def clean(text: str) -> str:
     """LaTeX with the same meaning and less variety: no styles, one spelling of fractions, signs, spaces and thousands."""
-    text = text.strip().replace("−", "-").replace("–", "-").replace("∞", "\\infty").replace("π", "\\pi").replace("°", "^\\circ")
-    text = text.replace("×", "\\times").replace("·", "\\cdot").replace("≤", "\\le").replace("≥", "\\ge").replace("∪", "\\cup")
-    text = text.replace("±", "\\pm").replace("√", "\\sqrt").replace("²", "^2").replace("³", "^3").replace("½", "\\frac{1}{2}")
+    text = (
+        text.strip()
+        .replace("−", "-")
+        .replace("–", "-")
+        .replace("∞", "\\infty")
+        .replace("π", "\\pi")
+        .replace("°", "^\\circ")
+    )
+    text = (
+        text.replace("×", "\\times")
+        .replace("·", "\\cdot")
+        .replace("≤", "\\le")
+        .replace("≥", "\\ge")
+        .replace("∪", "\\cup")
+    )
+    text = (
+        text.replace("±", "\\pm")
+        .replace("√", "\\sqrt")
+        .replace("²", "^2")
+        .replace("³", "^3")
+        .replace("½", "\\frac{1}{2}")
+    )
     text = _DIGITS_AND_COMMAS.sub(lambda m: re.sub(r"[^\d]", "", m.group()), text)
     for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
             text = text[len(opening) : len(text) - len(closing)]
-    text = _STYLE.sub("", text).replace("\\$", "$").replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\cfrac", "\\frac")
-    text = text.replace("\\geqslant", "\\ge").replace("\\leqslant", "\\le").replace("\\geq", "\\ge").replace("\\leq", "\\le")
-    text = re.sub(r"\\(?:degree|degrees)(?![a-z])", "^\\\\circ", text).replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
-    text = re.sub(r"\\neq?(?![a-zA-Z])", "\\\\ne", text).replace("\\varnothing", "\\emptyset").replace("^{\\circ}", "^\\circ")
+    text = (
+        _STYLE.sub("", text)
+        .replace("\\$", "$")
+        .replace("\\tfrac", "\\frac")
+        .replace("\\dfrac", "\\frac")
+        .replace("\\cfrac", "\\frac")
+    )
+    text = (
+        text.replace("\\geqslant", "\\ge")
+        .replace("\\leqslant", "\\le")
+        .replace("\\geq", "\\ge")
+        .replace("\\leq", "\\le")
+    )
+    text = (
+        re.sub(r"\\(?:degree|degrees)(?![a-z])", "^\\\\circ", text)
+        .replace("\\lbrace", "\\{")
+        .replace("\\rbrace", "\\}")
+    )
+    text = (
+        re.sub(r"\\neq?(?![a-zA-Z])", "\\\\ne", text)
+        .replace("\\varnothing", "\\emptyset")
+        .replace("^{\\circ}", "^\\circ")
+    )
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}", text)
@@ -144,7 +209,8 @@ def _split_unit(text: str) -> tuple[str, str, bool]:
     if text.endswith("^\\circ"):
         return text.removesuffix("^\\circ"), "deg", False
     found = re.search(
-        r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)\s*(\^\s*\{?([23])\}?)?$", text
+        r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)\s*(\^\s*\{?([23])\}?)?$",
+        text,
     )
     if not found or not found.start():
         return text, "", False
@@ -175,7 +241,9 @@ def _value(text: str) -> Fraction | None:
         value = Fraction(plain.group(2) + ("0" if plain.group(2).endswith(".") else ""))
         exponent = int(plain.group(3) or 0)
         return None if abs(exponent) > 400 else value * Fraction(10) ** exponent
-    power = re.fullmatch(r"(?:(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))", text)
+    power = re.fullmatch(
+        r"(?:(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))", text
+    )
     if power:
         return Fraction(power.group(1) or 1) * Fraction(10) ** int(power.group(2) or power.group(3))
     part = re.fullmatch(r"(?:(\d+)\s*)?\\frac\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}", text)
@@ -201,7 +269,9 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
 
 def _near(gold: Quantity, a: Fraction, b: Fraction) -> bool:
     # Decimal notation is compared to six decimals, as math-verify does.
-    return a == b or (abs(a - b) < Fraction(1, 2_000_000) and (gold.decimal or b.denominator != 1) and abs(a) >= Fraction(1, 1000))
+    return a == b or (
+        abs(a - b) < Fraction(1, 2_000_000) and (gold.decimal or b.denominator != 1) and abs(a) >= Fraction(1, 1000)
+    )
 
 
 def choice_letter(text: str) -> str | None:
@@ -232,7 +302,11 @@ def parts(text: str) -> list[str]:
     out = []
     for part in found:
         signs = ("", "-") if part.startswith("\\pm") else ("+", "-")
-        out += [re.sub(r"^- +", "-", part.replace("\\pm", sign, 1).strip()) for sign in signs] if part.count("\\pm") == 1 else [part]
+        out += (
+            [re.sub(r"^- +", "-", part.replace("\\pm", sign, 1).strip()) for sign in signs]
+            if part.count("\\pm") == 1
+            else [part]
+        )
     return out
 
 

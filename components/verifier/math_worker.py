@@ -1,11 +1,12 @@
 """One worker of `verifier.math`: JSON lines in, JSON lines out. Imports neither torch nor, but for the comparison, this project.
 
-Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text": bool} or {"error": reason}. The first line out is
-{"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's math.py would hide the
-standard library's.
+Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text": bool} or {"error": reason}. The first line out
+is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's math.py
+would hide the standard library's.
 
-The process that starts imports math-verify once and then only watches a copy of itself (a fork) that answers. Two kernel timers end the
-copy where no Python code can: one of wall-clock and one of processor time. The next copy costs milliseconds instead of another import.
+The process that starts imports math-verify once and then only watches a copy of itself (a fork) that answers. Two
+kernel timers end the copy where no Python code can: one of wall-clock and one of processor time. The next copy costs
+milliseconds instead of another import.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import signal
 import sys
 from pathlib import Path
 
-# One expression per form that answers take: reading the first of a form costs up to a second, the next ones milliseconds.
+# One expression per form that answers take: reading the first of a form costs up to a second, the next ones
+# milliseconds.
 _WARM = [
     "\\frac{1}{2}x", "(x+1)(x-2)", "x^2-3x+2", "x^{3}+2x^{2}-5", "2\\sqrt{3}", "\\sqrt{x+1}+2", "\\frac{\\sqrt{3}}{2}",
     "\\frac{3\\pi}{4}", "2\\pi", "\\sin(x)", "\\cos\\frac{\\pi}{6}", "\\ln 2", "\\log_{2} 8", "e^{2x}", "3+4i",
@@ -41,6 +43,7 @@ def main() -> None:
 
     logging.disable(logging.CRITICAL)
     sys.path.append(str(Path(__file__).resolve().parents[2]))
+    import creditgraph  # noqa: F401 - finds our components, whatever else has that name
     from components.verifier.math_equal import compare
 
     for gold in _WARM:

@@ -8,8 +8,8 @@ import regex
 
 from components.verifier.exact import normalise
 from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,8 @@ class RegexJudge(MemoJudge):
 class Regex(Component):
     """Judges by a regular expression: the first group of its last match must equal the reference, or it must just match.
 
-    For answers behind fixed words ("#### 42") and for formats ("<think>…</think>"). A pattern that backtracks is cut off.
+    For answers behind fixed words ("#### 42") and for formats ("<think>…</think>"). A pattern that backtracks is cut
+    off.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import RunError
+from pipeline.core.errors import RunError
 
 START_SECONDS = 120.0
 MAX_FAILED_STARTS = 3
@@ -31,9 +31,10 @@ class _Worker:
 class WorkerPool:
     """Sends JSON requests to processes started with `command`, one at a time each.
 
-    A worker says {"ready": true} on its first line and then answers line by line. An item that takes longer than `seconds`, or ends its
-    worker, gets {"error": reason}; that worker is killed and another one started, and no other item is affected. Workers start with the
-    first items and are plain child processes: neither threads nor memory of this process are shared, so torch does not mind.
+    A worker says {"ready": true} on its first line and then answers line by line. An item that takes longer than
+    `seconds`, or ends its worker, gets {"error": reason}; that worker is killed and another one started, and no other
+    item is affected. Workers start with the first items and are plain child processes: neither threads nor memory of
+    this process are shared, so torch does not mind.
     """
 
     def __init__(self, command: Sequence[str], workers: int, seconds: float) -> None:
@@ -131,7 +132,8 @@ class WorkerPool:
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise RunError(
-                f"a verification worker did not start ({reason}); command: {' '.join(self._command)}; wanted a process that answers. "
+                f"a verification worker did not start ({reason}); command: {' '.join(self._command)}; wanted a process "
+                "that answers. "
                 "Run the command by hand to see why, for example a package that is missing."
             )
 

@@ -11,16 +11,16 @@ from components.expander.reset import Reset
 from components.localizer.oracle import OracleLocalizer
 from components.localizer.self_localizer import SelfLocalizer
 from components.localizer.uniform import UniformLocalizer
-from components.prompts import chains
 from components.rewards.outcome import Outcome
 from components.rewards.overlong import Overlong
 from components.sampler.chains import Chains
 from components.sampler.dynamic import Dynamic
 from components.sampler.seeded import Seeded
 from components.segmenter.thought import Thoughts
+from components.text import chains
 from components.verifier.exact import Exact
 from components.verifier.math import Math
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 LIMITS = {"max_tokens": 120, "mode": "thought", "temperature": 1.0}
 
@@ -43,7 +43,9 @@ def seeded(tiny, judge):
 @pytest.fixture(scope="module")
 def suffixes(tiny, seeded):
     errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, seeds=seeded.seeds, policy=tiny.policy).errors
-    made = tiny.start(Reset, **LIMITS, top_p=1.0).run(seeds=seeded.seeds, errors=errors, policy=tiny.policy).trajectories
+    made = (
+        tiny.start(Reset, **LIMITS, top_p=1.0).run(seeds=seeded.seeds, errors=errors, policy=tiny.policy).trajectories
+    )
     return errors, made
 
 
@@ -51,7 +53,11 @@ def test_chains(tiny, fresh):
     assert len(fresh) == 4 * len(tiny.prompts)
     assert fresh.response_tokens.lengths.min() > 0
     assert (fresh.thought_ends.lengths >= 1).all()
-    again = tiny.start(Chains, group_size=4, **LIMITS).run(prompts=tiny.prompts.select(torch.tensor([2])), policy=tiny.policy).trajectories
+    again = (
+        tiny.start(Chains, group_size=4, **LIMITS)
+        .run(prompts=tiny.prompts.select(torch.tensor([2])), policy=tiny.policy)
+        .trajectories
+    )
     assert again.text == fresh.text[8:12]
 
 
@@ -122,7 +128,11 @@ def test_from_merge_to_credit(tiny, seeded, suffixes, judge):
     assert (shaped.value <= rewards.value).all()
     credit = tiny.start(GroupAdvantage, normalize="std_exact").run(trajectories=merged, rewards=rewards).credit
     assert credit.mask.sum().tolist() == (merged.response_tokens.lengths - merged.inherited).tolist()
-    report = tiny.start(Resets).run(prompts=tiny.prompts, seeds=seeded.seeds, errors=errors, trajectories=made, rewards=rewards).report
+    report = (
+        tiny.start(Resets)
+        .run(prompts=tiny.prompts, seeds=seeded.seeds, errors=errors, trajectories=made, rewards=rewards)
+        .report
+    )
     assert report.metrics["clean"] == report.metrics["exact"] == 1
 
 

@@ -10,14 +10,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.prompts.check import check_entry
-from pipeline.cli import main
-from pipeline.compose import CONFIG_DIR, compose, list_choices
+from pipeline.app.cli import main
+from pipeline.app.data.check import check_entry
+from pipeline.run.compose import CONFIG_DIR, compose, list_choices
 
 NAMES = list(list_choices("data", [CONFIG_DIR]))
 PROMISED = (
-    "aime_2024 aime_2025 aime_2026 amc23 math_500 minerva_math olympiadbench hmmt_2025 acereason_math math_level5 sciknoweval_l3 "
-    "strategyqa commonsense_qa livecodebench_v6 livecodebench gsm8k deepmath_103k open_rs opencodereasoning dapo_math_17k math numina_cot "
+    "aime_2024 aime_2025 aime_2026 amc23 math_500 minerva_math olympiadbench hmmt_2025 acereason_math math_level5 "
+    "sciknoweval_l3 "
+    "strategyqa commonsense_qa livecodebench_v6 livecodebench gsm8k deepmath_103k open_rs opencodereasoning "
+    "dapo_math_17k math numina_cot "
     "numina_competitions numina_olympiads openr1_math_4k "
 )
 
@@ -33,11 +35,21 @@ def competition(i):
 def numina(i):
     source = ["olympiads", "amc_aime", "cn_k12"][i % 3]
     solution = f"It is \\boxed{{{i}}}." if i % 6 != 3 else "It is \\boxed{" + "x + " * 20 + "1}."
-    return {"source": source, "problem": f"Prove nothing, find {i}.", "solution": solution, "messages": [{"content": "c", "role": "user"}]}
+    return {
+        "source": source,
+        "problem": f"Prove nothing, find {i}.",
+        "solution": solution,
+        "messages": [{"content": "c", "role": "user"}],
+    }
 
 
 def hendrycks(i):
-    return {"problem": f"Find {i}.", "level": f"Level {i % 5 + 1}", "type": "Algebra", "solution": f"So $\\boxed{{\\frac{{{i}}}{{7}}}}$."}
+    return {
+        "problem": f"Find {i}.",
+        "level": f"Level {i % 5 + 1}",
+        "type": "Algebra",
+        "solution": f"So $\\boxed{{\\frac{{{i}}}{{7}}}}$.",
+    }
 
 
 def sciknoweval(i):
@@ -45,7 +57,14 @@ def sciknoweval(i):
     choices = {"text": ["iron", "gold", "lead", "tin"], "label": ["A", "B", "C", "D"]}
     details = {"level": f"L{i % 4}", "task": "t", "subtask": "s", "source": "u"}
     prompt = {"default": "Answer the question."}
-    return {"question": f"Metal {i}?", "choices": choices, "answerKey": "BCD"[i % 3], "type": kind, "details": details, "prompt": prompt}
+    return {
+        "question": f"Metal {i}?",
+        "choices": choices,
+        "answerKey": "BCD"[i % 3],
+        "type": kind,
+        "details": details,
+        "prompt": prompt,
+    }
 
 
 def livecode(i):
@@ -68,17 +87,38 @@ def livecode(i):
 def apps(i):
     tests = {"inputs": [f"{i}\n"], "outputs": [f"{i}\n"]} | ({"fn_name": "f"} if i % 2 else {})
     tests["inputs"] = [[i]] if i % 2 else tests["inputs"]
-    return {"id": i, "question": f"Echo {i}.", "input_output": json.dumps(tests), "difficulty": "interview", "url": "u", "starter_code": ""}
+    return {
+        "id": i,
+        "question": f"Echo {i}.",
+        "input_output": json.dumps(tests),
+        "difficulty": "interview",
+        "url": "u",
+        "starter_code": "",
+    }
 
 
 def reasoning(i):
     dataset = "apps" if i % 2 else "taco"
-    return {"id": str(i), "input": "-", "output": "r", "source": "s", "dataset": dataset, "split": "train", "index": str(i // 2)}
+    return {
+        "id": str(i),
+        "input": "-",
+        "output": "r",
+        "source": "s",
+        "dataset": dataset,
+        "split": "train",
+        "index": str(i // 2),
+    }
 
 
 def commonsense(i):
     choices = {"label": ["A", "B", "C", "D", "E"], "text": ["sky", "sea", "sun", "sand", "salt"]}
-    return {"id": str(i), "question": f"Where is {i}?", "question_concept": "c", "choices": choices, "answerKey": "ABCDE"[i % 5]}
+    return {
+        "id": str(i),
+        "question": f"Where is {i}?",
+        "question_concept": "c",
+        "choices": choices,
+        "answerKey": "ABCDE"[i % 5],
+    }
 
 
 # Dataset → its row number i, with the columns of the card.
@@ -93,11 +133,15 @@ SCHEMAS = {
     },
     "MathArena/aime_2025": competition,
     "MathArena/aime_2026": competition,
-    "MathArena/hmmt_nov_2025": lambda i: competition(i) | {"answer": f"\\frac{{{i}}}{{3}}", "problem_type": ["Algebra"]},
+    "MathArena/hmmt_nov_2025": lambda i: (
+        competition(i) | {"answer": f"\\frac{{{i}}}{{3}}", "problem_type": ["Algebra"]}
+    ),
     "MathArena/hmmt_feb_2025": lambda i: competition(i) | {"answer": f"\\sqrt{{{i + 2}}}", "problem_type": ["Algebra"]},
     "math-ai/amc23": lambda i: {"id": i, "question": f"Find {i}.", "answer": float(i), "url": "u"},
     "math-ai/minervamath": lambda i: {"question": f"Find {i}.", "answer": f"{i}.5e3"},
-    "HuggingFaceH4/MATH-500": lambda i: hendrycks(i) | {"answer": f"\\frac{{{i}}}{{7}}", "subject": "Algebra", "unique_id": str(i)},
+    "HuggingFaceH4/MATH-500": lambda i: (
+        hendrycks(i) | {"answer": f"\\frac{{{i}}}{{7}}", "subject": "Algebra", "unique_id": str(i)}
+    ),
     "Hothan/OlympiadBench": lambda i: {
         "id": i,
         "question": f"Find {i}.",
@@ -137,7 +181,12 @@ SCHEMAS = {
         "ability": "MATH",
     },
     "AI-MO/NuminaMath-CoT": numina,
-    "open-r1/OpenR1-Math-220k": lambda i: {"problem": f"Find {i}.", "solution": "s", "answer": f"{i}", "problem_type": "Algebra"},
+    "open-r1/OpenR1-Math-220k": lambda i: {
+        "problem": f"Find {i}.",
+        "solution": "s",
+        "answer": f"{i}",
+        "problem_type": "Algebra",
+    },
 }
 ROWS = 60
 
@@ -199,7 +248,9 @@ def test_entries_load_and_the_verifier_accepts_their_answers(name, copies):
 def test_files_say_where_their_schema_is_from(name):
     first, second, third = list_choices("data", [CONFIG_DIR])[name].read_text().splitlines()[:3]
     assert re.match(r"# \w.*\.$", first)
-    assert re.match(r"# (Columns as on|Column names from .*, not checked against) the dataset card; not loaded here\.$", second)
+    assert re.match(
+        r"# (Columns as on|Column names from .*, not checked against) the dataset card; not loaded here\.$", second
+    )
     assert third == f"# `creditgraph data check {name}` loads it and prints the revision to pin."
 
 
@@ -234,7 +285,12 @@ def test_train_and_eval_of_one_split_do_not_overlap(copies):
         sections = compose([f"data={name}"])["data"]
         questions = []
         for entry, settings in sections.items():
-            settings = localised(settings, copies) | {"max_answer": 0, "keep": {}, "answer_boxed": False, "verifier": ""}
+            settings = localised(settings, copies) | {
+                "max_answer": 0,
+                "keep": {},
+                "answer_boxed": False,
+                "verifier": "",
+            }
             rows = check_entry(settings, f"data.{entry}", None, 0).loaded.rows
             questions.append({row.metadata["question"] for row in rows})
         assert not questions[0] & questions[1]
@@ -294,7 +350,10 @@ def test_the_command_finds_answers_its_verifier_refuses(tmp_path, capsys):
         (["check"], "data check: no NAME; wanted a data file"),
         (["check", "gsm8"], "no data file 'gsm8'. Did you mean 'gsm8k'?"),
         (["check", "gsm8k", "--entry", "evl"], "no entry 'evl'. Did you mean 'eval'?"),
-        (["check", "gsm8k", "--path", "x"], "--path: gsm8k has the entries train, eval; wanted one of them. Add --entry train."),
+        (
+            ["check", "gsm8k", "--path", "x"],
+            "--path: gsm8k has the entries train, eval; wanted one of them. Add --entry train.",
+        ),
         (["check", "gsm8k", "--rows", "-1"], "--rows -1: wanted 0 (all) or more."),
         (["list", "gsm8k"], "takes no name. Did you mean: creditgraph data check gsm8k?"),
     ],

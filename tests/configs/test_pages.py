@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compose import CONFIG_DIR, list_choices, read_yaml
-from pipeline.draw import mermaid
-from pipeline.graph import build_graph
+from pipeline.app.draw import mermaid
+from pipeline.core.graph import build_graph
+from pipeline.run.compose import CONFIG_DIR, list_choices, read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {p.stem: p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs" / "papers").glob("*.md"))}
@@ -23,13 +23,22 @@ def pictures():
 @pytest.mark.parametrize("page", GRAPH_PAGES)
 def test_picture_is_that_of_a_shipped_graph(page, pictures):
     found = re.findall(r"^```mermaid\n(.*?)^```$", PAGES[page], re.M | re.S)
-    assert all(picture.strip() in pictures for picture in found), f"draw docs/papers/{page}.md anew: creditgraph graph graph=NAME"
+    assert all(picture.strip() in pictures for picture in found), (
+        f"draw docs/papers/{page}.md anew: creditgraph graph graph=NAME"
+    )
 
 
 @pytest.mark.parametrize("page", RATIO_PAGES)
 def test_sections(page):
     found = re.findall(r"^## (.*)$", PAGES[page], re.M)
-    assert found == ["What the paper claims", "The graph", "What we read into it", "Our test of it", "Measured", "Settings"]
+    assert found == [
+        "What the paper claims",
+        "The graph",
+        "What we read into it",
+        "Our test of it",
+        "Measured",
+        "Settings",
+    ]
     assert re.search(r"arxiv.org/abs/\d{4}\.\d{5}", PAGES[page])
 
 

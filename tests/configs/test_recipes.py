@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from pipeline.component import Context
-from pipeline.compose import CONFIG_DIR, build_experiment, check_shipped, compose, list_choices, read_yaml
-from pipeline.executor import Executor
-from pipeline.recording import read_payload
-from pipeline.run_directory import RunDirectory
+from pipeline.core.component import Context
+from pipeline.run.compose import CONFIG_DIR, build_experiment, check_shipped, compose, list_choices, read_yaml
+from pipeline.run.executor import Executor
+from pipeline.run.recording import read_payload
+from pipeline.run.run_directory import RunDirectory
 
 RATIO_KINDS = ("sequence", "gated_sequence", "trace")
 PAPERS = ("dapo", "drgrpo", "entropy_8020", "grpo", "grpo_lambda", "gspo", "p_trace", "rrpo", "s_trace", "srpo")
@@ -58,7 +58,9 @@ def test_every_file_says_what_it_is(group):
             assert len(lines) <= 60, f"{name}: {len(lines)} lines"
 
 
-@pytest.mark.parametrize("recipe", ["gspo", "gspo_token", "grpo_lambda", "grpo_lambda_both", "p_trace", "s_trace", "ibpo_gated"])
+@pytest.mark.parametrize(
+    "recipe", ["gspo", "gspo_token", "grpo_lambda", "grpo_lambda_both", "p_trace", "s_trace", "ibpo_gated"]
+)
 def test_ratio_methods_take_several_steps_per_batch(recipe):
     learner = experiment(f"toy_{recipe}").graph["learner"].config
     assert learner.objective.kind in RATIO_KINDS
@@ -164,7 +166,12 @@ PUBLISHED = {
         "learner.optimizer.weight_decay": 0.01,
         "learner.optimizer.grad_clip": 1.0,
     }
-    for recipe in ("srpo_qwen2_5_14b_instruct", "srpo_olmo3_7b_instruct", "rrpo_qwen2_5_14b_instruct", "rrpo_olmo3_7b_instruct")
+    for recipe in (
+        "srpo_qwen2_5_14b_instruct",
+        "srpo_olmo3_7b_instruct",
+        "rrpo_qwen2_5_14b_instruct",
+        "rrpo_olmo3_7b_instruct",
+    )
 }
 
 
@@ -195,7 +202,9 @@ def test_ratio_methods_are_grpo_but_for_the_learners_settings(method):
     assert nodes[method] == nodes["grpo"]
 
 
-@pytest.mark.parametrize(("left", "right", "node"), [("rrpo", "srpo", "localizer"), ("dapo", "entropy_8020", "learner")])
+@pytest.mark.parametrize(
+    ("left", "right", "node"), [("rrpo", "srpo", "localizer"), ("dapo", "entropy_8020", "learner")]
+)
 def test_graphs_differ_by_one_node(left, right, node):
     a, b = (read_yaml(CONFIG_DIR / "graph" / f"{name}.yaml")["nodes"] for name in (left, right))
     assert {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)} == {node}
@@ -208,7 +217,8 @@ def test_graphs_differ_by_one_node(left, right, node):
 def recorded(tmp_path_factory):
     """(trajectories, credit) of one iteration of toy_s_trace on the embedded task, read back from its records.
 
-    The iteration also trains on what the engine gave, which no Parquet file has touched: a trace saves offsets for its backward pass.
+    The iteration also trains on what the engine gave, which no Parquet file has touched: a trace saves offsets for its
+    backward pass.
     """
     chosen = [f"run.root={tmp_path_factory.mktemp('runs')}", "run.iterations=1", "run.device=cpu", "prompts.batch=8"]
     made = experiment("toy_s_trace", *chosen, "evaluator.num_problems=1")
@@ -219,14 +229,18 @@ def recorded(tmp_path_factory):
         ex.setup()
         ex.restore()
         ex.run()
-    read = [read_payload(made.run_path / "record" / name / "000000.parquet") for name in ("sampler.trajectories", "advantage.credit")]
+    read = [
+        read_payload(made.run_path / "record" / name / "000000.parquet")
+        for name in ("sampler.trajectories", "advantage.credit")
+    ]
     assert bool((read[1].advantage.values != 0).any())
     return read
 
 
 @pytest.fixture(scope="module")
 def train(recorded):
-    """train(recipe, *overrides) → (weights, metrics, Adam's first moments) after one run of that recipe's learner on the recorded batch."""
+    """train(recipe, *overrides) → (weights, metrics, Adam's first moments) after one run of that recipe's learner on
+    the recorded batch."""
 
     def once(recipe, *overrides):
         found = experiment(recipe, *overrides)
@@ -297,7 +311,8 @@ def test_the_methods_are_not_the_same(train):
     for left in found:
         for right in found:
             assert left == right or not same(found[left][0], found[right][0]), (left, right)
-    # Differentiated traces scale a token's gradient by about 1/(1 − d), less where the response ends; S-trace by the kept share of that.
+    # Differentiated traces scale a token's gradient by about 1/(1 − d), less where the response ends; S-trace by the
+    # kept share of that.
     scale = {name: found[name][1]["gradient_scale"] for name in ("grpo_lambda", "p_trace", "s_trace")}
     assert scale["p_trace"] == pytest.approx(scale["grpo_lambda"], rel=1e-4)
     assert 1 < scale["s_trace"] < 0.5 * scale["p_trace"]

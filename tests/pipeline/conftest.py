@@ -13,16 +13,31 @@ SRPO: dict[str, Any] = {
     "prompts": {"use": "graph_toys:Source"},
     "engine": {"use": "graph_toys:Engine", "in": {"weights": "learner.weights@1"}},
     "verifier": {"use": "graph_toys:Verifier"},
-    "sampler": {"use": "graph_toys:Sampler", "in": {"prompts": "prompts.batch", "policy": "engine.policy", "judge": "verifier.judge"}},
-    "localizer": {"use": "graph_toys:Localizer", "in": {"prompts": "prompts.batch", "seeds": "sampler.seeds", "policy": "engine.policy"}},
-    "expander": {"use": "graph_toys:Expander", "in": {"seeds": "sampler.seeds", "errors": "localizer.errors", "policy": "engine.policy"}},
+    "sampler": {
+        "use": "graph_toys:Sampler",
+        "in": {"prompts": "prompts.batch", "policy": "engine.policy", "judge": "verifier.judge"},
+    },
+    "localizer": {
+        "use": "graph_toys:Localizer",
+        "in": {"prompts": "prompts.batch", "seeds": "sampler.seeds", "policy": "engine.policy"},
+    },
+    "expander": {
+        "use": "graph_toys:Expander",
+        "in": {"seeds": "sampler.seeds", "errors": "localizer.errors", "policy": "engine.policy"},
+    },
     "buffer": {"use": "graph_toys:Merge", "in": {"trajectories": ["sampler.trajectories", "expander.trajectories"]}},
     "rewards": {
         "use": "graph_toys:Outcome",
         "in": {"trajectories": "buffer.trajectories", "prompts": "prompts.batch", "judge": "verifier.judge"},
     },
-    "advantage": {"use": "graph_toys:Advantage", "in": {"trajectories": "buffer.trajectories", "rewards": "rewards.rewards"}},
-    "learner": {"use": "graph_toys:Learner", "in": {"trajectories": "buffer.trajectories", "credit": "advantage.credit"}},
+    "advantage": {
+        "use": "graph_toys:Advantage",
+        "in": {"trajectories": "buffer.trajectories", "rewards": "rewards.rewards"},
+    },
+    "learner": {
+        "use": "graph_toys:Learner",
+        "in": {"trajectories": "buffer.trajectories", "credit": "advantage.credit"},
+    },
     "watch": {"use": "graph_toys:Watch", "in": {"policy": "engine.policy", "errors": "localizer.errors"}},
 }
 

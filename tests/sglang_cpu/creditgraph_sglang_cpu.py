@@ -1,8 +1,8 @@
 """SGLang plugin (entry point group sglang.srt.plugins, called in every SGLang process): per-request seeds and the prefix
 cache together on a CPU, in tests.
 
-Seeds need --enable-deterministic-inference, which SGLang allows for GPU attention only, couples with batch-invariant Triton kernels, and
-runs without a prefix cache where it does not know the attention.
+Seeds need --enable-deterministic-inference, which SGLang allows for GPU attention only, couples with batch-invariant
+Triton kernels, and runs without a prefix cache where it does not know the attention.
 """
 
 
@@ -10,7 +10,10 @@ def register():
     import sglang.srt.arg_groups.choices as choices
     import sglang.srt.batch_invariant_ops as batch_invariant
 
-    for backends in (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES, choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+    for backends in (
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
         if "torch_native" not in backends:
             backends.append("torch_native")
     batch_invariant.enable_batch_invariant_mode = lambda *_, **__: None

@@ -22,13 +22,18 @@ def test_work_per_rank_is_constant_and_rank_0_takes_in_one_report_per_doubling(t
         str(tmp_path / "found"),
     ]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     two, four, eight = json.loads((tmp_path / "found").read_text())
     # One to agree to go on; size and text of a report from each of log2(ranks) others.
     assert [x["collectives"] for x in (two, four, eight)] == [3, 5, 7]
-    # A report is less than a kilobyte; a rank that gathered all of them would get two more at four ranks, and four more at eight.
+    # A report is less than a kilobyte; a rank that gathered all of them would get two more at four ranks, and four more
+    # at eight.
     report = two["rank0_received"]
     assert four["rank0_received"] < 2.5 * report
     assert eight["rank0_received"] < 3.5 * report

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from components.cpi.bounds import guaranteed_gain, loglog_slope, published_bound
-from components.cpi.checks import check_bound, check_sampled, count_better, count_checks
-from components.cpi.families import FAMILIES, chain, needle, random_mdps, random_shape, uniform_policy
-from components.cpi.iteration import (
+from cpi.bounds import guaranteed_gain, loglog_slope, published_bound
+from cpi.checks import check_bound, check_sampled, count_better, count_checks
+from cpi.families import FAMILIES, chain, needle, random_mdps, random_shape, uniform_policy
+from cpi.iteration import (
     draw_labels,
     estimate_advantage,
     exact_step,
@@ -27,9 +26,9 @@ from components.cpi.iteration import (
     regress,
     sampled_step,
 )
-from components.cpi.mdp import TabularMDP, evaluate, roll_out, state_distribution
-from components.cpi.report import crossing, measure, table
-from components.cpi.study import label_curve, localiser_curve, sweep, tau_slopes
+from cpi.mdp import TabularMDP, evaluate, roll_out, state_distribution
+from cpi.report import crossing, measure, table
+from cpi.study import label_curve, localiser_curve, sweep, tau_slopes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +41,8 @@ def generator(seed=0):
 def by_hand():
     """H = 2, two states, two actions, R_max = 1, uniform policy.
 
-    Step 0, state 0: action 0 pays .5 and stays in state 0; action 1 pays 0 and goes to either state. State 1: both actions alike.
+    Step 0, state 0: action 0 pays .5 and stays in state 0; action 1 pays 0 and goes to either state. State 1: both
+    actions alike.
     Step 1: state 0 pays (0, .4), state 1 pays (1, .6).
     """
     transitions = np.zeros((1, 2, 2, 2, 2))
@@ -77,11 +77,16 @@ def test_both_steps_by_hand(by_hand):
     # Random resets: 𝔸 = .5·.1 + .5·.2 = .15, α = .15/(2·2²·1) = .01875, gain = α·.1 + α·.2 = .005625
     # (step 0 moves α/2 from .5 to .7: α·.1; step 1 gains α·.2 in either state).
     step = exact_step(mdp, policy)
-    np.testing.assert_allclose([step.advantage[0], step.alpha[0], step.mass[0], step.improvement[0]], [0.15, 0.01875, 1, 0.005625])
+    np.testing.assert_allclose(
+        [step.advantage[0], step.alpha[0], step.mass[0], step.improvement[0]], [0.15, 0.01875, 1, 0.005625]
+    )
     # Oracle: p = .5, 𝔸_𝒢 = .2, α = .2/(4·2²·1) = .0125, gain = α·.2 = .0025 (only step 1 changes).
     step = exact_step(mdp, policy, oracle)
-    np.testing.assert_allclose([step.advantage[0], step.alpha[0], step.mass[0], step.improvement[0]], [0.2, 0.0125, 0.5, 0.0025])
-    # Bounds with τ = .15: τ² p/(16·2·1) = .0225·.5/32, and with p² .0225·.25/32; certain: p 𝔸²/(8·2) = .5·.04/16, 𝔸²/(4·2) = .0225/8
+    np.testing.assert_allclose(
+        [step.advantage[0], step.alpha[0], step.mass[0], step.improvement[0]], [0.2, 0.0125, 0.5, 0.0025]
+    )
+    # Bounds with τ = .15: τ² p/(16·2·1) = .0225·.5/32, and with p² .0225·.25/32; certain: p 𝔸²/(8·2) = .5·.04/16,
+    # 𝔸²/(4·2) = .0225/8
     tau, p = np.array([0.15]), np.array([0.5])
     np.testing.assert_allclose(published_bound(mdp, tau, p, np.ones(1)), 0.0225 * 0.5 / 32)
     np.testing.assert_allclose(published_bound(mdp, tau, p), 0.0225 * 0.25 / 32)
@@ -90,7 +95,8 @@ def test_both_steps_by_hand(by_hand):
 
 
 def enumerate_trajectories(mdp, choices):
-    """(J, d [H, S]) by listing every trajectory; choices[h][s] = list of (probability, action), one entry per way to choose."""
+    """(J, d [H, S]) by listing every trajectory; choices[h][s] = list of (probability, action), one entry per way to
+    choose."""
     horizon, states = mdp.rewards.shape[1:3]
     value, visits = 0.0, np.zeros((horizon, states))
     ways = len(choices[0][0])
@@ -186,7 +192,9 @@ def test_exact_localiser_is_the_oracle_in_the_bound():
     tau, p = np.array([0.3]), np.array([0.2])
     # At (1−β)γ = p the localised bound is that of random resets; above it is better.
     np.testing.assert_allclose(published_bound(mdp, tau, p, p), published_bound(mdp, tau, p))
-    assert published_bound(mdp, tau, p, p * 1.01) > published_bound(mdp, tau, p) > published_bound(mdp, tau, p, p * 0.99)
+    assert (
+        published_bound(mdp, tau, p, p * 1.01) > published_bound(mdp, tau, p) > published_bound(mdp, tau, p, p * 0.99)
+    )
 
 
 def test_roll_outs_have_the_exact_mean():
@@ -232,12 +240,13 @@ def test_advantage_estimate_is_unbiased(outcome, localised):
 
 
 def test_regression_takes_the_best_mean_and_keeps_unseen_states():
-    from components.cpi.iteration import Labels
+    from cpi.iteration import Labels
 
     policy = np.array([[[[0.3, 0.7], [0.3, 0.7], [0.3, 0.7]]]])
     labels = Labels(counts=np.array([[[[2, 1], [0, 0], [3, 0]]]]), sums=np.array([[[[1.0, 0.2], [0, 0], [0.9, 0]]]]))
     target, baseline = regress(labels, policy)
-    # State 0: means (.5, .2) → action 0; state 1: never seen → kept; state 2: the untried action counts as the state's mean, a tie.
+    # State 0: means (.5, .2) → action 0; state 1: never seen → kept; state 2: the untried action counts as the state's
+    # mean, a tie.
     np.testing.assert_allclose(target, [[[[1, 0], [0.3, 0.7], [1, 0]]]])
     np.testing.assert_allclose(baseline, [[[0.4, 0, 0.3]]])
 
@@ -261,8 +270,8 @@ def test_rejection_draws_one_over_p_resets_per_label():
 
 
 def test_slope_by_hand():
-    # y = 3 x² exactly; then log-log points (0,0), (1,1), (2,1): slope (1·1)/(1+0+1) = .5, residuals (−1/6, 1/3, −1/6), SSE = 1/6,
-    # s.e. = √(1/6/1/2) = .288675
+    # y = 3 x² exactly; then log-log points (0,0), (1,1), (2,1): slope (1·1)/(1+0+1) = .5, residuals (−1/6, 1/3, −1/6),
+    # SSE = 1/6, s.e. = √(1/6/1/2) = .288675
     x = np.array([0.1, 1.0, 5.0])
     assert loglog_slope(x, 3 * x**2).value == pytest.approx(2)
     slope = loglog_slope(np.exp([0.0, 1.0, 2.0]), np.exp([0.0, 1.0, 1.0]))
@@ -291,7 +300,8 @@ def test_needle_has_the_closed_form_share_of_hard_states():
     shape = random_shape(generator(0))
     swept = sweep(needle, shape, np.array([0.01, 0.05, 0.1]))
     np.testing.assert_allclose(swept.p, (1 - (1 - swept.knobs) ** shape.horizon) / shape.horizon)
-    # Uniform π over A actions: the best advantage is 2 gap (1 − 1/A), so with A = num_actions nothing depends on the knob.
+    # Uniform π over A actions: the best advantage is 2 gap (1 − 1/A), so with A = num_actions nothing depends on the
+    # knob.
     np.testing.assert_allclose(swept.level, 2 * shape.gap * (1 - 1 / shape.num_actions))
 
 
@@ -328,8 +338,8 @@ def test_bounds_hold_on_random_mdps_and_the_check_can_fail():
 
 
 def test_localised_gain_breaks_even_at_twice_p():
-    # With the step sizes of the reading, exact gains are α H 𝔸 to first order: p̂ 𝔸̂²/(4 H R_max) against 𝔸²/(2 H R_max), so
-    # (1−β)γ τ² p/4 against τ² p²/2 where only 𝒢 has an advantage, and they meet at (1−β)γ = 2 p.
+    # With the step sizes of the reading, exact gains are α H 𝔸 to first order: p̂ 𝔸̂²/(4 H R_max) against 𝔸²/(2 H
+    # R_max), so (1−β)γ τ² p/4 against τ² p²/2 where only 𝒢 has an advantage, and they meet at (1−β)γ = 2 p.
     x, y = localiser_curve(needle, random_shape(generator(0)), 0.05, np.geomspace(0.01, 1, 7))
     np.testing.assert_allclose(y, x / 2, rtol=1e-6)
     assert crossing(x, y) == pytest.approx(2)
@@ -397,6 +407,8 @@ def test_tool_writes_table_result_and_figures(tmp_path, monkeypatch, capsys):
 
 
 def test_tool_refuses_too_few_knobs():
-    wrong = subprocess.run([sys.executable, str(ROOT / "tools/cpi_lab"), "--knobs", "2"], capture_output=True, text=True, check=False)
+    wrong = subprocess.run(
+        [sys.executable, str(ROOT / "tools/cpi_lab"), "--knobs", "2"], capture_output=True, text=True, check=False
+    )
     assert wrong.returncode == 2
     assert "wanted --knobs of 3 or more" in wrong.stderr

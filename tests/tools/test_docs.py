@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from pipeline.manual.links import Site, in_both_schemes, source_page
 from pipeline.manual.pages import component_page, uses
 from pipeline.manual.sentences import find, sentences, template
-from pipeline.metric_names import Metric
-from pipeline.registry import BUILTIN
+
+from pipeline.core.metric import Metric
+from pipeline.core.registry import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -31,8 +31,20 @@ needs_mkdocs = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "tools/mkdocs.yml", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        "tools/mkdocs.yml",
+        "--site-dir",
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "WARNING" not in done.stderr
     return folder
@@ -61,7 +73,9 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 100
     for page in pages:
-        loaded = re.findall(r'<(?:script|img|iframe|source)[^>]* src="?([^" >]+)|<link[^>]* href="?([^" >]+)', page.read_text())
+        loaded = re.findall(
+            r'<(?:script|img|iframe|source)[^>]* src="?([^" >]+)|<link[^>]* href="?([^" >]+)', page.read_text()
+        )
         assert [a or b for a, b in loaded if (a or b).startswith(("http", "//"))] == [], page
 
 
@@ -77,21 +91,24 @@ def test_graphs_are_pictures_and_every_page_is_reached(site):
     assert 'src="images/srpo.svg"' in front
     for page in DOCS.glob("*.md"):
         section = front + "".join(
-            (site / f"{p}.html").read_text() for p in ("first-run", "metrics", "adding-a-method", "engines", "verifiers")
+            (site / f"{p}.html").read_text()
+            for p in ("first-run", "metrics", "adding-a-method", "engines", "verifiers")
         )
         assert f'href="{page.stem}.html"' in section, f"{page.name} is in no menu"
 
 
 @pytest.mark.parametrize("quoted", TROUBLES)
 def test_every_quoted_error_is_in_the_code(quoted):
-    assert find(quoted, sentences(ROOT)), "docs/troubleshooting.md quotes what no code says; correct the quotation or its cure"
+    assert find(quoted, sentences(ROOT)), (
+        "docs/troubleshooting.md quotes what no code says; correct the quotation or its cure"
+    )
 
 
 def test_sentences_are_found_and_their_parts_varied():
     found = sentences(ROOT)
     assert len(found) > 300
     one = next(s for s in found if s.text.startswith("run.device: found '…'; wanted auto"))
-    assert (one.file, one.kind) == ("pipeline/run_settings.py", "ConfigError")
+    assert (one.file, one.kind) == ("pipeline/run/run_settings.py", "ConfigError")
     assert find("nobody says this …", found) == []
     assert template(None) == "…"
 
@@ -118,7 +135,12 @@ def test_marked_examples_run(page, tmp_path):
 
 
 def test_links_work_on_the_site():
-    site = Site(ROOT, {"sampler.seeded": "components/sampler.seeded.md"}, {"flowchart TD": "g"}, lambda name: f"<svg>{name}</svg>")
+    site = Site(
+        ROOT,
+        {"sampler.seeded": "components/sampler.seeded.md"},
+        {"flowchart TD": "g"},
+        lambda name: f"<svg>{name}</svg>",
+    )
 
     def page(text, file="docs/papers/x.md"):
         return site.page(text, file)
@@ -128,7 +150,10 @@ def test_links_work_on_the_site():
     assert page("[a](../../configs/graph/srpo.yaml)") == "[a](../source/configs/graph/srpo.yaml.md)"
     assert site.sources == {"configs/graph/srpo.yaml"}
     assert page("[a](docs/papers)", "README.md") == "[a](papers/index.md)"
-    assert page("[a](https://x.y/z) [b](#here) [c](../../nowhere.py)") == "[a](https://x.y/z) [b](#here) [c](../../nowhere.py)"
+    assert (
+        page("[a](https://x.y/z) [b](#here) [c](../../nowhere.py)")
+        == "[a](https://x.y/z) [b](#here) [c](../../nowhere.py)"
+    )
     assert page("`sampler.seeded`") == "[`sampler.seeded`](../components/sampler.seeded.md)"
     assert (
         page("# `sampler.seeded`\n```\n`sampler.seeded` [a](../../README.md)\n```")
@@ -148,7 +173,9 @@ def test_links_work_on_the_site():
 
 
 def test_a_picture_in_both_schemes():
-    light, dark = in_both_schemes("<style>a {b} @media (prefers-color-scheme: dark) { .x { fill: 1; } .y { fill: 2; } }</style>")
+    light, dark = in_both_schemes(
+        "<style>a {b} @media (prefers-color-scheme: dark) { .x { fill: 1; } .y { fill: 2; } }</style>"
+    )
     assert light == "<style>a {b} </style>"
     assert dark == "<style>a {b}  .x { fill: 1; } .y { fill: 2; } </style>"
     assert in_both_schemes("<svg/>") == ("<svg/>", "<svg/>")
@@ -167,7 +194,9 @@ def test_recipes_that_replace_a_node_use_the_other_component():
 
 def test_a_component_page_survives_pipes_and_brackets():
     metrics = {"rewards.overlong": (Metric("x", "1", "|a| [b] <c>"),)}
-    text = component_page("rewards.overlong", BUILTIN["rewards.overlong"], {}, metrics, [], {"2503.14476": "papers/dapo.md"})
+    text = component_page(
+        "rewards.overlong", BUILTIN["rewards.overlong"], {}, metrics, [], {"2503.14476": "papers/dapo.md"}
+    )
     assert r"| `x` | 1 | \|a\| \[b\] \<c\> |" in text
     assert "([page](../papers/dapo.md))" in text
     assert "No shipped graph" in text

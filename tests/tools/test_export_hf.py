@@ -7,22 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import Checkpoints
-from pipeline.commands.train import train
-from pipeline.compose import build_experiment, compose
-from pipeline.payloads import Weights
+from pipeline.app.commands.train import train
+from pipeline.core.payloads import Weights
+from pipeline.run.checkpoint import Checkpoints
+from pipeline.run.compose import build_experiment, compose
 
 TOOL = Path(__file__).parents[2] / "tools" / "export_hf"
 
 
 def export(*arguments):
-    return subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    settings = ["recipe=toy_grpo", "prompts.batch=2", "evaluator.num_problems=2", "run.iterations=2", "run.wandb.mode=disabled"]
+    settings = [
+        "recipe=toy_grpo",
+        "prompts.batch=2",
+        "evaluator.num_problems=2",
+        "run.iterations=2",
+        "run.wandb.mode=disabled",
+    ]
     train(build_experiment(compose([*settings, f"run.root={root}", "run.name=toy"])))
     return root / "toy"
 

@@ -8,5 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_documentation_is_current() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "update_docs"), "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "update_docs"), "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

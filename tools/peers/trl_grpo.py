@@ -2,8 +2,8 @@
 
     python trl_grpo.py MODEL_DIR PROMPTS.json RESULT.json
 
-PROMPTS.json holds {"prompts": [{"prompt", "answer"}], "group", "max_tokens", "lr", "iterations", "batch"}; RESULT.json gets the
-wall-clock and CPU seconds of each iteration and the tokens of each rollout batch.
+PROMPTS.json holds {"prompts": [{"prompt", "answer"}], "group", "max_tokens", "lr", "iterations", "batch"}; RESULT.json
+gets the wall-clock and CPU seconds of each iteration and the tokens of each rollout batch.
 """
 
 import json
@@ -86,7 +86,9 @@ def main():
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     lengths = [entry.get("completions/mean_length", 0.0) for entry in log]
     rewards = [entry["reward"] for entry in log]
-    Path(result_file).write_text(json.dumps({"wall": wall, "cpu": cpu, "tokens": [n * rows for n in lengths], "rewards": rewards}))
+    Path(result_file).write_text(
+        json.dumps({"wall": wall, "cpu": cpu, "tokens": [n * rows for n in lengths], "rewards": rewards})
+    )
 
 
 if __name__ == "__main__":

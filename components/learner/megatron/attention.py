@@ -1,7 +1,7 @@
 """Attention, rotary angles and norms for megatron-core layers on packed sequences and shared-prefix trees.
 
-The attention itself is that of components.learner.attention, so packed batches mean the same for every learner. What is added here
-is how its layout travels through megatron-core, and how it is cut over context-parallel ranks.
+The attention itself is that of components.learner.packing.attention, so packed batches mean the same for every learner.
+What is added here is how its layout travels through megatron-core, and how it is cut over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from components.learner.attention import Layout, make_layout, packed_attention
-from components.learner.packing import PackedBatch
-from pipeline.jagged import Jagged
+from components.learner.packing.attention import Layout, make_layout, packed_attention
+from components.learner.packing.pack import PackedBatch
+from pipeline.core.jagged import Jagged
 
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """A layout on its way to the attention of each layer, recomputed activations included.
 
-    megatron-core hands its packed parameters through unread unless `qkv_format` is "thd", for which it would turn positions itself.
+    megatron-core hands its packed parameters through unread unless `qkv_format` is "thd", for which it would turn
+    positions itself.
     """
 
     qkv_format: str = "creditgraph"
@@ -73,7 +74,11 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
     size = layout.total // context
     start, stop = context_rank * size, (context_rank + 1) * size
     return Inputs(
-        input_ids=ids[:, start:stop], position_ids=positions[:, start:stop], layout=_cut(layout, start, stop), start=start, stop=stop
+        input_ids=ids[:, start:stop],
+        position_ids=positions[:, start:stop],
+        layout=_cut(layout, start, stop),
+        start=start,
+        stop=stop,
     )
 
 
@@ -114,7 +119,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self.group = pg_collection.cp
-        self.scale = (softmax_scale or 1.0 / math.sqrt(config.kv_channels)) * config.rope_attention_scalings[layer_number - 1] ** 2
+        self.scale = (softmax_scale or 1.0 / math.sqrt(config.kv_channels)) * config.rope_attention_scalings[
+            layer_number - 1
+        ] ** 2
         self.window = config.attention_windows[layer_number - 1]
 
     def forward(
@@ -129,7 +136,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Without a layout, plain causal attention."""
         if self.group.size() > 1:
-            # Each rank keeps its own queries and sees the keys and values of all: the backward pass sums and scatters their gradients.
+            # Each rank keeps its own queries and sees the keys and values of all: the backward pass sums and scatters
+            # their gradients.
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self.group)
                 for x in (key, value)
@@ -158,7 +166,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Each rank sees its part of the tokens; marked weights have their gradients summed over the tensor-parallel ranks.
+        # Each rank sees its part of the tokens; marked weights have their gradients summed over the tensor-parallel
+        # ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -169,7 +178,12 @@ class PackedGPTModel(GPTModel):  # type: ignore[misc]
     """[formulas, D / 2]; OLMo-3 has one for layers with a sliding window and one for the others"""
 
     def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None = None, padding_mask: Any = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None = None,
+        padding_mask: Any = None,
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)

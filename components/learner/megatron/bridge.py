@@ -1,8 +1,9 @@
 """Hugging Face configurations and weights to megatron-core's and back, on top of mbridge's tables.
 
-mbridge knows which Hugging Face tensors make up which parameter and how they are merged. Its own building, loading and saving are
-not used: they want TransformerEngine and CUDA, read `rope_theta` where transformers 5 keeps `rope_parameters`, hang all ranks when one
-cannot read its file, and write the weight tying of one model into a table shared by all.
+mbridge knows which Hugging Face tensors make up which parameter and how they are merged. Its own building, loading and
+saving are not used: they want TransformerEngine and CUDA, read `rope_theta` where transformers 5 keeps
+`rope_parameters`, hang all ranks when one cannot read its file, and write the weight tying of one model into a table
+shared by all.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from components.learner.megatron.attention import LayerRopeAttention, PackedAttention, PackedGPTModel, RMSNorm
-from components.learner.megatron.olmo import OlmoBridge, adapt
-from pipeline.errors import ConfigError, DataError
+from components.learner.megatron.families.olmo import OlmoBridge, adapt
+from pipeline.core.errors import ConfigError, DataError
 
 # The padded vocabulary is a multiple of this times the tensor-parallel ranks: whole tiles for tensor cores.
 VOCAB_MULTIPLE = 8
@@ -42,7 +43,8 @@ class LocalBridge:
         super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
-        # Local layers keep norms by themselves; TransformerEngine fuses them with the matrix behind, as mbridge expects.
+        # Local layers keep norms by themselves; TransformerEngine fuses them with the matrix behind, as mbridge
+        # expects.
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]
@@ -72,7 +74,9 @@ def make_bridge(hf_config: Any, dtype: torch.dtype, tensor: int, settings: dict[
     layers = layer_types(config)
     bridge.config.rope_slots = [kinds.index(kind) if kind in kinds else 0 for kind in layers]
     bridge.config.rope_attention_scalings = [scalings[slot] for slot in bridge.config.rope_slots]
-    bridge.config.attention_windows = [config.sliding_window if kind == "sliding_attention" else None for kind in layers]
+    bridge.config.attention_windows = [
+        config.sliding_window if kind == "sliding_attention" else None for kind in layers
+    ]
     return bridge
 
 
@@ -88,8 +92,12 @@ def rotary(config: Any, kind: str, parameters: dict[str, Any]) -> tuple[Tensor, 
 
     formula = parameters.get("rope_type", "default")
     if formula == "default":
-        return 1.0 / (parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)), 1.0
-    inverse, scaling = ROPE_INIT_FUNCTIONS[formula](config, torch.device("cpu"), **({"layer_type": kind} if kind else {}))
+        return 1.0 / (
+            parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        ), 1.0
+    inverse, scaling = ROPE_INIT_FUNCTIONS[formula](
+        config, torch.device("cpu"), **({"layer_type": kind} if kind else {})
+    )
     return inverse, float(scaling)
 
 
@@ -125,7 +133,9 @@ def _layer_spec(bridge: Any, transformer_engine: bool, stage: int | None) -> Any
     config, olmo = bridge.config, isinstance(bridge, OlmoBridge)
     # TransformerEngine fuses a norm before each matrix; OLMo's are behind.
     transformer_engine = transformer_engine and not olmo
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
+    )
     if not transformer_engine:
         spec.layer_norm = RMSNorm
     for layer in spec.layer_specs:
@@ -136,7 +146,8 @@ def _layer_spec(bridge: Any, transformer_engine: bool, stage: int | None) -> Any
         if not transformer_engine:
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
             attention.q_layernorm, attention.k_layernorm = (
-                None if norm in (None, IdentityOp) else RMSNorm for norm in (attention.q_layernorm, attention.k_layernorm)
+                None if norm in (None, IdentityOp) else RMSNorm
+                for norm in (attention.q_layernorm, attention.k_layernorm)
             )
         if olmo:
             adapt(layer)
@@ -165,7 +176,9 @@ def parts(bridge: Any, chunks: list[Any]) -> list[Part]:
 def expected(bridge: Any, own: list[Part]) -> dict[str, tuple[int, ...]]:
     """Shapes of the whole model's tensors by Hugging Face name. Layers are alike, so one rank's layer tells all."""
     wide = (bridge.vocab_size, bridge.hf_config.hidden_size)
-    out: dict[str, tuple[int, ...]] = {hf: wide[1:] if "norm" in name else wide for name, hf in bridge._DIRECT_MAPPING.items()}
+    out: dict[str, tuple[int, ...]] = {
+        hf: wide[1:] if "norm" in name else wide for name, hf in bridge._DIRECT_MAPPING.items()
+    }
     for part in own:
         for source, shape in zip(part.sources, _source_shapes(bridge, part), strict=True):
             head, found, rest = source.partition("model.layers.")
@@ -276,7 +289,9 @@ def check_architecture(config: Any, supported: tuple[str, ...]) -> list[str]:
     """Sentences why a transformers configuration has no counterpart here."""
     kind = getattr(config, "model_type", "unknown")
     if kind not in supported:
-        return [f"model type '{kind}' is not supported; wanted one of {', '.join(supported)}. Use learner.hf, or another model"]
+        return [
+            f"model type '{kind}' is not supported; wanted one of {', '.join(supported)}. Use learner.hf, or another model"
+        ]
     problems = []
     for key, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         found = getattr(config, key, wanted)
@@ -284,7 +299,10 @@ def check_architecture(config: Any, supported: tuple[str, ...]) -> list[str]:
             problems.append(f"{key} is {found!r}; wanted {wanted!r} for {kind}. Use learner.hf")
     ropes = {parameters.get("rope_type", "default") for parameters in rope_parameters(config).values()}
     unknown = sorted(ropes - {"default", "linear", "llama3", "yarn"})
-    return problems + [f"rope_type '{rope}' is not supported; wanted default, linear, llama3 or yarn. Use learner.hf" for rope in unknown]
+    return problems + [
+        f"rope_type '{rope}' is not supported; wanted default, linear, llama3 or yarn. Use learner.hf"
+        for rope in unknown
+    ]
 
 
 def unsupported(path: str, problems: list[str]) -> ConfigError:

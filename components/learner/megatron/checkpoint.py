@@ -1,7 +1,8 @@
 """Distributed checkpoints of megatron-core: every rank writes its shards, any other layout reads them.
 
-Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read at another.
-torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for the distributed
+Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read
+at another. torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for
+the distributed
 optimizer: state that exists before loading, loading without its step counters, and one step counter per parameter.
 """
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from components.learner.megatron.optimizer import MegatronOptimizer
-from pipeline.errors import RunError
+from pipeline.core.errors import RunError
 
 # Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -51,7 +52,8 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
 
     if not (folder / "metadata.json").is_file():
         raise RunError(
-            f"{folder}: no Megatron checkpoint (metadata.json is missing); wanted one that learner.megatron wrote. Resume with the learner "
+            f"{folder}: no Megatron checkpoint (metadata.json is missing); wanted one that learner.megatron wrote. "
+            "Resume with the learner "
             "that wrote the run, or start a new run."
         )
     _fill_state(optimizer)
@@ -64,7 +66,8 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
         reason = " ".join(str(error).split())[-300:]
         raise RunError(
             f"{folder}: the checkpoint does not fit this model or is damaged ({type(error).__name__}: …{reason}); "
-            "wanted one of the same architecture, complete. Resume with the model that wrote it, or from an earlier checkpoint."
+            "wanted one of the same architecture, complete. Resume with the model that wrote it, or from an earlier "
+            "checkpoint."
         ) from error
     state: dict[str, Any] = found["state"]
     optimizer.inner.load_state_dict(found["optimizer"])
@@ -88,7 +91,9 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading:
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
     of_optimizer = model["model"] if len(chunks) == 1 else model
-    return model | {"optimizer": optimizer.inner.sharded_state_dict(of_optimizer, is_loading=loading, metadata=metadata)}
+    return model | {
+        "optimizer": optimizer.inner.sharded_state_dict(of_optimizer, is_loading=loading, metadata=metadata)
+    }
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> list[Any]:
@@ -98,12 +103,15 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _fill_state(optimizer: MegatronOptimizer) -> None:
-    # A run whose steps were all skipped has moments too, zero ones; and a fresh optimizer must have the tensors that are loaded.
+    # A run whose steps were all skipped has moments too, zero ones; and a fresh optimizer must have the tensors that
+    # are loaded.
     for part in _torch_adams(optimizer):
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 if not part.optimizer.state[p]:
-                    part.optimizer.state[p].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    part.optimizer.state[p].update(
+                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                    )
         if hasattr(part, "_set_main_param_and_optimizer_states"):
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_into, part)
 

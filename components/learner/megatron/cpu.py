@@ -1,8 +1,9 @@
 """megatron-core without CUDA: what it asks of a CUDA device by name is answered by the CPU.
 
-megatron-core 0.16 names CUDA in some thirty places that a CPU run reaches: `device="cuda"`, `torch.cuda.current_device()`,
-`tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator. `megatron_on_cpu` answers those calls while it is open, and
-only when they come from a module of megatron; everyone else's CUDA calls fail as ever. With a CUDA device present it does nothing.
+megatron-core 0.16 names CUDA in some thirty places that a CPU run reaches: `device="cuda"`,
+`torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator.
+`megatron_on_cpu` answers those calls while it is open, and only when they come from a module of megatron; everyone
+else's CUDA calls fail as ever. With a CUDA device present it does nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ def megatron_on_cpu() -> Iterator[None]:
         patch(mock.patch.object(torch.cuda, "current_device", _for_megatron(torch.cuda.current_device, lambda: CPU)))
         # After pipeline communication and before a checkpoint; the CPU has nothing pending.
         patch(mock.patch.object(torch.cuda, "synchronize", _for_megatron(torch.cuda.synchronize, lambda *_: None)))
-        # The tracker of random states takes each region's state from the device generator: here the CPU's, so that recomputed
-        # activations draw the same numbers as the first time.
+        # The tracker of random states takes each region's state from the device generator: here the CPU's, so that
+        # recomputed activations draw the same numbers as the first time.
         patch(mock.patch.object(torch.cuda, "manual_seed", _for_megatron(torch.cuda.manual_seed, torch.manual_seed)))
-        patch(mock.patch.object(torch.cuda, "get_rng_state", _for_megatron(torch.cuda.get_rng_state, lambda *_: torch.get_rng_state())))
+        patch(
+            mock.patch.object(
+                torch.cuda, "get_rng_state", _for_megatron(torch.cuda.get_rng_state, lambda *_: torch.get_rng_state())
+            )
+        )
         patch(mock.patch.object(random, "_get_cuda_rng_state", _get_rng_state))
         patch(mock.patch.object(random, "_set_cuda_rng_state", _set_rng_state))
         patch(_Redirect())
@@ -70,7 +75,9 @@ class _Redirect(TorchFunctionMode):
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 def _from_megatron(depth: int) -> bool:

@@ -1,7 +1,8 @@
 """Log-probs and entropies over a vocabulary cut across tensor-parallel ranks, without whole logits.
 
-Each rank makes the logits of its part of the vocabulary one chunk of tokens at a time, in the forward pass and once more in the
-backward pass, and keeps four numbers per token: maximum, sum of exponentials, their logit-weighted sum and the target's logit.
+Each rank makes the logits of its part of the vocabulary one chunk of tokens at a time, in the forward pass and once
+more in the backward pass, and keeps four numbers per token: maximum, sum of exponentials, their logit-weighted sum and
+the target's logit.
 Ranks exchange those numbers, never logits: two reductions per call, whatever its length.
 """
 
@@ -41,16 +42,18 @@ def vocab_parallel_logprobs(
         true_vocab: entries of the vocabulary; rows beyond are padding and take no part. 0: all are entries.
         temperature: above 0.
         group: the tensor-parallel group; None when one rank holds the whole vocabulary.
-        reduce_hidden: sum the gradient of `hidden` over the group. False when something before does it, as the gather of sequence
-            parallel does.
+        reduce_hidden: sum the gradient of `hidden` over the group. False when something before does it, as the gather
+            of sequence parallel does.
         chunk: tokens per chunk; 0 takes `CHUNK_ELEMENTS` / (V / ranks).
 
     Returns:
-        log-probs [N] and entropies [N] in nats, float32, equal on all ranks; both carry gradients to `hidden` and `weight`.
+        log-probs [N] and entropies [N] in nats, float32, equal on all ranks; both carry gradients to `hidden` and
+        `weight`.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"vocab_parallel_logprobs: hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}; wanted [N, D] and [N]."
+            f"vocab_parallel_logprobs: hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}; wanted [N, D] "
+            "and [N]."
         )
     if temperature <= 0:
         raise ValueError(f"vocab_parallel_logprobs: temperature {temperature}; wanted a number above 0.")
@@ -60,7 +63,9 @@ def vocab_parallel_logprobs(
     local = targets.long() - vocab_start
     inside = (local >= 0) & (local < real)
     apply: Any = _VocabParallel.apply
-    logprobs, entropies = apply(hidden, weight, local.clamp(0, rows - 1), inside, real, temperature, group, reduce_hidden, size)
+    logprobs, entropies = apply(
+        hidden, weight, local.clamp(0, rows - 1), inside, real, temperature, group, reduce_hidden, size
+    )
     return logprobs, entropies
 
 
@@ -108,7 +113,9 @@ class _VocabParallel(torch.autograd.Function):
         shift = top - common
         scale = shift.exp()
         weighted = scale * (weighted + shift.clamp(min=PADDED) * total)
-        sums = _reduce(torch.stack([scale * total, weighted, chosen.masked_fill(~inside, 0.0)]), dist.ReduceOp.SUM, group)
+        sums = _reduce(
+            torch.stack([scale * total, weighted, chosen.masked_fill(~inside, 0.0)]), dist.ReduceOp.SUM, group
+        )
         log_total = sums[0].log()
         norms = log_total + common
         # H = log Σ exp z − Σ p z, with z relative to the maximum.

@@ -1,4 +1,5 @@
-"""`learner.megatron`: trains causal LMs cut over tensor, pipeline, context and data parallel ranks, on megatron-core."""
+"""`learner.megatron`: trains causal LMs cut over tensor, pipeline, context and data parallel ranks, on
+megatron-core."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.metrics import Mismatch, MismatchGuard
 from components.learner.objective import Meters, Objective
 from components.learner.optimizer import OptimizerSettings
-from components.learner.packing import PackedBatch
-from components.learner.rollout_pass import Outputs, RolloutPass, check_settings
-from pipeline.component import Component, Context, same_rows
-from pipeline.errors import RunError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Trajectories, Weights, check_aligned
+from components.learner.packing.pack import PackedBatch
+from components.learner.step import Outputs, RolloutPass, check_settings
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.errors import RunError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Trajectories, Weights, check_aligned
 
 
 class MegatronLearner(Component):
     """Policy-gradient steps as of `learner.hf`, on models cut over many ranks; the same losses, gradients and metrics.
 
-    One replica of the model takes tensor_parallel × pipeline_parallel × context_parallel ranks, neighbours in rank; the other
-    ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every mini-batch, in
-    micro-batches that go through the pipeline together; the objective runs on the last stage, on log-probs of whole trajectories.
+    One replica of the model takes tensor_parallel × pipeline_parallel × context_parallel ranks, neighbours in rank; the
+    other ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
+    mini-batch, in micro-batches that go through the pipeline together; the objective runs on the last stage, on
+    log-probs of whole trajectories.
     Trains all parameters: megatron-core has no LoRA of its own, and `learner.hf` has.
     """
 
@@ -58,8 +60,8 @@ class MegatronLearner(Component):
         distributed_optimizer: Literal["auto", "on", "off"] = "auto"
         """split float32 weights and moments over replicas; auto: on GPUs when there are several replicas"""
         micro_batch_tokens: int = 16384
-        """token budget of one micro-batch; lower it when memory runs out, the gradient stays the same. A pipeline of P stages wants
-        several times P micro-batches per step"""
+        """token budget of one micro-batch; lower it when memory runs out, the gradient stays the same. A pipeline of P
+        stages wants several times P micro-batches per step"""
         minibatches: int = 1
         """optimiser steps per epoch; prompts are split evenly among them, all trajectories of a prompt together"""
         epochs: int = 1
@@ -67,10 +69,11 @@ class MegatronLearner(Component):
         old_logprobs: Literal["engine", "recompute"] = "engine"
         """denominators of the ratios: what the engine reported, or this model's own before its first step"""
         skip_zero_rows: bool = True
-        """leave rows without any credit out of the passes when neither KL nor entropy bonus acts on them; same gradient, but
-        entropy, ratio and mismatch metrics then describe the other rows only"""
+        """leave rows without any credit out of the passes when neither KL nor entropy bonus acts on them; same
+        gradient, but entropy, ratio and mismatch metrics then describe the other rows only"""
         share_prefixes: bool = True
-        """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and gradient"""
+        """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss
+        and gradient"""
         mismatch: Mismatch = field(default_factory=Mismatch)
         """how far the engine's log-probs may be from the learner's"""
 
@@ -82,11 +85,14 @@ class MegatronLearner(Component):
                 raise ValueError(f"{', '.join(f'{n} {v}' for n, v in small.items())}; wanted at least 1 (1: not cut).")
             if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
                 raise ValueError(
-                    f"virtual_pipeline {self.virtual_pipeline} with pipeline_parallel 1; wanted several pipeline ranks to interleave. "
+                    f"virtual_pipeline {self.virtual_pipeline} with pipeline_parallel 1; wanted several pipeline ranks "
+                    "to interleave. "
                     "Set pipeline_parallel, or virtual_pipeline: 1."
                 )
             if self.sequence_parallel and self.tensor_parallel == 1:
-                raise ValueError("sequence_parallel with tensor_parallel 1; wanted tensor-parallel ranks to cut activations over.")
+                raise ValueError(
+                    "sequence_parallel with tensor_parallel 1; wanted tensor-parallel ranks to cut activations over."
+                )
 
     config: Config
 
@@ -175,7 +181,8 @@ class MegatronLearner(Component):
         """Refuses the state of another learner; `load_shards` brings the weights."""
         if set(state) != {"version"}:
             raise RunError(
-                f"learner.megatron: the checkpoint holds {', '.join(sorted(state))}; wanted the shards of learner.megatron. Resume "
+                f"learner.megatron: the checkpoint holds {', '.join(sorted(state))}; wanted the shards of "
+                "learner.megatron. Resume "
                 "with the learner that wrote the run, or start a new run."
             )
 
@@ -184,7 +191,9 @@ class MegatronLearner(Component):
         from components.learner.megatron.checkpoint import save_shards
 
         with megatron_on_cpu():
-            save_shards(folder, self.model.chunks, self.optimizer, {"version": self.version, "totals": dict(self.totals)})
+            save_shards(
+                folder, self.model.chunks, self.optimizer, {"version": self.version, "totals": dict(self.totals)}
+            )
 
     def load_shards(self, folder: Path) -> None:
         """Continues from `save_shards` of this or another layout."""
@@ -209,7 +218,12 @@ class _Pass(RolloutPass):
             totals=learner.totals,
             max_context=learner.max_context,
         )
-        self.model, self.reference, self.chunks, self.optimizer = learner.model, learner.reference, learner.chunks, learner.optimizer
+        self.model, self.reference, self.chunks, self.optimizer = (
+            learner.model,
+            learner.reference,
+            learner.chunks,
+            learner.optimizer,
+        )
         self.compute, self.busy, self.passed = learner.compute, 0.0, 0.0
 
     def score(self, pieces: list[Tensor], reference: bool) -> list[Jagged]:
@@ -222,7 +236,9 @@ class _Pass(RolloutPass):
             logprobs, _ = model.logprobs(hidden, batch, self.temperature)
             return hidden.new_zeros(()), logprobs
 
-        return run_schedule(model.chunks, model.forward, [self.pack(p) for p in pieces], consume, self.context.device, train=False)
+        return run_schedule(
+            model.chunks, model.forward, [self.pack(p) for p in pieces], consume, self.context.device, train=False
+        )
 
     def accumulate(self, pieces: list[Tensor], denominators: Tensor, meters: Meters) -> Tensor:
         """Gradients are summed over replicas at the end."""

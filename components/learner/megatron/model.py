@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from components.learner.attention import Gather
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.head import vocab_parallel_logprobs
-from components.learner.packing import PackedBatch
+from components.learner.packing.attention import Gather
+from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config, resolve_model_path
-from pipeline.component import ModelSpec
-from pipeline.errors import DataError
-from pipeline.jagged import Jagged
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import DataError
+from pipeline.core.jagged import Jagged
 
 SUPPORTED = ("qwen2", "qwen3", "llama", "olmo2", "olmo3")
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # Attention scores only: little time, and the one activation that grows with the square of the length where no flash kernel runs.
+    # Attention scores only: little time, and the one activation that grows with the square of the length where no flash
+    # kernel runs.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     # Every layer keeps its input only: least memory, about a third more time.
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -69,7 +70,9 @@ class Layout:
 
         problems = self._counts(world) + (check_architecture(config, SUPPORTED) or self._cuts(config))
         if problems:
-            raise unsupported(path or getattr(config, "_name_or_path", "") or getattr(config, "model_type", "?"), problems)
+            raise unsupported(
+                path or getattr(config, "_name_or_path", "") or getattr(config, "model_type", "?"), problems
+            )
 
     def _counts(self, world: int) -> list[str]:
         sizes = (self.tensor, self.pipeline, self.virtual_pipeline, self.context, self.expert)
@@ -78,35 +81,52 @@ class Layout:
         out = []
         if world % self.model_size:
             out.append(
-                f"{world} ranks cannot be cut into replicas of tensor_parallel {self.tensor} × pipeline_parallel {self.pipeline} × "
-                f"context_parallel {self.context} = {self.model_size}; wanted a multiple. Start {self.model_size} ranks or "
+                f"{world} ranks cannot be cut into replicas of tensor_parallel {self.tensor} × pipeline_parallel "
+                f"{self.pipeline} × "
+                f"context_parallel {self.context} = {self.model_size}; wanted a multiple. Start {self.model_size} "
+                "ranks or "
                 f"{2 * self.model_size}, or lower one of the three"
             )
         if self.sequence and self.tensor == 1:
-            out.append("sequence_parallel cuts activations over tensor-parallel ranks, but tensor_parallel is 1; set it to false")
+            out.append(
+                "sequence_parallel cuts activations over tensor-parallel ranks, but tensor_parallel is 1; set it to "
+                "false"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            out.append(f"virtual_pipeline {self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel is 1; set it to 1")
+            out.append(
+                f"virtual_pipeline {self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel is 1; "
+                "set it to 1"
+            )
         if self.expert > 1:
-            out.append(f"expert_parallel {self.expert} cuts experts of a mixture, but the supported models are dense; set it to 1")
+            out.append(
+                f"expert_parallel {self.expert} cuts experts of a mixture, but the supported models are dense; set it "
+                "to 1"
+            )
         return out
 
     def _cuts(self, config: Any) -> list[str]:
         tp, out = self.tensor, []
         heads, groups = config.num_attention_heads, config.num_key_value_heads
-        works = [n for n in _divisors(heads) if (groups % n == 0 or n % groups == 0) and config.intermediate_size % n == 0]
+        works = [
+            n for n in _divisors(heads) if (groups % n == 0 or n % groups == 0) and config.intermediate_size % n == 0
+        ]
         if config.model_type.startswith("olmo"):  # its norm over all key heads needs each of them on one rank only
             works = [n for n in works if groups % n == 0]
         if tp not in works:
             out.append(
                 f"tensor_parallel {tp} does not fit {heads} attention heads, {groups} key-value heads and MLPs of "
-                f"{config.intermediate_size}; it must divide the first and the last, and divide or be a multiple of the second. "
+                f"{config.intermediate_size}; it must divide the first and the last, and divide or be a multiple of "
+                "the second. "
                 f"These work: {', '.join(map(str, works))}"
             )
         stages, layers = self.pipeline * self.virtual_pipeline, config.num_hidden_layers
         if layers < stages:
             what = f"pipeline_parallel {self.pipeline}"
             what += f" × virtual_pipeline {self.virtual_pipeline} = {stages}" if self.virtual_pipeline > 1 else ""
-            out.append(f"{what} stages, but the model has {layers} layers; wanted at most {layers} stages, at least one layer in each")
+            out.append(
+                f"{what} stages, but the model has {layers} layers; wanted at most {layers} stages, at least one layer "
+                "in each"
+            )
         return out
 
     def stages(self, layers: int) -> list[int]:
@@ -156,8 +176,8 @@ def init_parallel(layout: Layout, seed: int = 0) -> None:
         # A second set of groups for CPU tensors, which the first already carries without CUDA.
         create_gloo_process_groups=torch.cuda.is_available(),
     )
-    # Nothing here draws from these streams (no dropout, weights are loaded), but megatron-core wants them to exist. On a CPU its
-    # "CUDA" generator is the default one, which is left as it was.
+    # Nothing here draws from these streams (no dropout, weights are loaded), but megatron-core wants them to exist. On
+    # a CPU its "CUDA" generator is the default one, which is left as it was.
     keep = contextlib.nullcontext() if torch.cuda.is_available() else torch.random.fork_rng(devices=[])
     with megatron_on_cpu(), keep:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -244,8 +264,8 @@ class MegatronModel:
     def load(self, path: str) -> None:
         """Reads this rank's part of a safetensors checkpoint, one tensor at a time.
 
-        Raises DataError for a checkpoint of another architecture, a truncated file, and missing or surplus tensors; every rank reads
-        for itself, so no rank waits for one that failed.
+        Raises DataError for a checkpoint of another architecture, a truncated file, and missing or surplus tensors;
+        every rank reads for itself, so no rank waits for one that failed.
         """
         from components.learner.megatron.bridge import expected, fill, parts
 
@@ -253,7 +273,9 @@ class MegatronModel:
         files = tensor_files(path)
         place = f"model folder {path}"
         _check_tensors(place, files, expected(self.bridge, own))
-        wanted = sorted({source for part in own for source in part.sources}, key=lambda name: (str(files[name][0]), name))
+        wanted = sorted(
+            {source for part in own for source in part.sources}, key=lambda name: (str(files[name][0]), name)
+        )
         with megatron_on_cpu():
             fill(self.bridge, own, _read(wanted, files))
 
@@ -307,11 +329,13 @@ class MegatronModel:
         weight: Tensor = chunk.shared_embedding_or_output_weight() if shared else chunk.output_layer.weight
         return weight
 
-    def logprobs(self, hidden: Tensor, batch: PackedBatch, temperature: float = 1.0, chunk: int = 0) -> tuple[Jagged, Jagged]:
+    def logprobs(
+        self, hidden: Tensor, batch: PackedBatch, temperature: float = 1.0, chunk: int = 0
+    ) -> tuple[Jagged, Jagged]:
         """On the last stage: log-probs and entropies of the batch's response tokens, float32, with gradient.
 
-        They are whole on every tensor-parallel and context-parallel rank; each context-parallel rank's gradient is that of its own tokens,
-        to be summed over them like data-parallel ones.
+        They are whole on every tensor-parallel and context-parallel rank; each context-parallel rank's gradient is that
+        of its own tokens, to be summed over them like data-parallel ones.
 
         Args:
             hidden: [s, 1, D] from `forward`.
@@ -323,14 +347,18 @@ class MegatronModel:
 
         with megatron_on_cpu():
             if self.layout.sequence:
-                hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.bridge.mpu.tp_group)
+                hidden = gather_from_sequence_parallel_region(
+                    hidden, tensor_parallel_output_grad=True, group=self.bridge.mpu.tp_group
+                )
             hidden = hidden.flatten(0, 1)
             own = self._own_pairs(batch)
             if own is None and batch.bags is not None and len(hidden) == len(batch.bags[1]):
                 gather: Any = Gather.apply
                 chosen = gather(hidden, batch.predict, *batch.bags)
             else:
-                chosen = hidden.index_select(0, batch.predict if own is None else batch.predict[own] - self.inputs(batch).start)
+                chosen = hidden.index_select(
+                    0, batch.predict if own is None else batch.predict[own] - self.inputs(batch).start
+                )
             weight = self.head_weight()
             found = vocab_parallel_logprobs(
                 chosen,
@@ -380,7 +408,10 @@ def tensor_files(path: str) -> dict[str, tuple[Path, tuple[int, ...]]]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DataError(f"model folder {folder}: no *.safetensors; wanted weights in that format. Convert them with save_pretrained.")
+        raise DataError(
+            f"model folder {folder}: no *.safetensors; wanted weights in that format. Convert them with "
+            "save_pretrained."
+        )
     out: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in files:
         try:
@@ -403,22 +434,29 @@ def _read(names: list[str], files: dict[str, tuple[Path, tuple[int, ...]]]) -> I
                     yield name, opened.get_tensor(name)
 
 
-def _check_tensors(place: str, found: dict[str, tuple[Path, tuple[int, ...]]], wanted: dict[str, tuple[int, ...]]) -> None:
+def _check_tensors(
+    place: str, found: dict[str, tuple[Path, tuple[int, ...]]], wanted: dict[str, tuple[int, ...]]
+) -> None:
     from components.learner.megatron.bridge import TIED_HEAD, missing_text, shape_text
 
     missing = sorted(wanted.keys() - found.keys())
     # Old checkpoints carry rotary buffers, and some a copy of a tied head.
-    surplus = sorted(name for name in found.keys() - wanted.keys() if not name.endswith("rotary_emb.inv_freq") and name != TIED_HEAD)
+    surplus = sorted(
+        name for name in found.keys() - wanted.keys() if not name.endswith("rotary_emb.inv_freq") and name != TIED_HEAD
+    )
     if missing and surplus:
         raise DataError(
-            f"{place}: weights of another architecture: they hold {surplus[0]}, which the model does not have, and lack {missing[0]}. "
+            f"{place}: weights of another architecture: they hold {surplus[0]}, which the model does not have, and "
+            f"lack {missing[0]}. "
             "config.json and weights must belong together."
         )
     if missing:
         raise DataError(missing_text(place, missing))
     if surplus:
         shown = ", ".join(surplus[:3]) + (f" and {len(surplus) - 3} more" if len(surplus) > 3 else "")
-        raise DataError(f"{place}: tensors {shown} that the model does not have; config.json and weights must belong together.")
+        raise DataError(
+            f"{place}: tensors {shown} that the model does not have; config.json and weights must belong together."
+        )
     for name, shape in wanted.items():
         if found[name][1] != shape:
             raise DataError(shape_text(place, name, found[name][1], shape))

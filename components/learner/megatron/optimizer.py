@@ -1,8 +1,8 @@
 """AdamW of megatron-core with the settings, the schedule and the skipped steps of `components.learner.optimizer`.
 
-megatron-core keeps float32 main weights for narrower parameters, sums gradients over data-parallel replicas in float32 and, as the
-distributed optimizer, splits main weights and moments over them. Left to itself it would decay norms and biases (its own multipliers
-act only through its own scheduler) and take a step on a NaN; both are done here.
+megatron-core keeps float32 main weights for narrower parameters, sums gradients over data-parallel replicas in float32
+and, as the distributed optimizer, splits main weights and moments over them. Left to itself it would decay norms and
+biases (its own multipliers act only through its own scheduler) and take a step on a NaN; both are done here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return [DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
+    return [
+        DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -50,7 +53,12 @@ class MegatronOptimizer:
     """
 
     def __init__(
-        self, chunks: list[nn.Module], settings: OptimizerSettings, total_steps: int, dtype: torch.dtype, distributed: bool
+        self,
+        chunks: list[nn.Module],
+        settings: OptimizerSettings,
+        total_steps: int,
+        dtype: torch.dtype,
+        distributed: bool,
     ) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -69,7 +77,9 @@ class MegatronOptimizer:
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
         )
-        rule = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=lambda p, name: not self._decays(p, name)))
+        rule = ParamKey(
+            with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=lambda p, name: not self._decays(p, name))
+        )
         separate_gloo = torch.cuda.is_available()  # on a CPU the groups are gloo's already
         overrides: Any = {rule: {"wd_mult": 0.0}}
         self.inner: Any = get_megatron_optimizer(config, chunks, overrides, use_gloo_process_groups=separate_gloo)
@@ -85,7 +95,9 @@ class MegatronOptimizer:
 
     def _decays(self, parameter: Tensor, name: str) -> bool:
         # The same parameters as learner.hf: weight matrices without embedding and output head.
-        return self.settings.decay_all or (parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer")))
+        return self.settings.decay_all or (
+            parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
+        )
 
     def clear(self) -> None:
         """Forgets all gradients; call before the passes of a step."""

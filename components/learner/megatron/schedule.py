@@ -1,8 +1,8 @@
 """Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, forward-only passes, agreement of ranks.
 
-Micro-batches have any lengths: stages tell each other the shape of what they send. Replicas may run different numbers of them, since
-gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is filled up with one-token
-micro-batches of weight zero, and so is a replica without rows.
+Micro-batches have any lengths: stages tell each other the shape of what they send. Replicas may run different numbers
+of them, since gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is
+filled up with one-token micro-batches of weight zero, and so is a replica without rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.learner.packing import PackedBatch, pack
-from pipeline.jagged import Jagged
+from components.learner.packing.pack import PackedBatch, pack
+from pipeline.core.jagged import Jagged
 
 Forward = Callable[[nn.Module, PackedBatch], Tensor]
 Consume = Callable[[int, PackedBatch, Tensor], tuple[Tensor, Any]]
@@ -40,7 +40,12 @@ def num_fillers(count: int, pipeline: int, virtual: int) -> int:
 
 
 def run_schedule(
-    chunks: Sequence[nn.Module], forward: Forward, batches: Sequence[PackedBatch], consume: Consume, device: str, train: bool
+    chunks: Sequence[nn.Module],
+    forward: Forward,
+    batches: Sequence[PackedBatch],
+    consume: Consume,
+    device: str,
+    train: bool,
 ) -> list[Any]:
     """Forward, and with `train` backward, passes of all micro-batches.
 
@@ -48,7 +53,8 @@ def run_schedule(
         chunks: model chunks of this rank, in virtual pipeline order.
         forward: (chunk, micro-batch) → hidden states, between stages and at last.
         batches: micro-batches of this replica, the same on all its ranks.
-        consume: on the last stage, (index of the micro-batch, micro-batch, hidden states) → (loss, data). Not called for fillers.
+        consume: on the last stage, (index of the micro-batch, micro-batch, hidden states) → (loss, data). Not called
+            for fillers.
         device: of the fillers.
         train: accumulate gradients and finalise them over all ranks; otherwise run without gradient.
 
@@ -99,7 +105,9 @@ def from_last_stage(value: Tensor) -> Tensor:
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         value = value.contiguous().clone()
         dist.broadcast(
-            value, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
+            value,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
         )
     return value
 

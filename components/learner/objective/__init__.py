@@ -9,9 +9,11 @@ A learner calls, once per rollout batch and once per optimiser step:
         terms = loss_terms(part, objective)
         aggregate(terms.loss, part.mask, objective, denominators).backward()
 
-A learner that holds only its replica's part of the batch passes a sum over replicas to `prepare`, and sums `counts` with it.
+A learner that holds only its replica's part of the batch passes a sum over replicas to `prepare`, and sums `counts`
+with it.
 
-A new objective is one file with `terms` (and `prepare` when it needs statistics of the whole batch) and one line in `KINDS`.
+A new objective is one file with `terms` (and `prepare` when it needs statistics of the whole batch) and one line in
+`KINDS`.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class Kind:
 
     Attributes:
         terms: (inputs of some whole trajectories, settings) → per-token loss.
-        prepare: (inputs of the whole local batch with logprobs = old_logprobs, settings, sum over replicas) → inputs with further
-            `columns`, or with another mask. Runs without gradient before any optimiser step.
+        prepare: (inputs of the whole local batch with logprobs = old_logprobs, settings, sum over replicas) → inputs
+            with further `columns`, or with another mask. Runs without gradient before any optimiser step.
     """
 
     terms: Callable[[Inputs, Objective], Terms]
@@ -110,7 +112,8 @@ def loss_terms(inputs: Inputs, objective: Objective) -> Terms:
             raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
         penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, objective.kl.estimator)
         meters.mean("kl_reference", penalty, mask)
-        # Column "kl_weight" of the credit: a multiple of the coefficient per token (SCoRe holds first attempts back harder).
+        # Column "kl_weight" of the credit: a multiple of the coefficient per token (SCoRe holds first attempts back
+        # harder).
         per_token = inputs.columns.get("kl_weight")
         loss = loss + objective.kl.coefficient * (penalty if per_token is None else per_token.values * penalty)
     if inputs.entropies is not None:

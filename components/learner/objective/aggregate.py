@@ -7,10 +7,11 @@ With trained-token mask m, T_i = Σ_t m_{i,t}, B rows:
     seq_mean_token_sum    (1/B) Σ_i Σ_t m x
     constant              Σ_{i,t} m x / (B · L_max)        (Dr.GRPO, 2503.20783)
 
-Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted here
-locally, summed by the caller, and received back; a row with T_i = 0 adds nothing to the numerator. It still counts in B, unless
-`drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its mask set to False by
-the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the denominator already.)
+Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted
+here locally, summed by the caller, and received back; a row with T_i = 0 adds nothing to the numerator. It still counts
+in B, unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its
+mask set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the
+denominator already.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from components.learner.objective.config import Objective
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 
 def counts(mask: Jagged, objective: Objective) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.component import Ranks
-from pipeline.jagged import Jagged
+from pipeline.core.component import Ranks
+from pipeline.core.jagged import Jagged
 
 AllSum = Callable[[Tensor], Tensor]
 
@@ -31,7 +31,8 @@ class Inputs:
         mask: bool, True where the token is trained on.
         group: int64 [rows].
         old_entropies: float32, entropy of the sampling distribution.
-        entropies: float32, entropy of the current distribution, with gradient; None where it is not known (in `prepare`).
+        entropies: float32, entropy of the current distribution, with gradient; None where it is not known (in
+            `prepare`).
         reference_logprobs: float32, log-probs under the frozen reference model, or None without a KL term.
         columns: whatever per-token columns the credit carried or `prepare` added.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.errors import did_you_mean
+from pipeline.core.errors import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,8 @@ class KL:
     """Penalty that keeps the policy near the frozen initial model."""
 
     coefficient: float = 0.0
-    """weight of the penalty per token [1/nat], times column "kl_weight" of the credit if there is one; 0 switches it off and no reference
-    model is loaded"""
+    """weight of the penalty per token [1/nat], times column "kl_weight" of the credit if there is one; 0 switches it
+    off and no reference model is loaded"""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """per-token estimate of KL(π_θ ‖ π_ref) from the sampled token; see `kl.py`"""
 
@@ -38,7 +38,8 @@ class Trace:
     history: Literal["differentiated", "stop_gradient"] = "differentiated"
     """whether past tokens get a gradient through later ratios"""
     normalise: bool = False
-    """divide the loss by the mean gradient scale of the batch, so that learning rates compare with the token objective's"""
+    """divide the loss by the mean gradient scale of the batch, so that learning rates compare with the token
+    objective's"""
     min_advantage: float | None = None
     """lower bound of advantages (GRPO-λ uses −0.1); null is none"""
 
@@ -47,7 +48,8 @@ class Trace:
             raise ValueError(f"trace.decay is {self.decay}; wanted γλ between 0 and 1.")
         if not 0 <= self.floor <= 1 or (self.floor > 0) != (self.style == "weight_floor"):
             raise ValueError(
-                f"trace.floor is {self.floor} with style '{self.style}'; wanted above 0 and at most 1 for 'weight_floor', 0 for the others."
+                f"trace.floor is {self.floor} with style '{self.style}'; wanted above 0 and at most 1 for "
+                "'weight_floor', 0 for the others."
             )
 
 
@@ -82,7 +84,8 @@ class Objective:
     dual_clip: float = 0.0
     """for negative advantages the loss stops growing beyond this ratio (3 is usual); 0 is off"""
     sequence_form: Literal["sequence", "token"] = "sequence"
-    """of kinds "sequence" and "gated_sequence": "token" lets each token's own advantage scale its gradient (GSPO-token)"""
+    """of kinds "sequence" and "gated_sequence": "token" lets each token's own advantage scale its gradient
+    (GSPO-token)"""
     trace: Trace = field(default_factory=Trace)
     """settings of kind "trace" alone"""
     entropy_mask: EntropyMask = field(default_factory=EntropyMask)
@@ -106,19 +109,25 @@ class Objective:
         if self.kind not in KINDS and ":" not in self.kind:
             raise ValueError(f"kind '{self.kind}' is not an objective.{did_you_mean(self.kind, KINDS)}")
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
-            raise ValueError(f"clip_low {self.clip_low}, clip_high {self.clip_high}; wanted 0 ≤ clip_low ≤ 1 and clip_high ≥ 0.")
+            raise ValueError(
+                f"clip_low {self.clip_low}, clip_high {self.clip_high}; wanted 0 ≤ clip_low ≤ 1 and clip_high ≥ 0."
+            )
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip is {self.dual_clip}; wanted 0 (off) or a ratio above 1 + clip_high = {1 + self.clip_high}.")
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}; wanted 0 (off) or a ratio above 1 + clip_high = {1 + self.clip_high}."
+            )
         mask = self.entropy_mask
         if self.kind == "trace" and mask.keep < 1 and (mask.where, mask.denominator) == ("loss", "kept"):
             raise ValueError(
-                "entropy_mask.where 'loss' with denominator 'kept' takes masked tokens out of the credit mask, which also masks the trace; "
+                "entropy_mask.where 'loss' with denominator 'kept' takes masked tokens out of the credit mask, which "
+                "also masks the trace; "
                 "set where: trace_and_loss, or denominator: all."
             )
         if self.importance_cap < 0:
             raise ValueError(f"importance_cap is {self.importance_cap}; wanted 0 (off) or a positive weight such as 2.")
         if (self.aggregate == "constant") != (self.constant_length > 0):
             raise ValueError(
-                f"aggregate '{self.aggregate}' with constant_length {self.constant_length}: 'constant' divides by B·constant_length and "
+                f"aggregate '{self.aggregate}' with constant_length {self.constant_length}: 'constant' divides by "
+                "B·constant_length and "
                 "needs it above 0 (the response budget); the others do not use it, leave it at 0."
             )

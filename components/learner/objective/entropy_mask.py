@@ -1,7 +1,7 @@
 """Which tokens have high entropy: H_t ≥ τ, τ the k-th largest entropy of the scope, k = ⌈keep·n⌉ (ties are all kept).
 
-Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy tokens out of
-the eligibility trace [R]. H is the entropy of the sampling distribution; n counts trained tokens.
+Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy
+tokens out of the eligibility trace [R]. H is the entropy of the sampling distribution; n counts trained tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from components.learner.objective.base import AllSum, Inputs
 from components.learner.objective.config import EntropyMask
-from pipeline.jagged import Jagged
-from pipeline.payloads import known_entropies
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import known_entropies
 
 COLUMN = "high_entropy"
 

@@ -1,8 +1,8 @@
 """Per-token estimates of KL(π_θ ‖ π_ref) from one sampled token (Schulman, "Approximating KL divergence", 2020).
 
-With d = log π_θ − log π_ref:  k1 = d;  k2 = d²/2;  k3 = e^{−d} − 1 + d.
-k1 and k3 are unbiased in value; k3 is never negative. As losses differ: the gradient of k1 has mean zero on-policy (it does not
-pull at all), k2's is the unbiased gradient of the KL, k3's is (1 − e^{−d})∇log π_θ, that of the reverse direction.
+With d = log π_θ − log π_ref:  k1 = d;  k2 = d²/2;  k3 = e^{−d} − 1 + d. k1 and k3 are unbiased in value; k3 is never
+negative. As losses differ: the gradient of k1 has mean zero on-policy (it does not pull at all), k2's is the unbiased
+gradient of the KL, k3's is (1 − e^{−d})∇log π_θ, that of the reverse direction.
 """
 
 from __future__ import annotations

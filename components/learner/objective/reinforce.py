@@ -1,6 +1,7 @@
 """REINFORCE: −A log π_θ(y_t). No ratio and no clip.
 
-Source: RRPO/SRPO (2605.25507) [P]. On-policy its gradient equals that of the token objective; off-policy it is not corrected.
+Source: RRPO/SRPO (2605.25507) [P]. On-policy its gradient equals that of the token objective; off-policy it is not
+corrected.
 """
 
 from __future__ import annotations

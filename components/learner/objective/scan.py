@@ -1,8 +1,8 @@
 """Linear maps of whole rows, such as the decayed sum z_t = x_t + d·z_{t−1}: blocked, forward and backward, no loop over tokens.
 
-Rows are laid out in a [rows, width] grid, zero after a row's end, and cut into blocks of 64. Inside a block the scan is one matrix
-product with the triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same problem on rows 64 times
-shorter. The adjoint (the backward pass) is the same scan run from the end.
+Rows are laid out in a [rows, width] grid, zero after a row's end, and cut into blocks of 64. Inside a block the scan is
+one matrix product with the triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same
+problem on rows 64 times shorter. The adjoint (the backward pass) is the same scan run from the end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 BLOCK = 64
 
-# (grid [rows, width], reverse) ↦ another such grid: a linear map of each row, or its transpose. It must not change its argument.
+# (grid [rows, width], reverse) ↦ another such grid: a linear map of each row, or its transpose. It must not change its
+# argument.
 RowMap = Callable[[Tensor, bool], Tensor]
 
 

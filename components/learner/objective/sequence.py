@@ -3,9 +3,9 @@
 Source: GSPO (2507.18071), clip 3e-4/4e-4, four mini-batches, no KL [P]. `sequence_form: token` is GSPO-token:
 s_t = sg[s]·π_θ(y_t)/sg[π_θ(y_t)], the same value with a gradient that each token's own advantage scales.
 
-The gated form takes the mean over gated tokens only, exp(Σ g l / Σ g) with g = column "gate" of the credit times the mask (2605.05226,
-used with IBPO 2605.16302) [P]; without such a column the gate is the mask and both forms agree. A row whose gate is empty has ratio 1
-and no gradient.
+The gated form takes the mean over gated tokens only, exp(Σ g l / Σ g) with g = column "gate" of the credit times the
+mask (2605.05226, used with IBPO 2605.16302) [P]; without such a column the gate is the mask and both forms agree. A row
+whose gate is empty has ratio 1 and no gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _terms(inputs: Inputs, objective: Objective, gate: Tensor) -> Terms:
     mask, advantage = inputs.mask.values, inputs.advantage.values
     log_ratio = inputs.logprobs.values - inputs.old_logprobs.values
     share = gate.float() / inputs.mask.spread(inputs.mask.with_values(gate).sum().clamp(min=1)).values
-    # where, not a product: a masked token may hold inf. Summed in float64 so that a row's cut from its batch changes no bit.
+    # where, not a product: a masked token may hold inf. Summed in float64 so that a row's cut from its batch changes no
+    # bit.
     weighted = torch.where(gate, log_ratio, 0.0).double() * share
     mean = inputs.mask.spread(inputs.mask.with_values(weighted).sum()).values.float()
     if objective.sequence_form == "token":

@@ -1,9 +1,9 @@
 """Shaped probability on chosen tokens, the token ratio elsewhere: −f(p_t) A with f(p) = p/(p + γ), p_t = π_θ(y_t), no ratio and no clip.
 
-Source: Critique-GRPO (2506.03106) with γ = 0.1 on refinement tokens [S, and the authors' released code: f(π_θ) takes the place of the
-ratio and carries the gradient]. Column "shaping" of the credit holds γ per token, 0 for tokens of the ratio. The gradient is
-A γ p/(p + γ)² ∇log p: largest at p = γ, small for tokens that are likely already and for very unlikely ones. Without the column,
-or with zeros, this is the token objective.
+Source: Critique-GRPO (2506.03106) with γ = 0.1 on refinement tokens [S, and the authors' released code: f(π_θ) takes
+the place of the ratio and carries the gradient]. Column "shaping" of the credit holds γ per token, 0 for tokens of the
+ratio. The gradient is A γ p/(p + γ)² ∇log p: largest at p = γ, small for tokens that are likely already and for very
+unlikely ones. Without the column, or with zeros, this is the token objective.
 """
 
 from __future__ import annotations

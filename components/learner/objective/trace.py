@@ -15,9 +15,10 @@ Where the clip acts (`clip`):
     eps_weight     W_t·min(ρ_t A, clip(ρ_t) A), W_k = Σ_{t≥k} w(t,k)                    [R]
 
 The equations of P-trace and S-trace are not public in a form we could read; P-A is our reading of "partial trust-region
-preservation": the trust region holds on the current ratio, history enters as a decayed importance weight. λ = 0 gives the token
-objective in every placement but `inside`. S-trace puts m^H_t·l_t in place of l_t in the history, m^H the mask of high entropy.
-With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, decay from the end, is another method.
+preservation": the trust region holds on the current ratio, history enters as a decayed importance weight. λ = 0 gives
+the token objective in every placement but `inside`. S-trace puts m^H_t·l_t in place of l_t in the history, m^H the mask
+of high entropy. With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, decay from the end, is
+another method.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from components.learner.objective.config import Objective, Trace
 from components.learner.objective.entropy_mask import COLUMN
 from components.learner.objective.ratio import clipped_loss, ratio_meters, safe_exp
 from components.learner.objective.scan import map_rows, scan
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 SCALE_COLUMN, START_COLUMN = "trace_scale", "trace_start"
 
@@ -68,8 +69,8 @@ def _weigh(settings: Trace, past_only: bool, grid: Tensor, reverse: bool) -> Ten
 
 
 def _both(decay: float, x: Tensor) -> Tensor:
-    # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on. The m = ⌊t/2⌋ older tokens take d^{k−1}, a plain cumulative sum c, in place of what
-    # the decayed sum z gives them: y_t = z_t + c_m − d^{t−m} z_m, for the two t of each m.
+    # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on. The m = ⌊t/2⌋ older tokens take d^{k−1}, a plain cumulative sum c, in
+    # place of what the decayed sum z gives them: y_t = z_t + c_m − d^{t−m} z_m, for the two t of each m.
     half = x.shape[1] // 2
     powers = _powers(decay, half + 1, x)
     z = scan(decay, x, False)
@@ -206,7 +207,9 @@ def terms(inputs: Inputs, objective: Objective) -> Terms:
     return Terms(loss=inputs.logprobs.with_values(loss), meters=meters)
 
 
-def _placed(log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor, objective: Objective, meters: Meters) -> Tensor:
+def _placed(
+    log_ratio: Jagged, inputs: Inputs, advantage: Tensor, scale: Tensor, objective: Objective, meters: Meters
+) -> Tensor:
     settings, mask = objective.trace, inputs.mask.values
     if settings.clip == "inside":
         low, high = math.log(max(1 - objective.clip_low, 1e-8)), math.log(1 + objective.clip_high)

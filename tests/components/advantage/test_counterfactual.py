@@ -13,14 +13,23 @@ from hypothesis import strategies as st
 from components.advantage.counterfactual import Counterfactual, repair_share, shaping_statistics
 from components.advantage.edits import edited_tokens
 from components.advantage.group import GroupAdvantage
-from pipeline.errors import AlignmentError, GraphError
-from pipeline.graph import build_graph
+from pipeline.core.errors import AlignmentError, GraphError
+from pipeline.core.graph import build_graph
 
 GROUP = [7, 7, 7, 7]
 GRAPH = Path(__file__).parents[3] / "configs" / "graph" / "ibpo.yaml"
 
 
-def _run(toolbox, values, repairs, texts=("abcd", "abxd", "axxx", "aaaa"), group=GROUP, valid=None, revision_valid=None, **config):
+def _run(
+    toolbox,
+    values,
+    repairs,
+    texts=("abcd", "abxd", "axxx", "aaaa"),
+    group=GROUP,
+    valid=None,
+    revision_valid=None,
+    **config,
+):
     """`repairs`: (row repaired, text of the revision, whether it is right)."""
     trajectories = toolbox.trajectories(list(texts), group=list(group))
     revisions = toolbox.trajectories([text for _, text, _ in repairs], first_uid=5000)
@@ -86,7 +95,9 @@ def test_repair_share_by_hand_and_slow(reference):
     parent, right = torch.tensor([10, 10, 10, 20]), torch.tensor([True, False, True, False])
     assert repair_share(parent, right, torch.ones(4, dtype=torch.bool), uid).tolist() == pytest.approx([0, 2 / 3, 0])
     # A revision that could not be judged was tried and did not repair.
-    assert repair_share(parent, right, torch.tensor([False, True, True, True]), uid).tolist() == pytest.approx([0, 1 / 3, 0])
+    assert repair_share(parent, right, torch.tensor([False, True, True, True]), uid).tolist() == pytest.approx(
+        [0, 1 / 3, 0]
+    )
     g = torch.Generator().manual_seed(0)
     uid = torch.randperm(50, generator=g) * 10**10
     parent, right = uid[torch.randint(0, 50, (90,), generator=g)], torch.rand(90, generator=g) < 0.5
@@ -96,7 +107,9 @@ def test_repair_share_by_hand_and_slow(reference):
 
 def test_shaped_rewards_by_hand(toolbox):
     # r = 1, 0, 0, 0; s = –, 1/2, 0, –; λ = 0.6: R' = 1, .3, 0, 0; mean .325, squares (.675² + .025² + 2·.325²)/4.
-    out, metrics = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True), (1, "abxx", False), (2, "zzzz", False)], normalize="std_exact")
+    out, metrics = _run(
+        toolbox, [1, 0, 0, 0], [(1, "abcd", True), (1, "abxx", False), (2, "zzzz", False)], normalize="std_exact"
+    )
     std = math.sqrt((0.675**2 + 0.025**2 + 2 * 0.325**2) / 4)
     rows = out.credit.advantage.to_lists()
     assert rows[0] == pytest.approx([0.675 / std] * 4)
@@ -143,7 +156,12 @@ def test_the_bound_without_spread():
     assert shaping_statistics(correct.double(), correct.double(), zero, correct)["shaping_bound"] == 0
     same = shaping_statistics(torch.zeros(2), torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.bool))
     assert same["shaping_bound"] == 0
-    assert shaping_statistics(torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))["reward_var"] == 0
+    assert (
+        shaping_statistics(torch.zeros(0), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))[
+            "reward_var"
+        ]
+        == 0
+    )
 
 
 # --- identities ---
@@ -161,7 +179,9 @@ def test_no_wrong_trajectory_and_no_shaping_are_grpo(toolbox, normalize):
         out, _ = _run(toolbox, values, revised, normalize=normalize, **config)
         trajectories = toolbox.trajectories(["abcd", "abxd", "axxx", "aaaa"], group=GROUP)
         rewards = toolbox.rewards(trajectories.uid, values)
-        plain = toolbox.start(GroupAdvantage, normalize=normalize).run(trajectories=trajectories, rewards=rewards).credit
+        plain = (
+            toolbox.start(GroupAdvantage, normalize=normalize).run(trajectories=trajectories, rewards=rewards).credit
+        )
         assert out.credit.advantage.equal(plain.advantage)
         assert out.credit.mask.equal(plain.mask)
         assert out.credit.columns["gate"].values.all()
@@ -268,7 +288,10 @@ def test_revisions_join_as_positives_on_their_edits(toolbox):
     # "abxd" → "abcd" changes one token; "axxx" → "abc" changes b and c.
     assert out.credit.mask.to_lists()[4:] == [[False, False, True, False], [False, True, True]]
     # Reward 1 in a group with mean 1/4 and population variance 3/16: (3/4)/√(3/16) = √3.
-    assert out.credit.advantage.to_lists()[4:] == [pytest.approx([0, 0, math.sqrt(3), 0]), pytest.approx([0, math.sqrt(3), math.sqrt(3)])]
+    assert out.credit.advantage.to_lists()[4:] == [
+        pytest.approx([0, 0, math.sqrt(3), 0]),
+        pytest.approx([0, math.sqrt(3), math.sqrt(3)]),
+    ]
     # The prompt stays the one that was sampled from.
     assert out.trained.prompt_tokens.row(4).tolist() == [80]
     assert out.trained.parent.tolist()[4:] == [1001, 1002]

@@ -42,7 +42,11 @@ def test_an_unjudged_refinement_gets_nothing_and_changes_nothing(toolbox):
 
 def test_no_rows(toolbox):
     trajectories = toolbox.trajectories([])
-    credit = toolbox.start(CritiqueAdvantage).run(trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, [])).credit
+    credit = (
+        toolbox.start(CritiqueAdvantage)
+        .run(trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, []))
+        .credit
+    )
     assert len(credit) == 0
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from components.advantage.group import GroupAdvantage, group_advantage, training_mask, zero_groups
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
 
 ALL = torch.ones(4, dtype=torch.bool)
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)
@@ -75,7 +75,11 @@ def test_an_invalid_reward_leaves_its_group_untouched():
 def test_mask_covers_new_tokens_only():
     tokens = Jagged.from_rows([[1, 2, 3], [], [4, 5]], torch.int32)
     assert training_mask(tokens, torch.tensor([2, 0, 0])).to_lists() == [[False, False, True], [], [True, True]]
-    assert training_mask(tokens, torch.tensor([2, 0, 0]), mask_prefix=False).to_lists() == [[True] * 3, [], [True, True]]
+    assert training_mask(tokens, torch.tensor([2, 0, 0]), mask_prefix=False).to_lists() == [
+        [True] * 3,
+        [],
+        [True, True],
+    ]
 
 
 def test_the_component_spreads_and_logs(toolbox):
@@ -86,7 +90,9 @@ def test_the_component_spreads_and_logs(toolbox):
     assert credit.advantage.to_lists() == [[1, 1], [-1], [0, 0, 0], [0]]
     assert credit.mask.to_lists() == [[True, True], [True], [False, False, True], [True]]
     assert node.context.metrics == {"groups": 2, "zero_variance_share": 0.5, "reward_std": 0.25}
-    dropped = toolbox.start(GroupAdvantage, drop_zero_groups=True).run(trajectories=trajectories, rewards=rewards).credit
+    dropped = (
+        toolbox.start(GroupAdvantage, drop_zero_groups=True).run(trajectories=trajectories, rewards=rewards).credit
+    )
     assert dropped.mask.to_lists() == [[True, True], [True], [False] * 3, [False]]
 
 
@@ -103,4 +109,6 @@ def test_no_rows(toolbox):
 def test_rewards_of_other_rows_are_refused(toolbox):
     trajectories = toolbox.trajectories(["a", "b"])
     with pytest.raises(AlignmentError, match="describe different populations"):
-        toolbox.start(GroupAdvantage).run(trajectories=trajectories, rewards=toolbox.rewards(torch.tensor([1, 2]), [1.0, 0.0]))
+        toolbox.start(GroupAdvantage).run(
+            trajectories=trajectories, rewards=toolbox.rewards(torch.tensor([1, 2]), [1.0, 0.0])
+        )

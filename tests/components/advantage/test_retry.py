@@ -33,7 +33,13 @@ def test_stage_two_by_hand(toolbox):
     assert credit.columns["kl_weight"].to_lists() == [[1, 1], [1], [1, 1], [1]]
     assert credit.mask.values.all()
     assert metrics["stage"] == 2
-    assert metrics["first_correct"] == metrics["second_correct"] == metrics["turned_right"] == metrics["turned_wrong"] == 0.5
+    assert (
+        metrics["first_correct"]
+        == metrics["second_correct"]
+        == metrics["turned_right"]
+        == metrics["turned_wrong"]
+        == 0.5
+    )
     untrained, _, _, _ = _run(toolbox, [1, 0, 1, 0], train_first=False)
     assert untrained.advantage.to_lists() == [[0, 0], [0], [10.5, 10.5], [-10.5]]
 
@@ -74,7 +80,11 @@ def test_first_attempts_alone_are_plain_groups(toolbox):
 
 def test_no_rows(toolbox):
     trajectories = toolbox.trajectories([])
-    credit = toolbox.start(RetryAdvantage).run(trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, [])).credit
+    credit = (
+        toolbox.start(RetryAdvantage)
+        .run(trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, []))
+        .credit
+    )
     assert len(credit) == 0
 
 

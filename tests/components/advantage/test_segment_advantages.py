@@ -8,9 +8,9 @@ from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute, redistributed_rewards, segment_shares
 from components.advantage.segments import increments, segment_of_token, with_final
 from components.advantage.td import TDAdvantage, td_advantage, whitened
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, SegmentValues
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, SegmentValues
 
 
 def _random_case(seed=0, rows=40):
@@ -38,7 +38,9 @@ def case(toolbox):
 
 
 def _with_credit(toolbox, case, **settings):
-    credit = toolbox.start(GroupAdvantage, **settings).run(trajectories=case["trajectories"], rewards=case["rewards"]).credit
+    credit = (
+        toolbox.start(GroupAdvantage, **settings).run(trajectories=case["trajectories"], rewards=case["rewards"]).credit
+    )
     return {**case, "credit": credit}
 
 
@@ -103,7 +105,9 @@ def test_additive_by_hand_and_without_weight(toolbox, case):
     full = _with_credit(toolbox, case, normalize="mean")
     out = toolbox.start(AdditiveAdvantage).run(**full).credit
     ends, values = case["segments"].ends.to_lists(), case["values"].values.to_lists()
-    for row, before, cuts, v in zip(out.advantage.to_lists(), full["credit"].advantage.to_lists(), ends, values, strict=True):
+    for row, before, cuts, v in zip(
+        out.advantage.to_lists(), full["credit"].advantage.to_lists(), ends, values, strict=True
+    ):
         wanted, begin = [], 0
         for k, end in enumerate(cuts):
             wanted += [a + 1.2 * (v[k + 1] - v[k]) for a in before[begin:end]]
@@ -176,7 +180,10 @@ def test_one_segment_is_grpo(toolbox, case, head):
     one = Jagged.from_lengths(lengths[lengths > 0].to(torch.int32), (lengths > 0).long())
     values = Jagged.from_lengths(torch.rand(int((lengths > 0).sum()) + 40), (lengths > 0).long() + 1)
     full = _with_credit(toolbox, case, normalize="std")
-    full |= {"segments": Segments(uid=trajectories.uid, ends=one), "values": SegmentValues(uid=trajectories.uid, values=values)}
+    full |= {
+        "segments": Segments(uid=trajectories.uid, ends=one),
+        "values": SegmentValues(uid=trajectories.uid, values=values),
+    }
     out = toolbox.start(Redistribute, head=head).run(**full).credit
     torch.testing.assert_close(out.advantage.values, full["credit"].advantage.values)
 
@@ -194,7 +201,9 @@ def test_equal_rewards_are_uniform_over_tokens(toolbox, case, head):
     # No information: constant values, so the residual gives every segment r/K, whatever r is.
     values = case["values"].values
     full = _with_credit(toolbox, case, normalize="std")
-    full["values"] = SegmentValues(uid=case["values"].uid, values=values.with_values(torch.full_like(values.values, 0.3)))
+    full["values"] = SegmentValues(
+        uid=case["values"].uid, values=values.with_values(torch.full_like(values.values, 0.3))
+    )
     node = toolbox.start(Redistribute, head=head)
     torch.testing.assert_close(node.run(**full).credit.advantage.values, full["credit"].advantage.values)
     assert node.context.metrics["uniform_share"] == 1.0
@@ -221,7 +230,9 @@ def test_flipped_shares_put_the_blame_on_losses(toolbox):
         "trajectories": trajectories,
         "segments": Segments(uid=trajectories.uid, ends=Jagged.from_rows([[1, 2], [1, 2]], torch.int32)),
         # The wrong one gains 0.5, then loses all of it.
-        "values": SegmentValues(uid=trajectories.uid, values=Jagged.from_rows([[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]], torch.float32)),
+        "values": SegmentValues(
+            uid=trajectories.uid, values=Jagged.from_rows([[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]], torch.float32)
+        ),
         "rewards": toolbox.rewards(trajectories.uid, [1.0, 0.0]),
     }
     full = _with_credit(toolbox, case, normalize="std_exact")
@@ -247,7 +258,9 @@ def test_wrong_segments_and_values_are_told(toolbox, case):
     node = toolbox.start(TDAdvantage)
     ends = case["segments"].ends
     short = ends.with_values(ends.values - 1)
-    with pytest.raises(AlignmentError, match=r"the last segment of trajectory 1001 ends at \d+, its response has \d+ tokens"):
+    with pytest.raises(
+        AlignmentError, match=r"the last segment of trajectory 1001 ends at \d+, its response has \d+ tokens"
+    ):
         node.run(**{**case, "segments": Segments(uid=case["trajectories"].uid, ends=short)})
     with pytest.raises(AlignmentError, match="0 values for 0 segments of trajectory 1000; wanted one per boundary"):
         node.run(

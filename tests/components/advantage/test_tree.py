@@ -10,8 +10,8 @@ from components.advantage.group import group_advantage
 from components.advantage.tree import node_values, once_mask, parent_values, path_advantage, sibling_advantage, tree_of
 from components.advantage.tree_paths import TreePaths
 from components.advantage.tree_siblings import TreeSiblings
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
 
 
 def _batch(toolbox, parent, inherited, length, group=None, logprob=None, first_uid=1000):
@@ -76,7 +76,11 @@ def test_path_advantage_by_hand(toolbox):
         assert credit.advantage.row(row).tolist() == pytest.approx(wanted)
     assert bool(credit.mask.values.all())
     assert node.context.metrics["trained_share"] == 1
-    once = toolbox.start(TreePaths, shared="once").run(trajectories=batch, rewards=toolbox.rewards(batch.uid, [1, 0, 0])).credit
+    once = (
+        toolbox.start(TreePaths, shared="once")
+        .run(trajectories=batch, rewards=toolbox.rewards(batch.uid, [1, 0, 0]))
+        .credit
+    )
     assert once.mask.to_lists() == [[True] * 5, [False] * 3 + [True] * 3, [True] * 2]
     assert once.advantage.equal(credit.advantage)
 
@@ -104,7 +108,9 @@ def test_slow_recursion(toolbox, reference, seed):
         r, ok = torch.tensor(reward)[order], torch.tensor(valid)[order]
         for method, advantage in (("siblings", sibling_advantage), ("paths", path_advantage)):
             for value in ("leaves", "children") if method == "siblings" else ("leaves",):
-                fast = batch.select(order).response_tokens.with_values(tree.spread(advantage(tree, node_values(tree, r, ok, value))))
+                fast = batch.select(order).response_tokens.with_values(
+                    tree.spread(advantage(tree, node_values(tree, r, ok, value)))
+                )
                 slow = reference.tree_credit(parent, inherited, length, reward, valid, method, value)
                 for place, row in enumerate(order.tolist()):
                     assert fast.row(place).tolist() == pytest.approx([x or 0.0 for x in slow[row]]), (method, value)
@@ -117,7 +123,9 @@ def test_values_are_leaf_means_and_advantages_balance(toolbox, seed):
     tree = tree_of(_batch(toolbox, parent, inherited, length))
     r, ok = torch.tensor(reward), torch.tensor(valid)
     values = node_values(tree, r, ok)
-    below = [[i for i, path in enumerate(tree.path.to_lists()) if node in path and valid[i]] for node in range(len(tree))]
+    below = [
+        [i for i, path in enumerate(tree.path.to_lists()) if node in path and valid[i]] for node in range(len(tree))
+    ]
     means = [sum(reward[i] for i in leaves) / len(leaves) if leaves else 0.0 for leaves in below]
     assert values.node.tolist() == pytest.approx(means)
     assert values.leaves.tolist() == [len(leaves) for leaves in below]
@@ -136,7 +144,11 @@ def test_depth_one_is_the_group_advantage(toolbox):
     rewards = toolbox.rewards(batch.uid, reward.tolist(), valid=[True, True, True, True, False, True])
     wanted = group_advantage(rewards.value, batch.group, rewards.valid, normalize="mean")
     for value in ("leaves", "children"):
-        credit = toolbox.start(TreeSiblings, max_probability=1.0, value=value).run(trajectories=batch, rewards=rewards).credit
+        credit = (
+            toolbox.start(TreeSiblings, max_probability=1.0, value=value)
+            .run(trajectories=batch, rewards=rewards)
+            .credit
+        )
         assert torch.allclose(credit.advantage.values, batch.response_tokens.spread(wanted).values)
         assert bool(credit.mask.values.all())
     paths = toolbox.start(TreePaths).run(trajectories=batch, rewards=rewards).credit
@@ -198,7 +210,9 @@ def test_equal_rewards_give_no_signal(toolbox):
         assert credit.advantage.values.abs().max() == 0
         assert bool(credit.mask.values.any())
         assert node.context.metrics["zero_share"] == 1
-    dropped = toolbox.start(TreeSiblings, max_probability=1.0, drop_zero=True).run(trajectories=batch, rewards=rewards).credit
+    dropped = (
+        toolbox.start(TreeSiblings, max_probability=1.0, drop_zero=True).run(trajectories=batch, rewards=rewards).credit
+    )
     assert not bool(dropped.mask.values.any())
 
 
@@ -214,7 +228,13 @@ def test_an_invalid_reward_has_no_part(toolbox):
     assert paths.advantage.to_lists() == [[0.0] * 5, [-1.0] * 3 + [-0.5] * 3, [1.0] * 2]
     nothing = toolbox.rewards(batch.uid, [1, 1, 1], valid=[False] * 3)
     assert toolbox.start(TreePaths).run(trajectories=batch, rewards=nothing).credit.advantage.values.abs().max() == 0
-    assert toolbox.start(TreeSiblings, value="children").run(trajectories=batch, rewards=nothing).credit.advantage.values.abs().max() == 0
+    assert (
+        toolbox.start(TreeSiblings, value="children")
+        .run(trajectories=batch, rewards=nothing)
+        .credit.advantage.values.abs()
+        .max()
+        == 0
+    )
 
 
 def test_a_branch_without_tokens_is_still_a_leaf(toolbox):
@@ -222,7 +242,11 @@ def test_a_branch_without_tokens_is_still_a_leaf(toolbox):
     batch = _batch(toolbox, [-1, 0], [0, 3], [5, 3])
     tree = tree_of(batch)
     assert tree.ends.to_lists() == [[3, 5], [3, 3]]
-    credit = toolbox.start(TreeSiblings, max_probability=1.0).run(trajectories=batch, rewards=toolbox.rewards(batch.uid, [1, 0])).credit
+    credit = (
+        toolbox.start(TreeSiblings, max_probability=1.0)
+        .run(trajectories=batch, rewards=toolbox.rewards(batch.uid, [1, 0]))
+        .credit
+    )
     assert credit.advantage.to_lists() == [[0.0] * 3 + [0.5] * 2, [0.0] * 3]
     assert credit.mask.to_lists() == [[True] * 5, [False] * 3]
 
@@ -244,12 +268,15 @@ def test_one_chain_and_no_chain(toolbox):
 def test_broken_trees_are_told(toolbox):
     batch = _batch(toolbox, PARENT, INHERITED, LENGTH)
     with pytest.raises(
-        AlignmentError, match=r"trajectory 1001 continues 1000, which is not in the batch \(1 such rows\); wanted whole trees"
+        AlignmentError,
+        match=r"trajectory 1001 continues 1000, which is not in the batch \(1 such rows\); wanted whole trees",
     ):
         tree_of(batch.select(torch.tensor([1, 2])))
     with pytest.raises(AlignmentError, match="trajectory 1001 is in another group than the one it continues"):
         tree_of(batch.replace(group=torch.tensor([1, 2, 1])))
-    with pytest.raises(AlignmentError, match="trajectory 1001 inherits 9 tokens, more than it or the one it continues has"):
+    with pytest.raises(
+        AlignmentError, match="trajectory 1001 inherits 9 tokens, more than it or the one it continues has"
+    ):
         tree_of(batch.replace(inherited=torch.tensor([0, 9, 0])))
     with pytest.raises(ValueError, match="max_probability is 0"):
         TreeSiblings.Config(max_probability=0)

@@ -3,8 +3,8 @@
 import pytest
 
 from components.buffer.merge import Merge
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
 
 
 def test_rows_keep_the_order_of_the_wires_and_empty_parts_add_nothing(toolbox):
@@ -18,7 +18,10 @@ def test_rows_keep_the_order_of_the_wires_and_empty_parts_add_nothing(toolbox):
 
 
 def test_only_empty_parts_give_an_empty_batch(toolbox):
-    assert len(toolbox.start(Merge).run(trajectories=[toolbox.trajectories([]), toolbox.trajectories([])]).trajectories) == 0
+    assert (
+        len(toolbox.start(Merge).run(trajectories=[toolbox.trajectories([]), toolbox.trajectories([])]).trajectories)
+        == 0
+    )
 
 
 def test_a_trajectory_on_two_wires_is_refused(toolbox):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from components.engine.local import LocalEngine
-from pipeline.component import Context, ModelSpec
-from pipeline.jagged import Jagged
-from pipeline.payloads import Requests, Weights
+from components.engine.local.engine import LocalEngine
+from pipeline.core.component import Context, ModelSpec
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Requests, Weights
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = [*SPECIAL, "</thought>", "\\boxed{", "}", *map(str, range(10)), *"+-*=abcdefghijklmnop"]
@@ -30,7 +30,10 @@ def byte_tokenizer():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     backend.train_from_iterator([TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
@@ -41,18 +44,29 @@ def metaspace_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     vocab = {
-        w: i for i, w in enumerate(["<pad>", "<eos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abx=7{}/<>\\", "▁ab", "▁x"])
+        w: i
+        for i, w in enumerate(
+            ["<pad>", "<eos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"abx=7{}/<>\\", "▁ab", "▁x"]
+        )
     }
     backend = Tokenizer(models.BPE(vocab, [("▁", "x")], unk_token="<unk>", byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
 def build_model(kind, vocab):
     import transformers as tf
 
-    shape = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "vocab_size": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     shape |= {"num_key_value_heads": 2}
     shape |= {"max_position_embeddings": 96, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     configs = {
@@ -71,9 +85,18 @@ def build_model(kind, vocab):
             },
         ),
         "gpt2": lambda: tf.GPT2Config(
-            vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=96, eos_token_id=1, bos_token_id=None, pad_token_id=0
+            vocab_size=vocab,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=96,
+            eos_token_id=1,
+            bos_token_id=None,
+            pad_token_id=0,
         ),
-        "gemma2": lambda: tf.Gemma2Config(**shape, head_dim=8, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+        "gemma2": lambda: tf.Gemma2Config(
+            **shape, head_dim=8, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
+        ),
     }
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(configs[kind]())
@@ -133,7 +156,7 @@ def prompts():
 @pytest.fixture(scope="session")
 def ask():
     """ask(policy, rows, seeds, **sampling) → completions."""
-    from pipeline.payloads import Sampling
+    from pipeline.core.payloads import Sampling
 
     def run(policy, rows, seeds=None, max_tokens_each=None, max_thoughts_each=None, **sampling):
         return policy.generate(

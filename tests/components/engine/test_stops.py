@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from components.engine.stops import DecodeMatcher, TableMatcher, TokenText, byte_automaton, decode_rows, token_table
-from pipeline.payloads import Sampling
+from components.text.stops import DecodeMatcher, TableMatcher, TokenText, byte_automaton, decode_rows, token_table
+from pipeline.core.payloads import Sampling
 
 
 def follow(delta, text):
@@ -84,7 +84,9 @@ def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, referenc
     done = ask(policy, rows, list(range(12)), **sampling)
     forbidden = range(len(policy.tokenizer), len(policy.tokenizer) + 5)
     for i in range(12):
-        tokens, _, _, _, reason = reference.slow_generation(model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1}, 96, forbidden)
+        tokens, _, _, _, reason = reference.slow_generation(
+            model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1}, 96, forbidden
+        )
         assert (done.tokens.row(i).tolist(), done.finish_reason[i]) == (tokens, reason)
     assert "stop" in done.finish_reason
     assert int(done.tokens.values.max()) < len(policy.tokenizer)
@@ -94,14 +96,18 @@ def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, 
     from tokenizers import decoders
 
     policy, model = start()
-    policy.tokenizer.backend_tokenizer.decoder = decoders.CTC(pad_token="<pad>", cleanup=False)  # merges repeated tokens
+    policy.tokenizer.backend_tokenizer.decoder = decoders.CTC(
+        pad_token="<pad>", cleanup=False
+    )  # merges repeated tokens
     policy.engine.text = TokenText(policy.tokenizer, policy.engine.decoder.vocab_size)
     assert policy.engine.text.pieces is None
     sampling = {"max_tokens": 30, "stop": ("ab", "7")}
     rows = [[5, 6, 20]] * 8
     done = ask(policy, rows, list(range(8)), **sampling)
     for i in range(8):
-        tokens, _, _, _, reason = reference.slow_generation(model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1})
+        tokens, _, _, _, reason = reference.slow_generation(
+            model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1}
+        )
         assert (done.tokens.row(i).tolist(), done.finish_reason[i]) == (tokens, reason)
     assert "stop" in done.finish_reason
 

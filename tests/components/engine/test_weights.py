@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from components.engine.local import LocalEngine
-from pipeline.errors import DataError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Weights
+from components.engine.local.engine import LocalEngine
+from pipeline.core.errors import DataError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Weights
 
 
 @pytest.fixture(params=["lean", "transformers"])
@@ -20,7 +20,9 @@ def halved(model):
 
 
 def scores(policy):
-    return policy.score(Jagged.from_rows([[5, 6]], torch.int32), Jagged.from_rows([[7, 8, 9]], torch.int32)).logprobs.values
+    return policy.score(
+        Jagged.from_rows([[5, 6]], torch.int32), Jagged.from_rows([[7, 8, 9]], torch.int32)
+    ).logprobs.values
 
 
 def expected(model, tensors):
@@ -67,14 +69,23 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
     def load(tensors=None, path=None):
         policy.engine.run(weights=Weights(version=2, tensors=tensors, path=path))
 
-    renamed = {k.replace("norm_", "norm_") if k != "model.norm.weight" else "model.nrom.weight": v for k, v in good.items()}
-    with pytest.raises(DataError, match=r"1 names the model does not have, first 'model.nrom.weight'.* Did you mean 'model.norm.weight'"):
+    renamed = {
+        k.replace("norm_", "norm_") if k != "model.norm.weight" else "model.nrom.weight": v for k, v in good.items()
+    }
+    with pytest.raises(
+        DataError,
+        match=r"1 names the model does not have, first 'model.nrom.weight'.* Did you mean 'model.norm.weight'",
+    ):
         load(renamed)
-    with pytest.raises(DataError, match=r"weights version 2: 1 of \d+ weights are missing, first 'model.norm.weight'; wanted all"):
+    with pytest.raises(
+        DataError, match=r"weights version 2: 1 of \d+ weights are missing, first 'model.norm.weight'; wanted all"
+    ):
         load({k: v for k, v in good.items() if k != "model.norm.weight"})
     with pytest.raises(DataError, match=r"'model.norm.weight' has shape \(3,\); wanted \(32,\)"):
         load(good | {"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"):
+    with pytest.raises(
+        DataError, match=r"'lm_head.weight' and 'model.embed_tokens.weight' differ|'model.embed_tokens.weight' and"
+    ):
         load(good | {"lm_head.weight": good["lm_head.weight"] + 1})
     with pytest.raises(DataError, match=r"both tensors and a path; wanted exactly one"):
         load(good, path=str(tmp_path))

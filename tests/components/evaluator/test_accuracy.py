@@ -6,10 +6,18 @@ import pytest
 import torch
 
 from components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
-from pipeline.component import Context, Ranks
-from pipeline.errors import ConfigError
+from pipeline.core.component import Context, Ranks
+from pipeline.core.errors import ConfigError
 
-DATA = {"eval": {"source": "chains", "size": 6, "seed": 3, "split": "eval", "difficulty": {"steps": [2, 3], "hard_facts": None}}}
+DATA = {
+    "eval": {
+        "source": "chains",
+        "size": 6,
+        "seed": 3,
+        "split": "eval",
+        "difficulty": {"steps": [2, 3], "hard_facts": None},
+    }
+}
 
 
 def test_pass_at_k_by_hand():
@@ -30,7 +38,9 @@ def test_pass_at_one_is_the_mean_and_big_numbers_do_not_overflow():
     for c in (0, 1, 3, 999, 2000):
         assert pass_at_k(2000, c, 1) == pytest.approx(c / 2000)
     assert 0.99 < pass_at_k(100_000, 500, 1000) < 1
-    assert [pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32)] == sorted(pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32))
+    assert [pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32)] == sorted(
+        pass_at_k(64, 5, k) for k in (1, 2, 4, 8, 16, 32)
+    )
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (4, -1, 1)])
@@ -47,7 +57,9 @@ def test_sample_metrics():
 
 def _node(iteration=0, iterations=10, node_index=5, **settings):
     node = Accuracy(Accuracy.Config(**settings))
-    node.setup(Context(node="evaluator", node_index=node_index, seed=1, iteration=iteration, iterations=iterations, data=DATA))
+    node.setup(
+        Context(node="evaluator", node_index=node_index, seed=1, iteration=iteration, iterations=iterations, data=DATA)
+    )
     return node
 
 
@@ -98,14 +110,18 @@ def test_ids_of_held_out_problems_never_meet_training_ids():
 def test_a_missing_section_is_told():
     node = Accuracy(Accuracy.Config(split="evl"))
     with pytest.raises(
-        ConfigError, match=r"node 'evaluator': the configuration has no data\.evl; wanted held-out problems\. Did you mean 'eval'\?"
+        ConfigError,
+        match=r"node 'evaluator': the configuration has no data\.evl; wanted held-out problems\. Did you mean 'eval'\?",
     ):
         node.setup(Context(node="evaluator", data=DATA))
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [({"every": -1}, "must be 0 or more"), ({"samples": 4, "temperature": 0.0}, "samples at temperature 0 are all equal")],
+    [
+        ({"every": -1}, "must be 0 or more"),
+        ({"samples": 4, "temperature": 0.0}, "samples at temperature 0 are all equal"),
+    ],
 )
 def test_impossible_settings_are_told(settings, text):
     with pytest.raises(ValueError, match=text):
@@ -127,7 +143,14 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
     for rank in range(2):
         node = Accuracy(Accuracy.Config(**settings))
         node.setup(
-            Context(node="evaluator", node_index=5, seed=1, iterations=10, data=DATA, ranks=Ranks(rank=rank, world=2, num_replicas=2))
+            Context(
+                node="evaluator",
+                node_index=5,
+                seed=1,
+                iterations=10,
+                data=DATA,
+                ranks=Ranks(rank=rank, world=2, num_replicas=2),
+            )
         )
         given = []
         node.context.all_sum = lambda x, given=given: given.append(x) or x

@@ -4,11 +4,18 @@ import pytest
 import torch
 
 from components.evaluator.resets import Resets, reset_metrics
-from components.prompts import chains
-from pipeline.errors import AlignmentError
-from pipeline.payloads import StepErrors, Trajectories
+from components.text import chains
+from pipeline.core.errors import AlignmentError
+from pipeline.core.payloads import StepErrors, Trajectories
 
-PROBLEM = {"task": "chains", "template": "chains", "question": "7 s1 * 4 s2 + 3", "modulus": 13, "start": 7, "steps": [["*", 4], ["+", 3]]}
+PROBLEM = {
+    "task": "chains",
+    "template": "chains",
+    "question": "7 s1 * 4 s2 + 3",
+    "modulus": 13,
+    "start": 7,
+    "steps": [["*", 4], ["+", 3]],
+}
 
 
 def test_numbers_by_hand():
@@ -61,7 +68,11 @@ def test_the_component_looks_rewards_up_by_uid(toolbox):
     node._tokenizer = toolbox.tokenizer()
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
     report = node.run(
-        prompts=prompts, seeds=seeds, errors=errors, trajectories=suffixes, rewards=toolbox.rewards(everything.uid, [0.0, 1.0, 0.0])
+        prompts=prompts,
+        seeds=seeds,
+        errors=errors,
+        trajectories=suffixes,
+        rewards=toolbox.rewards(everything.uid, [0.0, 1.0, 0.0]),
     ).report
     assert report.metrics["exact"] == report.metrics["clean"] == 1
     assert report.metrics["correction_clean"] == 0.5
@@ -74,7 +85,9 @@ def test_invalid_suffixes_do_not_count_and_tasks_without_oracle_say_less(toolbox
     seeds, errors, suffixes, everything = _family(toolbox)
     rewards = toolbox.rewards(everything.uid, [0.0, 1.0, 0.0], [True, True, False])
     report = (
-        toolbox.start(Resets).run(prompts=toolbox.prompts(["p"]), seeds=seeds, errors=errors, trajectories=suffixes, rewards=rewards).report
+        toolbox.start(Resets)
+        .run(prompts=toolbox.prompts(["p"]), seeds=seeds, errors=errors, trajectories=suffixes, rewards=rewards)
+        .report
     )
     assert report.metrics == {"seeds": 1, "step_fraction": 0.5, "correction": 1, "corrected": 1}
 
@@ -85,7 +98,11 @@ def test_no_seeds(toolbox):
     report = (
         toolbox.start(Resets)
         .run(
-            prompts=toolbox.prompts(["p"]), seeds=none, errors=errors, trajectories=none, rewards=toolbox.rewards(torch.tensor([4]), [1.0])
+            prompts=toolbox.prompts(["p"]),
+            seeds=none,
+            errors=errors,
+            trajectories=none,
+            rewards=toolbox.rewards(torch.tensor([4]), [1.0]),
         )
         .report
     )

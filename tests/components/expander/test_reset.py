@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from components.expander.reset import Reset, reset_length
-from pipeline.errors import AlignmentError
-from pipeline.jagged import Jagged
-from pipeline.payloads import StepErrors, ThoughtLimits
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import StepErrors, ThoughtLimits
 
 THREE = "a</thought>b</thought>c</thought>"
 

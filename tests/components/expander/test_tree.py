@@ -14,9 +14,9 @@ from components.expander.tree_growth import SegmentRule, UncertainRule, most_unc
 from components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts
 from components.rewards.outcome import Outcome
 from components.verifier.exact import Exact
-from pipeline.errors import CreditgraphError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Sampling, ThoughtLimits
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Sampling, ThoughtLimits
 
 
 def _grow(toolbox, script, prompts=("Q",), **settings):
@@ -24,12 +24,15 @@ def _grow(toolbox, script, prompts=("Q",), **settings):
     return node, policy, node.run(prompts=toolbox.prompts(list(prompts)), policy=policy).trajectories
 
 
-# --- segments of fixed length ------------------------------------------------------------------------------------------
+# --- segments of fixed length
+# ------------------------------------------------------------------------------------------
 
 
 def test_levels_by_hand(toolbox):
     # Every completion begins with its number; segments of 3, so level 1 keeps "0aa" and "1aa".
-    node, policy, out = _grow(toolbox, lambda context, n: f"{n}aaaa", segments=SegmentRule(branching=(2, 3), tokens=3), max_tokens=20)
+    node, policy, out = _grow(
+        toolbox, lambda context, n: f"{n}aaaa", segments=SegmentRule(branching=(2, 3), tokens=3), max_tokens=20
+    )
     assert out.text == [f"{i}aa{j}aaaa" for i, j in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2))]
     assert out.response_tokens.to_lists() == [[ord(c) for c in text] for text in out.text]
     assert len(policy.calls) == 2
@@ -50,7 +53,9 @@ def test_levels_by_hand(toolbox):
 
 
 def test_shared_tokens_carry_the_numbers_they_were_sampled_with(toolbox):
-    _, _, out = _grow(toolbox, lambda context, n: f"{n}aaaaaaaaaa", segments=SegmentRule(branching=(2, 2, 2), tokens=3), max_tokens=12)
+    _, _, out = _grow(
+        toolbox, lambda context, n: f"{n}aaaaaaaaaa", segments=SegmentRule(branching=(2, 2, 2), tokens=3), max_tokens=12
+    )
     rows = {uid: row for row, uid in enumerate(out.uid.tolist())}
     for row in range(len(out)):
         over, shared = rows.get(out.parent[row].item()), out.inherited[row].item()
@@ -77,13 +82,20 @@ def test_a_branch_that_ends_early_is_a_leaf(toolbox):
 
 
 def test_nothing_runs_to_the_second_level(toolbox):
-    _, policy, out = _grow(toolbox, lambda context, n: "a", segments=SegmentRule(branching=(3, 2), tokens=3), max_tokens=20)
+    _, policy, out = _grow(
+        toolbox, lambda context, n: "a", segments=SegmentRule(branching=(3, 2), tokens=3), max_tokens=20
+    )
     assert out.text == ["a"] * 3
     assert len(policy.calls) == 1
 
 
 def test_empty_continuations_are_leaves_of_their_own(toolbox):
-    _, _, out = _grow(toolbox, lambda c, n: "aaaa" if c == "Q" else "", segments=SegmentRule(branching=(1, 3), tokens=3), max_tokens=20)
+    _, _, out = _grow(
+        toolbox,
+        lambda c, n: "aaaa" if c == "Q" else "",
+        segments=SegmentRule(branching=(1, 3), tokens=3),
+        max_tokens=20,
+    )
     assert out.text == ["aaa"] * 3
     assert out.inherited.tolist() == [0, 3, 3]
     tree = tree_of(out)
@@ -119,13 +131,18 @@ def test_a_prompts_tree_does_not_depend_on_the_others(toolbox, tiny):
         settings = {"max_tokens": 60, "mode": "thought", **rule}
         whole = tiny.start(Tree, **settings).run(prompts=tiny.prompts, policy=tiny.policy).trajectories
         assert whole.prompt_uid.unique_consecutive().tolist() == tiny.prompts.uid.tolist()
-        alone = tiny.start(Tree, **settings).run(prompts=tiny.prompts.select(torch.tensor([3])), policy=tiny.policy).trajectories
+        alone = (
+            tiny.start(Tree, **settings)
+            .run(prompts=tiny.prompts.select(torch.tensor([3])), policy=tiny.policy)
+            .trajectories
+        )
         same = whole.select(whole.prompt_uid == tiny.prompts.uid[3])
         assert alone.text == same.text
         assert alone.inherited.tolist() == same.inherited.tolist()
 
 
-# --- uncertain tokens --------------------------------------------------------------------------------------------------
+# --- uncertain tokens
+# --------------------------------------------------------------------------------------------------
 
 
 def test_most_uncertain_by_hand():
@@ -134,17 +151,24 @@ def test_most_uncertain_by_hand():
     closed = Jagged.from_rows([[False] * 3, [False] * 2, [False, True]], torch.bool)
     row, token, rank = most_uncertain(score, closed, torch.tensor([0, 1, 0]), 3)
     # Tree 0: .9 at (0, 1), .9 at (2, 0), .3 at (0, 2); tree 1: .5, .4.
-    assert list(zip(row.tolist(), token.tolist(), rank.tolist(), strict=True)) == [(0, 1, 0), (0, 2, 2), (2, 0, 1), (1, 0, 0), (1, 1, 1)]
+    assert list(zip(row.tolist(), token.tolist(), rank.tolist(), strict=True)) == [
+        (0, 1, 0),
+        (0, 2, 2),
+        (2, 0, 1),
+        (1, 0, 0),
+        (1, 1, 1),
+    ]
     all_closed = closed.with_values(torch.ones(7, dtype=torch.bool))
     assert [len(x) for x in most_uncertain(score, all_closed, torch.tensor([0, 1, 0]), 3)] == [0, 0, 0]
 
 
 def test_rounds_by_hand(toolbox):
-    # The scripted log-probs fall and the entropies rise along a completion, so its last token is the most uncertain one.
+    # The scripted log-probs fall and the entropies rise along a completion, so its last token is the most uncertain
+    # one.
     rule = UncertainRule(chains=1, points=1, rounds=2, branches=2, measure="entropy")
     _, policy, out = _grow(toolbox, lambda context, n: f"{n}abc", rule="uncertain", uncertain=rule, max_tokens=20)
-    # "0abc": round 1 leaves it before "c". The branches "0ab" + "0abc" and + "1abc" then end in the same entropy as "0abc", whose "c" has
-    # been branched at; round 2 takes the first branch's own "c".
+    # "0abc": round 1 leaves it before "c". The branches "0ab" + "0abc" and + "1abc" then end in the same entropy as
+    # "0abc", whose "c" has been branched at; round 2 takes the first branch's own "c".
     assert out.text == ["0abc", "0ab0abc", "0ab1abc", "0ab0ab0abc", "0ab0ab1abc"]
     assert out.parent.tolist() == [-1, out.uid[0], out.uid[0], out.uid[1], out.uid[1]]
     assert out.inherited.tolist() == [0, 3, 3, 6, 6]
@@ -155,7 +179,9 @@ def test_rounds_by_hand(toolbox):
 
 def test_number_of_leaves(toolbox):
     rule = UncertainRule(chains=3, points=2, rounds=2, branches=2)
-    node, _, out = _grow(toolbox, lambda c, n: "abcdefgh", prompts=("Q", "R"), rule="uncertain", uncertain=rule, max_tokens=99)
+    node, _, out = _grow(
+        toolbox, lambda c, n: "abcdefgh", prompts=("Q", "R"), rule="uncertain", uncertain=rule, max_tokens=99
+    )
     assert len(out) == 2 * 3 * (1 + 2 * 2 * 2)
     assert node.context.metrics["leaves"] == node.context.metrics["fewest_leaves"] == 27
     assert node.context.metrics["missed_branches"] == 0
@@ -176,7 +202,9 @@ def test_short_responses_have_fewer_branches(toolbox):
 
 def test_no_branches_after_the_answer_is_announced(toolbox):
     rule = UncertainRule(chains=1, points=2, rounds=1, branches=1, measure="entropy", not_after=("answer", "#"))
-    _, _, out = _grow(toolbox, lambda c, n: "xy answer: 42 #" if c == "Q" else "?", rule="uncertain", uncertain=rule, max_tokens=99)
+    _, _, out = _grow(
+        toolbox, lambda c, n: "xy answer: 42 #" if c == "Q" else "?", rule="uncertain", uncertain=rule, max_tokens=99
+    )
     # "xy answer" has 9 tokens; its last two have the highest entropies among them.
     assert out.inherited.tolist() == [0, 7, 8]
 
@@ -194,7 +222,8 @@ def test_uncertainty_is_surprise_or_entropy(toolbox):
         uncertainty(unknown, "entropy")
 
 
-# --- thoughts cut in the middle ----------------------------------------------------------------------------------------
+# --- thoughts cut in the middle
+# ----------------------------------------------------------------------------------------
 
 FULL = "ab</thought>c</thought>d\\boxed{1}</thought>"
 
@@ -215,7 +244,12 @@ def test_thoughts_are_those_of_one_go(toolbox, most, tail):
             return (text[: min(places)], ends, "stop") if places else (text, ends, reason)
 
     for tokens in range(1, len(FULL)):
-        settings = {"segments": SegmentRule(branching=(1, 2), tokens=tokens), "mode": "thought", "thoughts": limits, "max_tokens": 99}
+        settings = {
+            "segments": SegmentRule(branching=(1, 2), tokens=tokens),
+            "mode": "thought",
+            "thoughts": limits,
+            "max_tokens": 99,
+        }
         node = toolbox.start(Tree, **settings)
         out = node.run(prompts=toolbox.prompts(["Q"]), policy=Stopping(script)).trajectories
         for row in range(len(out)):
@@ -225,13 +259,17 @@ def test_thoughts_are_those_of_one_go(toolbox, most, tail):
             assert out.finish_reason[row] == whole.finish_reason[0], tokens
             assert len(out.engine_logprobs.row(row)) == len(out.entropies.row(row)) == len(whole.text[0])
         # Only a string that the cut runs through is hidden from the engine: it goes on to the end.
-        hidden = tokens in range(25, 31) or tokens in range(34, 43) if most == 20 else tokens in range(3, 12) or tokens in range(14, 23)
+        hidden = (
+            tokens in range(25, 31) or tokens in range(34, 43)
+            if most == 20
+            else tokens in range(3, 12) or tokens in range(14, 23)
+        )
         until = len(FULL + tail) if most == 20 else len(FULL)
         assert node.context.metrics["discarded_tokens"] == (2 * (until - len(whole.text[0])) if hidden else 0), tokens
 
 
 def _request(toolbox, sampling):
-    from pipeline.payloads import Requests
+    from pipeline.core.payloads import Requests
 
     return Requests(tokens=Jagged.from_rows([[ord("Q")]], torch.int32), seed=torch.tensor([1]), sampling=sampling)
 
@@ -259,7 +297,8 @@ def test_an_end_of_text_token_alone_belongs_to_the_thought_before(toolbox):
     assert whole.thought_ends.to_lists() == [[2, 5], []]
 
 
-# --- with the embedded model -------------------------------------------------------------------------------------------
+# --- with the embedded model
+# -------------------------------------------------------------------------------------------
 
 RULES = {
     "segments": {"segments": SegmentRule(branching=(2, 2, 2), tokens=9)},
@@ -275,7 +314,9 @@ def test_engine_numbers_are_those_of_teacher_forcing(tiny, rule, mode):
     scores = tiny.policy.score(out.prompt_tokens, out.response_tokens)
     assert torch.allclose(scores.logprobs.values, out.engine_logprobs.values, atol=2e-4)
     assert torch.allclose(scores.entropies.values, out.entropies.values, atol=2e-4)
-    assert out.text == [tiny.policy.tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in out.response_tokens.to_lists()]
+    assert out.text == [
+        tiny.policy.tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in out.response_tokens.to_lists()
+    ]
     if mode == "thought":
         for row in range(len(out)):
             pieces = [tiny.policy.tokenizer.decode([token]) for token in out.response_tokens.row(row).tolist()]
@@ -302,7 +343,8 @@ def test_one_level_is_a_plain_group(tiny):
     assert siblings.mask.equal(group.mask)
 
 
-# --- settings ----------------------------------------------------------------------------------------------------------
+# --- settings
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_no_prompts(toolbox):

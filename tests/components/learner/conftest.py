@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.learner.hf import HFLearner
-from pipeline.component import Context, ModelSpec
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Trajectories
+from components.learner.hf.learner import HFLearner
+from pipeline.core.component import Context, ModelSpec
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Trajectories
 
 VOCAB = 42
 
@@ -52,7 +52,9 @@ def random_rows(lengths: list[int], dtype: torch.dtype, generator: torch.Generat
 def make_batch() -> Callable[..., tuple[Trajectories, Credit]]:
     """make_batch(rows=8, seed=0, zero=False, inherited=0) → random trajectories, two per prompt, with random credit."""
 
-    def make(rows: int = 8, seed: int = 0, zero: bool = False, inherited: int = 0, version: int = 0) -> tuple[Trajectories, Credit]:
+    def make(
+        rows: int = 8, seed: int = 0, zero: bool = False, inherited: int = 0, version: int = 0
+    ) -> tuple[Trajectories, Credit]:
         g = torch.Generator().manual_seed(seed)
         prompts = torch.randint(2, 7, (rows,), generator=g).tolist()
         lengths = torch.randint(3, 15, (rows,), generator=g).tolist()

@@ -32,7 +32,9 @@ def test_temperature_by_hand():
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23, 100])
-@pytest.mark.parametrize(("with_bias", "softcap", "scale", "temperature"), [(False, 0, 1, 1), (True, 0, 0.5, 0.7), (True, 3.0, 2.0, 1.3)])
+@pytest.mark.parametrize(
+    ("with_bias", "softcap", "scale", "temperature"), [(False, 0, 1, 1), (True, 0, 0.5, 0.7), (True, 3.0, 2.0, 1.3)]
+)
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_equals_plain_softmax(reference, device, chunk, with_bias, softcap, scale, temperature, with_entropy):
     hidden, weight, bias, targets = inputs(device=device)
@@ -79,7 +81,9 @@ def test_bfloat16_close_to_float32():
 
 
 def test_no_tokens():
-    logprobs, entropies = token_logprobs(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), Head(weight=torch.zeros(5, 4)))
+    logprobs, entropies = token_logprobs(
+        torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), Head(weight=torch.zeros(5, 4))
+    )
     assert logprobs.shape == entropies.shape == (0,)
 
 
@@ -87,4 +91,6 @@ def test_errors():
     with pytest.raises(ValueError, match=r"hidden \(3, 4\) and targets \(2,\); wanted \[N, D\] and \[N\]"):
         token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), Head(weight=torch.zeros(5, 4)))
     with pytest.raises(ValueError, match="temperature 0"):
-        token_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Head(weight=torch.zeros(5, 4)), temperature=0)
+        token_logprobs(
+            torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Head(weight=torch.zeros(5, 4)), temperature=0
+        )

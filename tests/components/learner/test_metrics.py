@@ -13,7 +13,10 @@ from components.learner.objective import Meters
 def found(learner, engine, mask=None):
     meters = Meters()
     mismatch_meters(
-        meters, torch.tensor(learner), torch.tensor(engine), torch.ones(len(learner), dtype=torch.bool) if mask is None else mask
+        meters,
+        torch.tensor(learner),
+        torch.tensor(engine),
+        torch.ones(len(learner), dtype=torch.bool) if mask is None else mask,
     )
     return mismatch_values(meters.values())
 
@@ -40,12 +43,13 @@ def test_warns_once_and_stops(caplog):
         guard.check("learner", {"mismatch_abs": 0.3})
     assert len(caplog.records) == 1
     assert (
-        "node 'learner': engine and learner differ by 0.2 nats per token at equal weights (mean |Δ log p|), above mismatch.warn = 0.1"
-        in caplog.text
+        "node 'learner': engine and learner differ by 0.2 nats per token at equal weights (mean |Δ log p|), above "
+        "mismatch.warn = 0.1" in caplog.text
     )
     for bad in (0.6, math.nan):
         with pytest.raises(
-            MismatchError, match=r"node 'learner'.*wanted at most mismatch.stop = 0.5. Check the engine: .*another sampling temperature"
+            MismatchError,
+            match=r"node 'learner'.*wanted at most mismatch.stop = 0.5. Check the engine: .*another sampling temperature",
         ):
             guard.check("learner", {"mismatch_abs": bad})
     MismatchGuard(Mismatch(warn=0, stop=0)).check("learner", {"mismatch_abs": math.inf})

@@ -5,11 +5,11 @@ import torch
 
 from components.localizer.oracle import OracleLocalizer
 from components.localizer.self_localizer import SelfLocalizer, parse_step
-from components.localizer.thoughts import num_thoughts, thought_texts
 from components.localizer.uniform import UniformLocalizer
-from components.prompts import chains
-from pipeline.errors import DataError
-from pipeline.jagged import Jagged
+from components.rollouts.thoughts import num_thoughts, thought_texts
+from components.text import chains
+from pipeline.core.errors import DataError
+from pipeline.core.jagged import Jagged
 
 THREE = "a</thought>b</thought>c</thought>"
 PROBLEM = {
@@ -84,7 +84,9 @@ def test_oracle_finds_the_first_wrong_thought(toolbox):
     texts = ["".join(t) for t in (wrong_second, ["s1 7 * 4 1 </thought>", *wrong_second[1:]], right[:2], right)]
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
     policy = toolbox.policy(lambda c, n: "")
-    errors = toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories(texts), policy=policy).errors
+    errors = (
+        toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories(texts), policy=policy).errors
+    )
     # A chain that stops early, or is right, has its error at its last thought.
     assert errors.step.tolist() == [2, 1, 2, 3]
     assert errors.source == ["oracle"] * 4
@@ -93,7 +95,8 @@ def test_oracle_finds_the_first_wrong_thought(toolbox):
 def test_oracle_refuses_tasks_it_does_not_know(toolbox):
     prompts = toolbox.prompts(["p"], metadata=[{"task": "olympiads", "template": "thought"}])
     with pytest.raises(
-        DataError, match=r"localizer\.oracle needs a task whose steps can be checked; found olympiads, wanted chains\. Use localizer\.self"
+        DataError,
+        match=r"localizer\.oracle needs a task whose steps can be checked; found olympiads, wanted chains\. Use localizer\.self",
     ):
         toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories([THREE]))
 
@@ -102,7 +105,9 @@ def test_oracle_refuses_tasks_it_does_not_know(toolbox):
 def test_no_seeds(toolbox, kind):
     policy = toolbox.policy(lambda c, n: "x")
     errors = (
-        toolbox.start(kind).run(prompts=toolbox.prompts(["p"], metadata=[PROBLEM]), seeds=toolbox.trajectories([]), policy=policy).errors
+        toolbox.start(kind)
+        .run(prompts=toolbox.prompts(["p"], metadata=[PROBLEM]), seeds=toolbox.trajectories([]), policy=policy)
+        .errors
     )
     assert len(errors) == 0
     assert errors.step.dtype == torch.int64

@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.models.load import check_context, context_length, load_causal_lm, load_config, load_tokenizer, resolve_model_path
-from components.prompts import chains
-from pipeline.component import ModelSpec
-from pipeline.errors import DataError
+from components.models.load import (
+    check_context,
+    context_length,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    resolve_model_path,
+)
+from components.text import chains
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import DataError
 
 
 @pytest.fixture
@@ -36,7 +43,10 @@ def test_tokenizer_round_trips_and_pieces_join():
     assert tokenizer.is_fast
     assert tokenizer.chat_template is None
     assert len(tokenizer) == load_config(ModelSpec()).vocab_size
-    prompt, response = "<solve> 7 s1 * 4 s12 + 3 </problem>", " s1 7 * 4 2 </thought> s2 2 + 3 5 \\boxed{ 5 } </thought>"
+    prompt, response = (
+        "<solve> 7 s1 * 4 s12 + 3 </problem>",
+        " s1 7 * 4 2 </thought> s2 2 + 3 5 \\boxed{ 5 } </thought>",
+    )
     ids = [tokenizer(text)["input_ids"] for text in (prompt, response)]
     assert [len(row) for row in ids] == [9, 15]  # one token per word
     assert tokenizer(prompt + response)["input_ids"] == ids[0] + ids[1]
@@ -58,7 +68,9 @@ def test_paths(tmp_path):
     assert resolve_model_path(str(tmp_path)) == str(tmp_path)
     assert resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     for path in ("./none", str(tmp_path / "none"), "a/b/c"):
-        with pytest.raises(DataError, match=r"no folder .*; wanted an existing folder, a hub name 'owner/name', or 'tiny'"):
+        with pytest.raises(
+            DataError, match=r"no folder .*; wanted an existing folder, a hub name 'owner/name', or 'tiny'"
+        ):
             resolve_model_path(path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match="a file; wanted a folder"):
@@ -67,7 +79,9 @@ def test_paths(tmp_path):
 
 def test_folder_without_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"model folder .*: no tokenizer \(looked for tokenizer.json, .*run tokenizer.save_pretrained"):
+    with pytest.raises(
+        DataError, match=r"model folder .*: no tokenizer \(looked for tokenizer.json, .*run tokenizer.save_pretrained"
+    ):
         load_tokenizer(ModelSpec(path=str(folder)))
 
 
@@ -126,5 +140,7 @@ def test_hub_that_cannot_be_reached(monkeypatch):
     for auto in (transformers.AutoConfig, transformers.AutoTokenizer):
         monkeypatch.setattr(auto, "from_pretrained", unreachable)
     for load in (load_tokenizer, load_causal_lm, context_length):
-        with pytest.raises(DataError, match=r"model 'some/model': .* cannot be had from the Hugging Face hub .* model.path=tiny"):
+        with pytest.raises(
+            DataError, match=r"model 'some/model': .* cannot be had from the Hugging Face hub .* model.path=tiny"
+        ):
             load(ModelSpec(path="some/model"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from components.models.load import load_causal_lm, load_tokenizer
-from components.prompts import chains, templates
-from pipeline.component import ModelSpec
+from components.text import chains, templates
+from pipeline.core.component import ModelSpec
 
 TOOL = Path(__file__).parents[3] / "tools" / "make_tiny_model"
 
@@ -34,7 +34,13 @@ def test_the_same_command_gives_the_same_bytes(tool, tmp_path):
     for name in ("a", "b"):
         tool.main(["--out", str(tmp_path / name), "--steps", "2", "--batch", "4", "--held-out", "0"])
     names = sorted(f.name for f in (tmp_path / "a").iterdir())
-    assert {"config.json", "misconceptions.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(names)
+    assert {
+        "config.json",
+        "misconceptions.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= set(names)
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
     spec = ModelSpec(path=str(tmp_path / "a"))
@@ -68,7 +74,10 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
     exact = clean = chance = 0.0
     for problem in PROBLEMS:
         prompt, response = teacher.localize(problem)
-        steps = [f"s{line.strip()} {chains.THOUGHT_END}" for line in prompt.split("</problem> c")[1].removesuffix(" </steps>").split(" c")]
+        steps = [
+            f"s{line.strip()} {chains.THOUGHT_END}"
+            for line in prompt.split("</problem> c")[1].removesuffix(" </steps>").split(" c")
+        ]
         *_, last = steps
         value = last.split()[4]
         steps[-1] = f"{last.removesuffix(chains.THOUGHT_END)}\\boxed{{ {value} }} {chains.THOUGHT_END}"

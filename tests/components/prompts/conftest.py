@@ -13,12 +13,14 @@ QWEN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim "
+    "}}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 OLMO = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}{{ eos_token }}"
-    "{% else %}<|{{ m.role }}|>\n{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt "
+    "%}<|assistant|>\n{% endif %}"
 )
 # name → template, end of text, begin of text, further special tokens, stop tokens of the generation configuration
 FORMATS = {
@@ -46,14 +48,20 @@ def format_folders(tmp_path_factory):
     for name, (template, eos, bos, further, stops) in FORMATS.items():
         inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
         inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=eos, bos_token=bos, additional_special_tokens=further)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token=eos, bos_token=bos, additional_special_tokens=further
+        )
         tokenizer.chat_template = template
         folder = root / name
         tokenizer.save_pretrained(folder)
         config = json.loads((Path(resolve_model_path("tiny")) / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"vocab_size": len(tokenizer), "max_position_embeddings": 1024})
+        )
         if stops:
             ids = tokenizer.convert_tokens_to_ids(stops)
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids, "transformers_version": "5.0.0"}))
+            (folder / "generation_config.json").write_text(
+                json.dumps({"eos_token_id": ids, "transformers_version": "5.0.0"})
+            )
         made[name] = folder
     return made

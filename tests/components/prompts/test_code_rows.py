@@ -43,7 +43,9 @@ def test_packed_tests_are_read(thing):
 def test_nothing_is_run(tmp_path):
     for protocol in range(6):
         packed = pack(pickle.dumps([Runs(tmp_path / "ran")], protocol))
-        with pytest.raises(ValueError, match=r"a pickle with the instruction \w+; wanted text, lists and dictionaries alone"):
+        with pytest.raises(
+            ValueError, match=r"a pickle with the instruction \w+; wanted text, lists and dictionaries alone"
+        ):
             unpack_tests(packed)
     assert not (tmp_path / "ran").exists()
 
@@ -98,7 +100,10 @@ def test_rows_of_livecodebench():
     [
         ({"public_test_cases": "[]", "private_test_cases": None}, "no tests"),
         ({"private_test_cases": "@@"}, "private_test_cases: neither JSON nor packed"),
-        ({"private_test_cases": '[{"input": 1, "output": "2"}]'}, "private_test_cases: a test without text as input and output"),
+        (
+            {"private_test_cases": '[{"input": 1, "output": "2"}]'},
+            "private_test_cases: a test without text as input and output",
+        ),
         ({"private_test_cases": "[1]"}, "private_test_cases: a test without text"),
         ({"metadata": "{"}, "metadata: not JSON"),
     ],

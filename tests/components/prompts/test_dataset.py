@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from components.prompts import chains
 from components.prompts.dataset import DatasetPrompts, load_rows, make_prompts
-from pipeline.component import Context, ModelSpec, Ranks
-from pipeline.errors import ConfigError, DataError, RunError
+from components.text import chains
+from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.errors import ConfigError, DataError, RunError
 
 CHAINS = {"source": "chains", "size": 20, "difficulty": {"steps": [3, 5], "hard_facts": None}}
 PLAIN = {"source": "file", "template": "plain"}
@@ -113,7 +113,9 @@ def test_every_file_type_gives_the_same_rows(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     pyarrow.csv.write_csv(table, tmp_path / "a.csv")
     datasets.Dataset.from_list(PROBLEMS).save_to_disk(tmp_path / "folder")
-    entries += [{**PLAIN, "path": str(tmp_path / name)} for name in ("a.json", "nested.json", "a.parquet", "a.csv", "folder")]
+    entries += [
+        {**PLAIN, "path": str(tmp_path / name)} for name in ("a.json", "nested.json", "a.parquet", "a.csv", "folder")
+    ]
     entries.append({**PLAIN, "path": str(next((tmp_path / "folder").glob("*.arrow")))})
     for entry in entries:
         rows = load_rows(entry, Context())
@@ -186,7 +188,10 @@ def test_reserve_keeps_room_for_the_response(tmp_path):
         (b"", r"empty; wanted one problem per row"),
         (b"\n\n", r"data.train: .*a.jsonl: it has no rows; wanted rows with a question and an answer"),
         (b'{"question": "1"}\n', r"data.train: .*a.jsonl has no column 'answer'; found question."),
-        (b'{"questions": "1", "answer": "2"}\n', r"no column 'question'; found questions, answer. Did you mean 'questions'\?"),
+        (
+            b'{"questions": "1", "answer": "2"}\n',
+            r"no column 'question'; found questions, answer. Did you mean 'questions'\?",
+        ),
         (b'{"question": "1", "answer": ""}\n' * 3, r"all 3 rows were rejected \(3 × no answer\)"),
     ],
 )
@@ -199,7 +204,9 @@ def test_files_without_a_usable_row(tmp_path, content, text):
 
 def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("x")
-    with pytest.raises(DataError, match=r"train.jsnl: not found; wanted one of .jsonl, .* Did you mean 'train.jsonl'\?"):
+    with pytest.raises(
+        DataError, match=r"train.jsnl: not found; wanted one of .jsonl, .* Did you mean 'train.jsonl'\?"
+    ):
         started({**PLAIN, "path": str(tmp_path / "train.jsnl")})
     (tmp_path / "a.parquet").write_text("not parquet")
     with pytest.raises(DataError, match=r"a.parquet: cannot be read as parquet"):
@@ -222,7 +229,10 @@ def test_unreachable_hub_names_the_local_way(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match=r"dataset 'a/b': cannot be loaded .*\(no route to host\)\. .*set data.train.path=FILE_OR_FOLDER"):
+    with pytest.raises(
+        DataError,
+        match=r"dataset 'a/b': cannot be loaded .*\(no route to host\)\. .*set data.train.path=FILE_OR_FOLDER",
+    ):
         started({"source": "hub", "name": "a/b"})
 
 
@@ -238,14 +248,18 @@ def test_hub_dataset_takes_its_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     entry = {"source": "hub", "name": "a/b", "split": "test[:2]", "template": "plain", "revision": "v1"}
     assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
-    with pytest.raises(DataError, match=r"dataset 'a/b': split 'tets' cannot be had \(Unknown split \"tets\". Should be one of"):
+    with pytest.raises(
+        DataError, match=r"dataset 'a/b': split 'tets' cannot be had \(Unknown split \"tets\". Should be one of"
+    ):
         load_rows({**entry, "split": "tets"}, Context())
 
 
 def test_folder_with_splits(tmp_path):
     import datasets
 
-    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])})
+    made = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])}
+    )
     made.save_to_disk(tmp_path / "folder")
     entry = {**PLAIN, "path": str(tmp_path / "folder"), "split": "test"}
     assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
@@ -261,7 +275,9 @@ def test_wrong_settings_come_together():
     assert "data.train.source" in str(error.value)
     with pytest.raises(ConfigError, match="source 'file' without a path"):
         started({"source": "file"})
-    with pytest.raises(ConfigError, match=r"node 'prompts': split 'trains' is not in the data section. Did you mean 'train'\?"):
+    with pytest.raises(
+        ConfigError, match=r"node 'prompts': split 'trains' is not in the data section. Did you mean 'train'\?"
+    ):
         started(split="trains")
 
 
@@ -287,12 +303,19 @@ def test_replicas_take_shares_of_one_batch():
             assert [t for p in parts for t in p.text] == batch.text
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
         assert all(node.state_dict() == nodes[0].state_dict() for node in nodes)
-    with pytest.raises(ConfigError, match=r"node 'prompts': batch is 2, but there are 3 replicas; wanted at least a problem per replica"):
-        DatasetPrompts(DatasetPrompts.Config(batch=2)).setup(Context(node="prompts", ranks=Ranks(world=3, num_replicas=3)))
+    with pytest.raises(
+        ConfigError,
+        match=r"node 'prompts': batch is 2, but there are 3 replicas; wanted at least a problem per replica",
+    ):
+        DatasetPrompts(DatasetPrompts.Config(batch=2)).setup(
+            Context(node="prompts", ranks=Ranks(world=3, num_replicas=3))
+        )
 
 
 def test_a_bad_row_is_rejected_once_however_many_replicas_read_it(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": ""}\n{"question": "<solve> 1 s1 + 2", "answer": "3"}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "1 + 1", "answer": ""}\n{"question": "<solve> 1 s1 + 2", "answer": "3"}\n'
+    )
     contexts = [Context(node="prompts", ranks=Ranks(rank=r, world=2, num_replicas=2)) for r in range(2)]
     for context in contexts:
         load_rows({**PLAIN, "path": str(tmp_path / "rows.jsonl")}, context)

@@ -5,17 +5,16 @@ import json
 import pytest
 import torch
 
-from components.engine.external import generation_config
-from components.engine.local import eos_mask
+from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import load_tokenizer
 from components.prompts.dataset import DatasetPrompts
-from components.prompts.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
+from components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
 from components.verifier.boolean import Boolean
 from components.verifier.choice import Choice
 from components.verifier.code_tests import extract_code
 from components.verifier.exact import Exact
-from pipeline.cli import main
-from pipeline.component import Context, ModelSpec
+from pipeline.app.cli import main
+from pipeline.core.component import Context, ModelSpec
 
 TURN = "Say 1 + 1.\n\nReason step by step and put the final answer in \\boxed{}."
 PROMPTS = {
@@ -39,7 +38,9 @@ def prompts(path, rows, tmp_path, template="chat", **config):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     node = DatasetPrompts(DatasetPrompts.Config(batch=1, shuffle=False, **config))
     spec = ModelSpec(path=str(path))
-    node.setup(Context(node="prompts", model=spec, data={"train": {"source": "file", "path": str(file), "template": template}}))
+    node.setup(
+        Context(node="prompts", model=spec, data={"train": {"source": "file", "path": str(file), "template": template}})
+    )
     return node
 
 
@@ -71,7 +72,10 @@ def test_what_ends_a_response_in_each_format(name, format_folders):
 
 def test_a_template_without_a_special_end_or_that_raises_ends_nothing(format_folders):
     tokenizer = load_tokenizer(ModelSpec(path=str(format_folders["qwen"])))
-    for template in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ raise_exception('one turn only') }}"):
+    for template in (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{{ raise_exception('one turn only') }}",
+    ):
         tokenizer.chat_template = template
         assert turn_end_ids(tokenizer) == []
     tokenizer.chat_template = None
@@ -79,7 +83,8 @@ def test_a_template_without_a_special_end_or_that_raises_ends_nothing(format_fol
 
 
 @pytest.mark.parametrize(
-    "end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<|im_end|>\n<|endoftext|>", "<｜end▁of▁sentence｜>", ""]
+    "end",
+    ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<|im_end|>\n<|endoftext|>", "<｜end▁of▁sentence｜>", ""],
 )
 @pytest.mark.parametrize(
     ("kind", "text", "answer"),
@@ -114,7 +119,9 @@ def test_each_kind_of_answer_has_its_instruction(format_folders):
     tokenizer = load_tokenizer(ModelSpec(path=str(format_folders["qwen"])))
     for kind, words in CHAT_INSTRUCTIONS.items():
         assert f"Q\n\n{words}<|im_end|>" in solve_prompt("chat", "Q", tokenizer, kind)
-    assert "put the letter of the right choice in \\boxed{} before you close" in solve_prompt("thought", "Q", tokenizer, "choice")
+    assert "put the letter of the right choice in \\boxed{} before you close" in solve_prompt(
+        "thought", "Q", tokenizer, "choice"
+    )
     # Thoughts end with a box, programs too.
     assert all("\\boxed{" in solve_prompt("thought", "Q", tokenizer, kind) for kind in CHAT_INSTRUCTIONS)
 
@@ -145,7 +152,12 @@ def test_prompts_that_do_not_fit_can_be_cut_at_their_beginning(format_folders, t
 
 def test_what_does_not_fit_without_its_question_is_rejected_even_when_cutting(format_folders, tmp_path):
     node = prompts(
-        format_folders["llama"], [{"question": "?", "answer": "1"}, *LONG], tmp_path, template="plain", reserve=1022, long_prompts="cut"
+        format_folders["llama"],
+        [{"question": "?", "answer": "1"}, *LONG],
+        tmp_path,
+        template="plain",
+        reserve=1022,
+        long_prompts="cut",
     )
     assert len(node.rows) == 1
     assert [r["reason"] for r in node.context.rejected] == ["prompt of 1517 tokens; the context leaves 1 for it"] * 2

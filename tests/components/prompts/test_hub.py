@@ -8,8 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from components.prompts.loading import load_problems
-from pipeline.component import Context
-from pipeline.errors import DataError
+from pipeline.core.component import Context
+from pipeline.core.errors import DataError
 
 ROWS = [{"question": f"q {i}", "answer": str(i), "trace": "x"} for i in range(20)]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -17,7 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """`load_dataset("a/b", …)` loads a Parquet file by the code of `datasets`, streamed or not; anything else is an error of the hub."""
+    """`load_dataset("a/b", …)` loads a Parquet file by the code of `datasets`, streamed or not; anything else is an
+    error of the hub."""
     import datasets
 
     real = datasets.load_dataset
@@ -25,7 +26,9 @@ def hub(monkeypatch, tmp_path):
 
     def load_dataset(name, subset, *, split, revision, **options):
         if revision not in (None, COMMIT):
-            raise datasets.exceptions.DatasetNotFoundError(f"Revision '{revision}' doesn't exist for dataset '{name}' on the Hub.")
+            raise datasets.exceptions.DatasetNotFoundError(
+                f"Revision '{revision}' doesn't exist for dataset '{name}' on the Hub."
+            )
         files = {"train": str(tmp_path / "rows.parquet")}
         return real("parquet", data_files=files, split=split, cache_dir=str(tmp_path / "cache"), **options)
 
@@ -38,10 +41,14 @@ def load(toolbox, **entry):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("split", "wanted"), [("train", range(20)), ("train[5:8]", range(5, 8)), ("train[:25%]", range(5))])
+@pytest.mark.parametrize(
+    ("split", "wanted"), [("train", range(20)), ("train[5:8]", range(5, 8)), ("train[:25%]", range(5))]
+)
 def test_downloaded_and_streamed_rows_are_the_same(streaming, split, wanted, hub, toolbox):
     if streaming and "%" in split:
-        with pytest.raises(DataError, match=r"its number of rows is unknown while streaming; wanted rows, as in train\[:1000\]"):
+        with pytest.raises(
+            DataError, match=r"its number of rows is unknown while streaming; wanted rows, as in train\[:1000\]"
+        ):
             load(toolbox, split=split, streaming=streaming)
         return
     assert [r.answer for r in load(toolbox, split=split, streaming=streaming).rows] == [str(i) for i in wanted]
@@ -55,7 +62,8 @@ def test_a_stream_is_read_no_further_than_needed(hub, toolbox):
 
 def test_a_revision_that_does_not_exist(hub, toolbox):
     with pytest.raises(
-        DataError, match=r"dataset 'a/b': revision 'v9' does not exist .* Correct data.train.revision, take null for the newest"
+        DataError,
+        match=r"dataset 'a/b': revision 'v9' does not exist .* Correct data.train.revision, take null for the newest",
     ):
         load(toolbox, revision="v9")
 
@@ -69,7 +77,8 @@ def test_a_stream_that_breaks_says_how_far_it_came(monkeypatch, toolbox):
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_a, **_k: datasets.IterableDataset.from_generator(rows))
     with pytest.raises(
-        DataError, match=r"the stream broke after 7 rows \(.*connection reset.*\)\. Try again, set data.train.streaming=false"
+        DataError,
+        match=r"the stream broke after 7 rows \(.*connection reset.*\)\. Try again, set data.train.streaming=false",
     ):
         load(toolbox, streaming=True, revision=COMMIT)
 
@@ -98,9 +107,19 @@ UNREACHABLE = "cannot be loaded from the Hugging Face hub .*Check the name, the 
 FAILURES = [  # type, text, further settings, what the sentence says
     ("ConnectionError", "Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)", {}, UNREACHABLE),
     ("DatasetNotFoundError", "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed.", {}, UNREACHABLE),
-    ("DatasetNotFoundError", "Revision 'x' doesn't exist for dataset 'a/b'.", {"revision": "x"}, "revision 'x' does not exist"),
+    (
+        "DatasetNotFoundError",
+        "Revision 'x' doesn't exist for dataset 'a/b'.",
+        {"revision": "x"},
+        "revision 'x' does not exist",
+    ),
     ("ValueError", 'Unknown split "tets".', {"split": "tets"}, "split 'tets' cannot be had .*Correct data.train.split"),
-    ("RuntimeError", "Dataset scripts are no longer supported, but found b.py", {}, "made by a script.*Name its files in data.train.files"),
+    (
+        "RuntimeError",
+        "Dataset scripts are no longer supported, but found b.py",
+        {},
+        "made by a script.*Name its files in data.train.files",
+    ),
 ]
 
 
@@ -114,7 +133,9 @@ def test_every_failure_names_the_local_way(kind, said, entry, text, monkeypatch,
         raise error(said)
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=rf"dataset 'a/b': .*{text}.*set data.train.path=FILE_OR_FOLDER to read a local copy"):
+    with pytest.raises(
+        DataError, match=rf"dataset 'a/b': .*{text}.*set data.train.path=FILE_OR_FOLDER to read a local copy"
+    ):
         load(toolbox, **entry)
 
 
@@ -128,4 +149,7 @@ def test_a_joined_dataset_that_cannot_be_had_is_named(hub, toolbox, tmp_path):
         load(toolbox, join=join, question="joined.question")
     found = load(toolbox, join=join, question="joined.statement")
     assert [r.text for r in found.rows] == ["s0", "s2"]
-    assert found.counts.rejected == {"answer names no row of the joined dataset": 17, "a JSON list; wanted an object": 1}
+    assert found.counts.rejected == {
+        "answer names no row of the joined dataset": 17,
+        "a JSON list; wanted an object": 1,
+    }

@@ -10,8 +10,8 @@ import pytest
 from components.prompts.dataset import DatasetPrompts
 from components.prompts.loading import REJECTED_IN_LOG, load_problems
 from components.prompts.store import IN_MEMORY, Row, RowStore
-from pipeline.component import Context, Ranks
-from pipeline.errors import RunError
+from pipeline.core.component import Context, Ranks
+from pipeline.core.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,7 +21,10 @@ def rows_of(store):
 
 
 def test_a_store_gives_back_what_was_put_in_from_memory_and_from_a_file(tmp_path):
-    rows = [Row(text=f"täxt {i} 漢\n", answer=str(i), metadata={"i": i, "x": "y" * 1000, "deep": [{"a": None}]}) for i in range(30)]
+    rows = [
+        Row(text=f"täxt {i} 漢\n", answer=str(i), metadata={"i": i, "x": "y" * 1000, "deep": [{"a": None}]})
+        for i in range(30)
+    ]
     small, large = RowStore(), RowStore(tmp_path)
     for row in rows:
         small.append(row)
@@ -112,7 +115,9 @@ def test_one_rank_writes_the_card_and_the_rejected_rows(tmp_path):
     entry = jsonl(tmp_path / "a.jsonl", [*PROBLEMS, {"question": "<solve> 3", "answer": ""}])
     for rank in (1, 0):
         made = DatasetPrompts(DatasetPrompts.Config(batch=4))
-        context = Context(node="prompts", data={"train": entry}, run_dir=tmp_path, ranks=Ranks(rank=rank, world=2, num_replicas=2))
+        context = Context(
+            node="prompts", data={"train": entry}, run_dir=tmp_path, ranks=Ranks(rank=rank, world=2, num_replicas=2)
+        )
         made.setup(context)
         assert (tmp_path / "data_card.json").exists() == (rank == 0)
         assert len(context.rejected) == (rank == 0)
@@ -135,9 +140,13 @@ def test_a_checkpoint_holds_a_place_and_refuses_other_data_of_the_same_size(tmp_
     state = made.state_dict()
     assert {k: v for k, v in state.items() if k != "hash"} == {"epoch": 0, "position": 2, "rows": 10}
     changed = node(jsonl(tmp_path / "a.jsonl", [*PROBLEMS[:9], {"question": "<solve> 9 s1 + 3", "answer": "9"}]))
-    with pytest.raises(RunError, match=r"the data has as many problems as when the checkpoint was made, but not the same ones"):
+    with pytest.raises(
+        RunError, match=r"the data has as many problems as when the checkpoint was made, but not the same ones"
+    ):
         changed.load_state_dict(state)
-    changed.load_state_dict({k: v for k, v in state.items() if k != "hash"})  # a checkpoint from before there were hashes
+    changed.load_state_dict(
+        {k: v for k, v in state.items() if k != "hash"}
+    )  # a checkpoint from before there were hashes
     assert changed.position == 2
 
 

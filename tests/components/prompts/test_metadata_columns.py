@@ -5,8 +5,8 @@ import json
 import pytest
 
 from components.prompts.dataset import load_rows
-from pipeline.component import Context
-from pipeline.errors import DataError
+from pipeline.core.component import Context
+from pipeline.core.errors import DataError
 
 
 def load(tmp_path, toolbox, rows, **entry):
@@ -20,7 +20,11 @@ def load(tmp_path, toolbox, rows, **entry):
 def test_tests_and_choices_reach_the_verifier(tmp_path, toolbox):
     tests = [{"input": "1", "output": "2"}]
     rows, context = load(
-        tmp_path, toolbox, [{"question": "q", "io": tests, "c": ["a", "b"]}], answer="", metadata={"tests": "io", "choices": "c"}
+        tmp_path,
+        toolbox,
+        [{"question": "q", "io": tests, "c": ["a", "b"]}],
+        answer="",
+        metadata={"tests": "io", "choices": "c"},
     )
     assert rows[0].answer == ""
     assert rows[0].metadata["tests"] == tests
@@ -31,7 +35,9 @@ def test_tests_and_choices_reach_the_verifier(tmp_path, toolbox):
 
 def test_truth_values_become_words_and_numbers_text(tmp_path, toolbox):
     rows, _ = load(
-        tmp_path, toolbox, [{"question": "p", "answer": True}, {"question": "q", "answer": False}, {"question": "r", "answer": 4}]
+        tmp_path,
+        toolbox,
+        [{"question": "p", "answer": True}, {"question": "q", "answer": False}, {"question": "r", "answer": 4}],
     )
     assert [row.answer for row in rows] == ["yes", "no", "4"]
 

@@ -9,8 +9,8 @@ import pytest
 
 from components.prompts.loading import load_problems
 from components.prompts.readers import bounds, open_path
-from pipeline.component import Context
-from pipeline.errors import DataError
+from pipeline.core.component import Context
+from pipeline.core.errors import DataError
 
 ROWS = [{"question": f"q {i}", "answer": str(i)} for i in range(2500)]
 
@@ -52,10 +52,15 @@ def test_compressed_files_give_the_rows_of_plain_ones(name, data, tmp_path, tool
     assert [(r.text, r.answer) for r in found] == [(r["question"], r["answer"]) for r in ROWS]
 
 
-@pytest.mark.parametrize(("name", "data"), [("a.jsonl.gz", gzip.compress(text_of(ROWS))), ("a.jsonl.zst", zstd(text_of(ROWS)))])
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.jsonl.gz", gzip.compress(text_of(ROWS))), ("a.jsonl.zst", zstd(text_of(ROWS)))]
+)
 def test_a_compressed_file_that_is_cut_short_is_refused_with_the_rows_it_gave(name, data, tmp_path, toolbox):
     (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(DataError, match=rf"{name}: cannot be decompressed after \d+ rows \(.*\); wanted a complete file\. Copy it again"):
+    with pytest.raises(
+        DataError,
+        match=rf"{name}: cannot be decompressed after \d+ rows \(.*\); wanted a complete file\. Copy it again",
+    ):
         load(tmp_path / name, toolbox)
     (tmp_path / name).write_bytes(b"no such magic")
     with pytest.raises(DataError, match=rf"{name}: cannot be decompressed after 0 rows"):
@@ -98,7 +103,9 @@ def test_answers_of_a_megabyte_are_rejected_and_no_other_row_suffers(name, tmp_p
 
 def test_nulls_wrong_types_and_numbers_that_are_none(tmp_path, toolbox):
     answers = [None, "", "  ", {"a": 1}, [["x"]], [], float("nan"), float("inf"), 3.0, 0.5, ["1", "2"], True, 10**400]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"question": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"question": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers))
+    )
     found = load(tmp_path / "a.jsonl", toolbox)
     assert [r.answer for r in found.rows] == ["3", "0.5", "1, 2", "yes", str(10**400)]
     assert reasons(found) == {
@@ -111,7 +118,9 @@ def test_nulls_wrong_types_and_numbers_that_are_none(tmp_path, toolbox):
 
 
 def test_json_that_is_too_deep_costs_its_row(tmp_path, toolbox):
-    (tmp_path / "a.jsonl").write_text("[" * 100_000 + "\n" + json.dumps(ROWS[0]) + "\n" + '{"question": "\\ud800", "answer": "1"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        "[" * 100_000 + "\n" + json.dumps(ROWS[0]) + "\n" + '{"question": "\\ud800", "answer": "1"}\n'
+    )
     found = load(tmp_path / "a.jsonl", toolbox)
     assert len(found.rows) == 1
     assert reasons(found)["question is not UTF-8"] == 1
@@ -160,13 +169,21 @@ def test_columns_inside_columns(tmp_path, toolbox):
 
 @pytest.mark.parametrize(
     ("part", "count", "wanted"),
-    [("[:90%]", 25, (0, 22)), ("[90%:]", 25, (22, 25)), ("[10:20]", 5, (10, 20)), ("[-10%:]", 20, (18, 20)), ("[5:]", 9, (5, None))],
+    [
+        ("[:90%]", 25, (0, 22)),
+        ("[90%:]", 25, (22, 25)),
+        ("[10:20]", 5, (10, 20)),
+        ("[-10%:]", 20, (18, 20)),
+        ("[5:]", 9, (5, None)),
+    ],
 )
 def test_parts_are_cut_as_datasets_cuts_them(part, count, wanted):
     import datasets
 
     assert bounds(part, lambda: count) == wanted
-    instruction = datasets.ReadInstruction.from_spec(f"train{part}").to_absolute({"train": count}) if "%" in part else None
+    instruction = (
+        datasets.ReadInstruction.from_spec(f"train{part}").to_absolute({"train": count}) if "%" in part else None
+    )
     if instruction:
         assert (instruction[0].from_ or 0, count if instruction[0].to is None else instruction[0].to) == wanted
 
@@ -184,7 +201,11 @@ def test_a_copy_of_a_hub_repository_is_read_by_split(tmp_path, toolbox):
     folder = tmp_path / "copy" / "data"
     folder.mkdir(parents=True)
     (tmp_path / "copy" / "README.md").write_text("a card")
-    for name, rows in (("train-00000-of-00002", ROWS[:3]), ("train-00001-of-00002", ROWS[3:5]), ("test-00000-of-00001", ROWS[5:6])):
+    for name, rows in (
+        ("train-00000-of-00002", ROWS[:3]),
+        ("train-00001-of-00002", ROWS[3:5]),
+        ("test-00000-of-00001", ROWS[5:6]),
+    ):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
     hub = {"source": "hub", "name": "a/b"}
     assert [r.answer for r in load(tmp_path / "copy", toolbox, **hub, split="train").rows] == ["0", "1", "2", "3", "4"]
@@ -196,14 +217,18 @@ def test_a_copy_of_a_hub_repository_is_read_by_split(tmp_path, toolbox):
 
 
 def test_only_needed_columns_of_a_parquet_file_are_read(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {"trace": "x" * 100} for row in ROWS]), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([row | {"trace": "x" * 100} for row in ROWS]), tmp_path / "a.parquet"
+    )
     assert set(next(open_path(tmp_path / "a.parquet", ["question", "answer"]).rows)) == {"question", "answer"}
 
 
 def test_types_that_cannot_be_read(tmp_path):
     for name, shown in (("a.parquet.gz", ".parquet.gz"), ("a.txt", ".txt"), ("a.bz2", ".bz2")):
         (tmp_path / name).write_text("x")
-        with pytest.raises(DataError, match=rf"{name}: type '{shown}'; wanted one of .jsonl, .* \(text types also with .gz or .zst\)"):
+        with pytest.raises(
+            DataError, match=rf"{name}: type '{shown}'; wanted one of .jsonl, .* \(text types also with .gz or .zst\)"
+        ):
             open_path(tmp_path / name, [])
 
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from components.engine.stops import decode_rows
 from components.reviser.compare import NOT_ENDED, Compare, pair_up
-from components.reviser.second_turn import second_turn
 from components.rewards.outcome import Outcome
+from components.rollouts.second_turn import second_turn
 from components.sampler.chains import Chains
+from components.text.stops import decode_rows
 from components.verifier.exact import Exact
-from pipeline.errors import AlignmentError
-from pipeline.payloads import Sampling
-from pipeline.recording import from_arrow, to_arrow
+from pipeline.core.errors import AlignmentError
+from pipeline.core.payloads import Sampling
+from pipeline.run.recording import from_arrow, to_arrow
 
 ALL = torch.ones(4, dtype=torch.bool)
 
@@ -22,13 +22,18 @@ def _run(toolbox, texts, values, script, rule=lambda text: float("good" in text)
     policy, judge = toolbox.policy(script), toolbox.judge(rule)
     node = toolbox.start(Compare, **settings)
     out = node.run(
-        prompts=prompts, trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, values, valid), policy=policy, judge=judge
+        prompts=prompts,
+        trajectories=trajectories,
+        rewards=toolbox.rewards(trajectories.uid, values, valid),
+        policy=policy,
+        judge=judge,
     )
     return out, node.context.metrics, policy
 
 
 def test_correct_siblings_come_first_and_rows_turn():
-    # Group 7: rows 0 (right), 1, 3 (wrong); row 2 is alone in group 8. From row 1 on: 3 (wrong), 0 (right) → 0 before 3.
+    # Group 7: rows 0 (right), 1, 3 (wrong); row 2 is alone in group 8. From row 1 on: 3 (wrong), 0 (right) → 0 before
+    # 3.
     group, correct = torch.tensor([7, 7, 8, 7]), torch.tensor([True, False, False, False])
     assert [t.tolist() for t in pair_up(group, correct, ALL, 9)] == [[1, 1, 3, 3], [0, 3, 0, 1]]
     assert [t.tolist() for t in pair_up(group, correct, ALL, 1)] == [[1, 3], [0, 0]]
@@ -83,7 +88,11 @@ def test_a_revision_that_never_ends_counts_as_wrong(toolbox):
     out, metrics, _ = _run(toolbox, ["fine", "bad"], [1, 0], lambda c, n: "good" + "!" * 50, max_tokens=20)
     assert out.revisions.finish_reason == ["length"]
     assert "good" in out.revisions.text[0]
-    assert (out.rewards.value.tolist(), out.rewards.correct.tolist(), out.rewards.valid.tolist()) == ([0], [False], [True])
+    assert (out.rewards.value.tolist(), out.rewards.correct.tolist(), out.rewards.valid.tolist()) == (
+        [0],
+        [False],
+        [True],
+    )
     assert out.rewards.detail == [NOT_ENDED]
     assert metrics["unended_share"] == 1
     assert metrics["repaired_share"] == 0
@@ -136,7 +145,10 @@ def test_a_revision_that_cannot_be_judged_stays_invalid_and_is_written_down(tool
     assert rewards.valid.tolist() == rewards.correct.tolist() == [False, False]
     assert node.context.metrics["invalid"] == 2
     assert node.context.metrics["repaired_share"] == 0
-    assert [(row["row"]["trajectory"], row["reason"]) for row in node.context.rejected] == [(1001, "reward is nan"), (1002, "no verdict")]
+    assert [(row["row"]["trajectory"], row["reason"]) for row in node.context.rejected] == [
+        (1001, "reward is nan"),
+        (1002, "no verdict"),
+    ]
 
 
 def test_references_are_recorded_bit_for_bit(toolbox):
@@ -181,7 +193,15 @@ def test_settings_are_checked():
 def test_second_turn_takes_the_asked_text(toolbox):
     firsts = toolbox.trajectories(["one", "two"], group=[5, 6])
     policy = toolbox.policy(lambda c, n: c.upper())
-    made = second_turn(policy, toolbox.prompts(["q"]), firsts, ["ask a", "ask b"], torch.tensor([1, 2]), Sampling(), torch.tensor([8, 9]))
+    made = second_turn(
+        policy,
+        toolbox.prompts(["q"]),
+        firsts,
+        ["ask a", "ask b"],
+        torch.tensor([1, 2]),
+        Sampling(),
+        torch.tensor([8, 9]),
+    )
     assert made.text == ["ASK A", "ASK B"]
     assert decode_rows(policy.tokenizer, made.prompt_tokens.to_lists()) == ["ask a", "ask b"]
     assert (made.group.tolist(), made.parent.tolist(), made.prompt_uid.tolist()) == ([5, 6], [1000, 1001], [100, 100])
@@ -198,7 +218,9 @@ def test_the_embedded_model_repairs_with_a_right_sibling(tiny):
     assert len(out.revisions) > 10
     assert metrics["repaired_by_correct"] > 0.3 > metrics["repaired_by_wrong"]
     # A revision has the form of a chain, token for token, or alignment would mark what did not change.
-    assert {row[0] for row in out.revisions.response_tokens.to_lists()} == {row[0] for row in fresh.response_tokens.to_lists()}
+    assert {row[0] for row in out.revisions.response_tokens.to_lists()} == {
+        row[0] for row in fresh.response_tokens.to_lists()
+    }
     # Engine log-probs are those of the revision under the revision prompt.
     scores = tiny.policy.score(out.revisions.prompt_tokens, out.revisions.response_tokens)
     torch.testing.assert_close(scores.logprobs.values, out.revisions.engine_logprobs.values, rtol=0, atol=1e-4)

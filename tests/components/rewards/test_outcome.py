@@ -5,7 +5,7 @@ import math
 import pytest
 
 from components.rewards.outcome import Outcome
-from pipeline.errors import AlignmentError
+from pipeline.core.errors import AlignmentError
 
 
 def _rule(text):
@@ -17,7 +17,9 @@ def _rule(text):
 def test_values_follow_the_judge(toolbox):
     node = toolbox.start(Outcome)
     rewards = node.run(
-        judge=toolbox.judge(_rule), trajectories=toolbox.trajectories(["good", "bad", "half", "good"]), prompts=toolbox.prompts(["p"])
+        judge=toolbox.judge(_rule),
+        trajectories=toolbox.trajectories(["good", "bad", "half", "good"]),
+        prompts=toolbox.prompts(["p"]),
     ).rewards
     assert rewards.value.tolist() == [1.0, 0.0, 0.5, 1.0]
     assert rewards.correct.tolist() == [True, False, False, True]
@@ -28,7 +30,9 @@ def test_values_follow_the_judge(toolbox):
 def test_a_reward_that_is_no_number_is_zero_and_recorded(toolbox):
     node = toolbox.start(Outcome)
     rewards = node.run(
-        judge=toolbox.judge(_rule), trajectories=toolbox.trajectories(["nan", "good", "inf", "hang"]), prompts=toolbox.prompts(["p"])
+        judge=toolbox.judge(_rule),
+        trajectories=toolbox.trajectories(["nan", "good", "inf", "hang"]),
+        prompts=toolbox.prompts(["p"]),
     ).rewards
     assert rewards.value.tolist() == [0.0, 1.0, 0.0, 0.0]
     assert rewards.correct.tolist() == [False, True, False, False]
@@ -40,11 +44,20 @@ def test_a_reward_that_is_no_number_is_zero_and_recorded(toolbox):
 
 def test_no_rows(toolbox):
     node = toolbox.start(Outcome)
-    assert len(node.run(judge=toolbox.judge(_rule), trajectories=toolbox.trajectories([]), prompts=toolbox.prompts([])).rewards) == 0
+    assert (
+        len(
+            node.run(
+                judge=toolbox.judge(_rule), trajectories=toolbox.trajectories([]), prompts=toolbox.prompts([])
+            ).rewards
+        )
+        == 0
+    )
 
 
 def test_a_prompt_that_is_not_there_is_told(toolbox):
     with pytest.raises(AlignmentError, match="no row for uid \\[100\\]"):
         toolbox.start(Outcome).run(
-            judge=toolbox.judge(_rule), trajectories=toolbox.trajectories(["a"]), prompts=toolbox.prompts(["p"], first_uid=7)
+            judge=toolbox.judge(_rule),
+            trajectories=toolbox.trajectories(["a"]),
+            prompts=toolbox.prompts(["p"], first_uid=7),
         )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from components.rollouts.requests import join_rows, keyed_seeds, sample_from_prefix
 from components.sampler.chains import Chains
-from components.sampler.requests import join_rows, keyed_seeds, sample_from_prefix
-from pipeline.jagged import Jagged
-from pipeline.payloads import Sampling, ThoughtLimits
-from pipeline.streams import Stream
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Sampling, ThoughtLimits
+from pipeline.core.streams import Stream
 
 
 def test_groups_are_prompts_and_rows_come_prompt_by_prompt(toolbox):
@@ -71,7 +71,9 @@ def test_impossible_settings_are_told(settings, text):
 
 
 def test_join_rows_joins_row_by_row():
-    joined = join_rows(Jagged.from_rows([[1], [], [2, 3]], torch.int32), Jagged.from_rows([[4, 5], [6], []], torch.int32))
+    joined = join_rows(
+        Jagged.from_rows([[1], [], [2, 3]], torch.int32), Jagged.from_rows([[4, 5], [6], []], torch.int32)
+    )
     assert joined.to_lists() == [[1, 4, 5], [6], [2, 3]]
     assert joined.values.dtype == torch.int32
 
@@ -80,7 +82,8 @@ def test_keyed_seeds_do_not_depend_on_how_draws_are_cut():
     uid, stream = torch.tensor([3, 9]), Stream(0, "n", 0)
     whole = keyed_seeds(stream, uid, 0, 5)
     assert torch.equal(
-        whole, torch.cat([keyed_seeds(stream, uid, 0, 2), keyed_seeds(stream, uid, 2, 0), keyed_seeds(stream, uid, 2, 3)], 1)
+        whole,
+        torch.cat([keyed_seeds(stream, uid, 0, 2), keyed_seeds(stream, uid, 2, 0), keyed_seeds(stream, uid, 2, 3)], 1),
     )
 
 
@@ -112,7 +115,9 @@ def test_a_prefix_without_budget_left_stays_as_it_is(toolbox):
     assert out.text == ["ab</thought>cd</thought>", "q"]
     assert out.finish_reason == ["length", "eos"]
     roomy = Sampling(max_tokens=100, thoughts=ThoughtLimits(max_thoughts=2))
-    none_left = sample_from_prefix(policy, parents.select(torch.tensor([0])), torch.tensor([24]), torch.tensor([1]), roomy, uid[:1])
+    none_left = sample_from_prefix(
+        policy, parents.select(torch.tensor([0])), torch.tensor([24]), torch.tensor([1]), roomy, uid[:1]
+    )
     assert none_left.finish_reason == ["thoughts"]
     assert none_left.thought_ends.to_lists() == [[12, 24]]
     assert len(policy.calls) == 1

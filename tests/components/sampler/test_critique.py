@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from components.engine.stops import decode_rows
 from components.sampler.critique import Critique, best_of, to_refine
+from components.text.stops import decode_rows
 from components.verifier.exact import Exact
-from pipeline.payloads import Scores
+from pipeline.core.payloads import Scores
 
 VALUES = {"poor": 0.0, "half": 0.5, "good": 1.0}
 
@@ -54,7 +54,9 @@ def test_the_best_refinement_joins_the_group(toolbox):
     assert metrics["refinements"] == 4
     assert metrics["kept"] == 1
     assert metrics["kept_correct_share"] == metrics["no_refinement_share"] == 0
-    assert metrics["sampled_tokens"] == sum(len(t) for t in ["good", "poor1", "poor2", "poor!", "half-a", "half-b", "poor?"])
+    assert metrics["sampled_tokens"] == sum(
+        len(t) for t in ["good", "poor1", "poor2", "poor!", "half-a", "half-b", "poor?"]
+    )
 
 
 def test_a_refinement_is_trained_under_the_problem_and_scored_there(toolbox):
@@ -154,5 +156,6 @@ def test_the_embedded_model_refines(tiny):
     scores = tiny.policy.score(out.prompt_tokens, out.response_tokens)
     torch.testing.assert_close(scores.logprobs.values, out.engine_logprobs.values, rtol=0, atol=1e-4)
     assert torch.equal(
-        out.prompt_tokens.select(refined).values, tiny.prompts.tokens.select(tiny.prompts.index_of(out.prompt_uid[refined])).values
+        out.prompt_tokens.select(refined).values,
+        tiny.prompts.tokens.select(tiny.prompts.index_of(out.prompt_uid[refined])).values,
     )

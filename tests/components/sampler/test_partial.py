@@ -8,11 +8,11 @@ import torch
 
 from components.sampler.chains import Chains
 from components.sampler.partial import Carry, Partial
-from pipeline.checkpoint import decode, encode
-from pipeline.component import Ranks
-from pipeline.errors import CreditgraphError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Completions, Policy, Scores
+from pipeline.core.component import Ranks
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Completions, Policy, Scores
+from pipeline.run.checkpoint import decode, encode
 
 
 class Letters(Policy):
@@ -32,7 +32,9 @@ class Letters(Policy):
             left = min(len(whole), requests.sampling.max_tokens) - begun
             most = left if requests.pause is None else min(left, int(requests.pause[i]))
             reason = "paused" if most < left else "eos" if len(whole) <= requests.sampling.max_tokens else "length"
-            rows.append(([ord(whole[0])] * most, [-self.version - (begun + t) / 100 for t in range(most)], begun, reason))
+            rows.append(
+                ([ord(whole[0])] * most, [-self.version - (begun + t) / 100 for t in range(most)], begun, reason)
+            )
         return Completions(
             tokens=Jagged.from_rows([r[0] for r in rows], torch.int32),
             logprobs=Jagged.from_rows([r[1] for r in rows], torch.float32),
@@ -45,7 +47,8 @@ class Letters(Policy):
     def score(self, context, tokens, temperature=1.0):
         self.scored += len(tokens)
         return Scores(
-            logprobs=tokens.with_values(-self.version - tokens.positions / 100), entropies=tokens.with_values(tokens.positions * 0.0)
+            logprobs=tokens.with_values(-self.version - tokens.positions / 100),
+            entropies=tokens.with_values(tokens.positions * 0.0),
         )
 
 
@@ -102,7 +105,9 @@ def test_uids_and_seeds_stay_those_of_the_first_iteration(toolbox):
 
 @pytest.mark.parametrize("on_stale", ["finish", "drop"])
 def test_a_rollout_at_its_limit_is_finished_or_its_group_dropped(toolbox, on_stale):
-    node = toolbox.start(Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5, max_staleness=2, on_stale=on_stale))
+    node = toolbox.start(
+        Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5, max_staleness=2, on_stale=on_stale)
+    )
     for iteration in range(2):
         out, _ = step(toolbox, node, ["a40"] if iteration == 0 else ["b1"], iteration)
         assert "a40" not in out.prompts.text
@@ -156,7 +161,9 @@ def test_carry_off_is_sampler_chains(tiny):
     a, b = partial.run(prompts=tiny.prompts, policy=tiny.policy), chains.run(prompts=tiny.prompts, policy=tiny.policy)
     for field in dataclasses.fields(b.trajectories):
         x, y = getattr(a.trajectories, field.name), getattr(b.trajectories, field.name)
-        assert x.equal(y) if isinstance(x, Jagged) else torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, field.name
+        assert x.equal(y) if isinstance(x, Jagged) else torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, (
+            field.name
+        )
     assert a.prompts.uid.tolist() == tiny.prompts.uid.tolist()
     assert partial.state_dict() == {}
     assert all(chains.context.metrics[k] == partial.context.metrics[k] for k in chains.context.metrics)
@@ -173,7 +180,8 @@ def test_frozen_weights_give_the_tokens_of_an_uninterrupted_run(tiny, mode):
     while len(found) < len(wanted):
         # The prompts come once; later iterations bring none.
         out = cut.run(
-            prompts=tiny.prompts if iterations == 0 else tiny.prompts.select(torch.zeros(6, dtype=torch.bool)), policy=tiny.policy
+            prompts=tiny.prompts if iterations == 0 else tiny.prompts.select(torch.zeros(6, dtype=torch.bool)),
+            policy=tiny.policy,
         )
         cut.context.iteration = iterations = iterations + 1
         rows = out.trajectories
@@ -233,13 +241,20 @@ def test_two_replicas_carry_what_one_process_carries(toolbox):
         parts = []
         for replica, node in enumerate(halves):
             node.context.iteration = iteration
-            prompts = toolbox.prompts(texts, first_uid=100 * (iteration + 1)).select(torch.arange(2 * replica, 2 * replica + 2))
+            prompts = toolbox.prompts(texts, first_uid=100 * (iteration + 1)).select(
+                torch.arange(2 * replica, 2 * replica + 2)
+            )
             parts.append(node.run(prompts=prompts, policy=Letters(toolbox.tokenizer(), iteration)).trajectories)
         joined = type(whole.trajectories).concat(parts)
         assert len(joined.uid.unique()) == len(joined)
 
         def seen(rows):
-            columns = (rows.prompt_uid.tolist(), rows.text, rows.token_versions.to_lists(), rows.engine_logprobs.to_lists())
+            columns = (
+                rows.prompt_uid.tolist(),
+                rows.text,
+                rows.token_versions.to_lists(),
+                rows.engine_logprobs.to_lists(),
+            )
             return sorted(zip(*columns, strict=True))
 
         assert seen(joined) == seen(whole.trajectories)
@@ -283,7 +298,8 @@ def test_another_number_of_replicas_shares_out_the_groups_in_flight(toolbox, rep
 def test_a_policy_that_cannot_go_on_is_told_at_once(toolbox):
     node = toolbox.start(Partial, carry=Carry(tokens=5))
     with pytest.raises(
-        CreditgraphError, match=r"carry.tokens is 5, but ScriptedPolicy cannot go on .* wanted engine.local, engine.vllm or"
+        CreditgraphError,
+        match=r"carry.tokens is 5, but ScriptedPolicy cannot go on .* wanted engine.local, engine.vllm or",
     ):
         node.run(prompts=toolbox.prompts(["a"]), policy=toolbox.policy(lambda context, n: "x"))
 
@@ -291,7 +307,10 @@ def test_a_policy_that_cannot_go_on_is_told_at_once(toolbox):
 def test_a_carry_that_no_rollout_reaches_is_told(toolbox, caplog):
     with caplog.at_level(logging.WARNING, "creditgraph"):
         toolbox.start(Partial, max_tokens=60, carry=Carry(tokens=60))
-    assert "carry.tokens is 60 and max_tokens 60, so every rollout ends in its own iteration and carry has no effect" in caplog.text
+    assert (
+        "carry.tokens is 60 and max_tokens 60, so every rollout ends in its own iteration and carry has no effect"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.compose import build_experiment, compose
-from pipeline.errors import GraphError
-from pipeline.executor import Executor
-from pipeline.recording import read_payload
-from pipeline.replaying import Replay, describe_difference
-from pipeline.run_directory import RunDirectory
+from pipeline.core.errors import GraphError
+from pipeline.run.compose import build_experiment, compose
+from pipeline.run.executor import Executor
+from pipeline.run.recording import read_payload
+from pipeline.run.run_directory import RunDirectory
+from pipeline.run.session import Replay, describe_difference
 
 pytestmark = pytest.mark.xdist_group("partial_runs")  # all but one read the same run
 
@@ -57,7 +57,9 @@ def metrics(path):
 
 def digest(path):
     newest = path / "checkpoints" / f"{ITERATIONS - 1:06d}"
-    return {name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in ("tensors.safetensors", "state.json")}
+    return {
+        name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in ("tensors.safetensors", "state.json")
+    }
 
 
 def rollouts(path, iteration):
@@ -79,8 +81,12 @@ def assert_same(path, whole):
 
 def test_groups_are_carried_and_none_is_lost(whole):
     rows = metrics(whole)[:ITERATIONS]
-    begun = torch.cat([read_payload(whole / "record" / "prompts.batch" / f"{i:06d}.parquet").uid for i in range(ITERATIONS)])
-    delivered = [read_payload(whole / "record" / "sampler.prompts" / f"{i:06d}.parquet").uid.tolist() for i in range(ITERATIONS)]
+    begun = torch.cat(
+        [read_payload(whole / "record" / "prompts.batch" / f"{i:06d}.parquet").uid for i in range(ITERATIONS)]
+    )
+    delivered = [
+        read_payload(whole / "record" / "sampler.prompts" / f"{i:06d}.parquet").uid.tolist() for i in range(ITERATIONS)
+    ]
     assert delivered[0] == []  # no rollout of the embedded task has 20 tokens or less
     assert rows[0]["learner/skipped_zero_credit"] == 1
     flat = [uid for uids in delivered for uid in uids]

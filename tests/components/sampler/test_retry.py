@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from components.engine.stops import decode_rows
-from components.prompts.templates import critique_prompt, retry_prompt, revise_prompt
 from components.sampler.retry import Retry
+from components.text.stops import decode_rows
+from components.text.templates import critique_prompt, retry_prompt, revise_prompt
 
 
 def _run(toolbox, script, prompts=("p", "q"), **settings):
@@ -80,7 +80,9 @@ def test_prompts_say_as_much_as_they_may(toolbox):
     assert "The final answer of this attempt is correct." in right
     assert "The final answer of this attempt is wrong." in wrong
     assert "</thought>" not in hedged
-    assert retry_prompt({"template": "thought"}, "q?", ["one"], toolbox.tokenizer()).endswith("Close each step with </thought>.\n\n")
+    assert retry_prompt({"template": "thought"}, "q?", ["one"], toolbox.tokenizer()).endswith(
+        "Close each step with </thought>.\n\n"
+    )
     chains = {"template": "chains"}
     steps = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 \\boxed{ 5 } </thought>"]
     expected = revise_prompt(chains, "7 s1 * 4 s2 + 3", steps, steps, None)
@@ -90,7 +92,11 @@ def test_prompts_say_as_much_as_they_may(toolbox):
 
 
 def test_the_embedded_model_tries_again(tiny):
-    out = tiny.start(Retry, pairs=2, mode="thought", max_tokens=120).run(prompts=tiny.prompts, policy=tiny.policy).trajectories
+    out = (
+        tiny.start(Retry, pairs=2, mode="thought", max_tokens=120)
+        .run(prompts=tiny.prompts, policy=tiny.policy)
+        .trajectories
+    )
     assert len(out) == 4 * len(tiny.prompts)
     scores = tiny.policy.score(out.prompt_tokens, out.response_tokens)
     torch.testing.assert_close(scores.logprobs.values, out.engine_logprobs.values, rtol=0, atol=1e-4)

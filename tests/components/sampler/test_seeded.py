@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from components.sampler.seeded import Seeded, choose, parse_split
-from pipeline.payloads import Trajectories
+from pipeline.core.payloads import Trajectories
 
 
 def _run(toolbox, outcomes: dict[str, str], **settings):
-    """`outcomes` per prompt: one letter per attempt, "+" right, "-" wrong, "?" cannot be judged; then right for ever."""
+    """`outcomes` per prompt: one letter per attempt, "+" right, "-" wrong, "?" cannot be judged; then right for
+    ever."""
 
     def script(context, n):
         mark = outcomes[context][n] if n < len(outcomes[context]) else "+"
@@ -124,7 +125,9 @@ def test_seeds_of_a_prompt_do_not_depend_on_its_neighbours(toolbox):
 
 def test_no_prompts(toolbox):
     node = toolbox.start(Seeded)
-    out = node.run(prompts=toolbox.prompts([]), policy=toolbox.policy(lambda c, n: ""), judge=toolbox.judge(lambda t: 0.0))
+    out = node.run(
+        prompts=toolbox.prompts([]), policy=toolbox.policy(lambda c, n: ""), judge=toolbox.judge(lambda t: 0.0)
+    )
     assert len(out.trajectories) == len(out.seeds) == 0
     assert isinstance(out.seeds, Trajectories)
 

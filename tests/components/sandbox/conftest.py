@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from components.sandbox.isolation import INSTALL, find_isolation
+from components.sandbox.isolation import INSTALL
+from components.sandbox.probe import find_isolation
 
 
 @pytest.fixture(scope="session")

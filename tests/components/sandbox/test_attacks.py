@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from components.sandbox.isolation import INSTALL, find_isolation
+from components.sandbox.isolation import INSTALL
 from components.sandbox.limits import Limits
+from components.sandbox.probe import find_isolation
 from components.verifier.code import CodeJudge, CodeSettings
 from components.verifier.judging import Item
 
@@ -27,7 +28,10 @@ HONEST = "print(int(input()) ** 2)"
 
 def read_attacks():
     text = (Path(__file__).parent / "attacks.txt").read_text()
-    return [(*heading.split(" :: ", 1), body) for heading, _, body in (part.partition("\n") for part in text.split("\n=== ")[1:])]
+    return [
+        (*heading.split(" :: ", 1), body)
+        for heading, _, body in (part.partition("\n") for part in text.split("\n=== ")[1:])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,9 @@ def host(tmp_path_factory):
 
 
 def _item(program, function):
-    tests = {"inputs": [[7]], "outputs": [49], "fn_name": "solve"} if function else {"inputs": ["7\n"], "outputs": ["49\n"]}
+    tests = (
+        {"inputs": [[7]], "outputs": [49], "fn_name": "solve"} if function else {"inputs": ["7\n"], "outputs": ["49\n"]}
+    )
     return Item(text=f"```python\n{program}\n```", answer="", metadata={"tests": tests, "template": "plain"})
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from components.sandbox import isolation, seccomp
-from components.sandbox.isolation import Isolation, find_isolation, plain
+from components.sandbox import isolation, probe, seccomp
+from components.sandbox.isolation import Isolation, plain
 from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, Test, run_programs
-from pipeline.errors import RunError
+from components.sandbox.probe import find_isolation
+from pipeline.core.errors import RunError
 
 LIMITS = Limits(seconds=4.0, memory_mb=192, processes=8, files_mb=4, output_kb=64)
 
@@ -103,22 +104,26 @@ def test_packages_are_given_read_only(tmp_path, way):
 
 
 def test_a_host_that_cannot_isolate_is_refused(monkeypatch):
-    monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(probe.shutil, "which", lambda name: None)
     with pytest.raises(RunError) as error:
-        isolation.find_isolation.__wrapped__()
+        probe.find_isolation.__wrapped__()
     assert str(error.value).startswith(
-        "sandbox: this host cannot isolate generated programs (bubblewrap (bwrap) is not installed); wanted bubblewrap with namespaces of "
-        "its own for processes, mounts and network. Install it with `apt-get install bubblewrap`, or set allow_unsandboxed: true"
+        "sandbox: this host cannot isolate generated programs (bubblewrap (bwrap) is not installed); wanted bubblewrap "
+        "with namespaces of "
+        "its own for processes, mounts and network. Install it with `apt-get install bubblewrap`, or set "
+        "allow_unsandboxed: true"
     )
 
 
 def test_a_bubblewrap_that_fails_or_does_not_isolate_is_refused(tmp_path, monkeypatch):
     fake = tmp_path / "bwrap"
-    monkeypatch.setattr(isolation.shutil, "which", lambda name: str(fake))
+    monkeypatch.setattr(probe.shutil, "which", lambda name: str(fake))
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    with pytest.raises(RunError, match=r"\(the sandbox did not start \(bwrap: No permissions to create new namespace\)\)"):
-        isolation.find_isolation.__wrapped__()
+    with pytest.raises(
+        RunError, match=r"\(the sandbox did not start \(bwrap: No permissions to create new namespace\)\)"
+    ):
+        probe.find_isolation.__wrapped__()
 
 
 def test_the_probe_notices_a_missing_isolation():
@@ -134,25 +139,44 @@ def test_without_isolation_limits_still_hold():
     limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
     programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
     found = run_programs([Program(source=p, tests=(Test(input="1"),)) for p in programs], plain(), limits, workers=2)
-    assert [r[0].reason for r in found] == ["", "timed out after 1 s", "exit code 1: MemoryError", "wrote more than 64 kB"]
+    assert [r[0].reason for r in found] == [
+        "",
+        "timed out after 1 s",
+        "exit code 1: MemoryError",
+        "wrote more than 64 kB",
+    ]
     assert found[0][0].out == "2\n"
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root, to become an ordinary user, and /usr/bin/python3"
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
+    reason="needs root, to become an ordinary user, and /usr/bin/python3",
 )
 def test_an_ordinary_user_isolates_with_a_user_namespace(way):
     root = Path(__file__).resolve().parents[3]
     python = os.path.realpath("/usr/bin/python3")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from components.sandbox.isolation import find_isolation\n"
+        "from components.sandbox.probe import find_isolation\n"
         "from components.sandbox.limits import Limits\n"
         "from components.sandbox.pool import Program, Test, run_programs\n"
         "way = find_isolation()\n"
-        "print(way.user_namespace, run_programs([Program(source='print(7)', tests=(Test(),))], way, Limits(), 1)[0][0].out)\n"
+        "print(way.user_namespace, run_programs([Program(source='print(7)', tests=(Test(),))], way, Limits(), "
+        "1)[0][0].out)\n"
     )
-    command = [shutil.which("setpriv"), "--reuid", "65534", "--regid", "65534", "--clear-groups", python, "-B", "-c", script, str(root)]
+    command = [
+        shutil.which("setpriv"),
+        "--reuid",
+        "65534",
+        "--regid",
+        "65534",
+        "--clear-groups",
+        python,
+        "-B",
+        "-c",
+        script,
+        str(root),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if "cannot isolate" in done.stderr:
         pytest.skip(f"this host gives ordinary users no namespaces: {done.stderr.strip().splitlines()[-1]}")
@@ -179,7 +203,9 @@ def test_impossible_limits_are_told():
 
 
 def test_isolation_command_has_no_host_folder_but_the_interpreter():
-    way = Isolation(bubblewrap="/usr/bin/bwrap", user_namespace=True, interpreter="/opt/python/bin/python3", packages=())
+    way = Isolation(
+        bubblewrap="/usr/bin/bwrap", user_namespace=True, interpreter="/opt/python/bin/python3", packages=()
+    )
     command = way.command(LIMITS, -1)
     bound = {command[i + 1] for i, word in enumerate(command) if word == "--ro-bind"}
     assert not any(path.startswith(("/home", "/etc/passwd", "/var", "/proc")) for path in bound)

@@ -5,7 +5,7 @@ import torch
 
 from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
 from components.segmenter.fixed import Fixed, fixed_ends
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 #          place  0    1    2    3    4    5    6    7
 ENTROPIES = [[9.0, 2.0, 0.1, 3.0, 2.9, 0.2, 2.5, 2.8]]
@@ -18,7 +18,8 @@ def _ends(segments, quantile=0.0, min_distance=1):
 def test_distance_by_hand():
     # Order: 3 (3.0), 4 (2.9), 7 (2.8), 6 (2.5), 1 (2.0), 5, 2.
     assert _ends(4) == [3, 4, 7, 8]
-    # At distance 2: 3; 4 is too near; 7 would leave one token; 6; 1 would leave one token before it and is 2 from 3, but only 1 from 0.
+    # At distance 2: 3; 4 is too near; 7 would leave one token; 6; 1 would leave one token before it and is 2 from 3,
+    # but only 1 from 0.
     assert _ends(4, min_distance=2) == [3, 6, 8]
     # At distance 3: 3; 6 would leave two tokens; 5 is too near to 3.
     assert _ends(4, min_distance=3) == [3, 8]
@@ -61,7 +62,9 @@ def test_segments_are_never_shorter_than_the_distance(toolbox):
     torch.manual_seed(5)
     lengths = torch.tensor([len(t) for t in texts])
     trajectories = toolbox.trajectories(texts, entropies=Jagged.from_lengths(torch.rand(int(lengths.sum())), lengths))
-    for ends, length in zip(node.run(trajectories=trajectories).segments.ends.to_lists(), lengths.tolist(), strict=True):
+    for ends, length in zip(
+        node.run(trajectories=trajectories).segments.ends.to_lists(), lengths.tolist(), strict=True
+    ):
         sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
         assert sum(sizes) == length
         assert len(sizes) == 1 or min(sizes, default=7) >= 7 or length == 0

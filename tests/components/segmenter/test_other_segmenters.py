@@ -6,8 +6,8 @@ import torch
 from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends, rank_in_row
 from components.segmenter.fixed import Fixed, fixed_ends
 from components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
-from pipeline.errors import CreditgraphError
-from pipeline.jagged import Jagged
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
 
 
 def test_fixed_by_hand():
@@ -52,7 +52,9 @@ def test_merging_slow_version(reference):
             assert merge_lowest(ends, entropies, segments) == reference.merge_lowest(ends, entropies, segments)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [(Fixed, {"tokens": 4}), (EntropyCuts, {"segments": 3}), (KeywordEntropy, {"segments": 2})])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(Fixed, {"tokens": 4}), (EntropyCuts, {"segments": 3}), (KeywordEntropy, {"segments": 2})]
+)
 def test_every_segmenter_covers_every_response(toolbox, kind, settings):
     node = toolbox.start(kind, **settings)
     node._tokenizer = toolbox.tokenizer()
@@ -74,7 +76,9 @@ def test_unknown_entropies_are_told(toolbox, kind):
     entropies = trajectories.entropies.with_values(torch.tensor([0.1, float("nan"), 0.2, 0.3]))
     node = toolbox.start(kind)
     node._tokenizer = toolbox.tokenizer()
-    with pytest.raises(CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; wanted all of them"):
+    with pytest.raises(
+        CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; wanted all of them"
+    ):
         node.run(trajectories=trajectories.replace(entropies=entropies))
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from components.segmenter.thought import Thoughts, close_segments, ends_of_stop, token_pieces
-from pipeline.jagged import Jagged
+from pipeline.core.jagged import Jagged
 
 
 def _node(toolbox):
@@ -23,7 +23,9 @@ def test_ends_come_from_the_engine_and_the_last_is_the_length(toolbox):
 
 
 def test_plain_responses_are_searched_for_the_stop_string(toolbox):
-    trajectories = toolbox.trajectories(["a</thought>b</thought>cd", "abc", ""], thought_ends=Jagged.from_rows([[], [], []], torch.int32))
+    trajectories = toolbox.trajectories(
+        ["a</thought>b</thought>cd", "abc", ""], thought_ends=Jagged.from_rows([[], [], []], torch.int32)
+    )
     node = _node(toolbox)
     assert node.run(trajectories=trajectories).segments.ends.to_lists() == [[11, 22, 24], [3], []]
     assert node.context.metrics["searched_share"] == 1 / 3

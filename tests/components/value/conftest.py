@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from pipeline.jagged import Jagged
-from pipeline.payloads import Policy, Scores
-from pipeline.streams import key_of
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Scores
+from pipeline.core.streams import key_of
 
 
 class OffsetTokenizer:

@@ -12,9 +12,9 @@ from components.advantage.redistribute import Redistribute
 from components.value.answer_likelihood import AnswerLikelihood, carried, pooled, tail_probability
 from components.value.bank import AnswerSettings, answer_bank, continuation_bank, encode_answer
 from components.value.boundaries import boundaries_of, branch_tokens, shared_sequences
-from pipeline.errors import AlignmentError, ConfigError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments
+from pipeline.core.errors import AlignmentError, ConfigError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments
 
 EXIT = {"exit_text": "E", "answer_end": "}"}
 
@@ -42,14 +42,18 @@ def test_answer_tokens_by_hand(table):
     # A token that holds the end of the exit text and the answer counts as answer.
     assert encode_answer(pieces, "E:", "12", "}") == ([1, 2, 3], 2)
     # A vocabulary without the answer's words: only exit text and end are left.
-    assert encode_answer(lambda text, **_: {"input_ids": [1, 3], "offset_mapping": [(0, 2), (4, 5)]}, "E:", "12", "}") == ([], 0)
+    assert encode_answer(
+        lambda text, **_: {"input_ids": [1, 3], "offset_mapping": [(0, 2), (4, 5)]}, "E:", "12", "}"
+    ) == ([], 0)
 
 
 def test_bank_from_references_and_from_correct_trajectories(toolbox, table):
     prompts = toolbox.prompts(["p", "q"], answers=["7", ""])
     texts = ["x", r"\boxed{2}", r"\boxed{9}", r"\boxed{2} ", r"\boxed{4}", r"\boxed{5}", "no answer"]
     trajectories = toolbox.trajectories(texts, prompt_uid=torch.tensor([100, *[101] * 6]))
-    rewards = toolbox.rewards(trajectories.uid, [0, 1, 0, 1, 2, 1, 1], valid=[True, True, True, True, True, False, True])
+    rewards = toolbox.rewards(
+        trajectories.uid, [0, 1, 0, 1, 2, 1, 1], valid=[True, True, True, True, True, False, True]
+    )
 
     def bank(given=rewards, **settings):
         found = answer_bank(table().tokenizer, prompts, trajectories, given, AnswerSettings(**EXIT, **settings))
@@ -75,7 +79,8 @@ def test_continuations_by_hand(toolbox):
     bank = continuation_bank(trajectories, rewards, bounds.place, 4)
     texts = ["".join(map(chr, row)) for row in bank.tokens.to_lists()]
     found = [[texts[e] for e in row] for row in bank.entries.to_lists()]
-    # Behind 0 thoughts both correct responses, behind 1 the same rest of both, nothing at an end; the last problem has none.
+    # Behind 0 thoughts both correct responses, behind 1 the same rest of both, nothing at an end; the last problem has
+    # none.
     own = [["abc", "xbc"], ["bc"], ["c"], []]
     assert found == own * 3 + [["abc", "xbc"], ["bc"], []] + [[], []]
     assert continuation_bank(trajectories, rewards, bounds.place, 1).entries.lengths.max() == 1
@@ -86,12 +91,22 @@ def test_pooling_by_hand():
     scored = torch.tensor([2, 1])
     assert tail_probability(logprobs, scored, False).tolist() == pytest.approx([math.exp(-4), math.exp(-2)])
     assert tail_probability(logprobs, scored, True).tolist() == pytest.approx([math.exp(-2)] * 2)
-    p, reward, place = torch.tensor([0.5, 0.25, 0.5]).double(), torch.tensor([1.0, 1.0, 0.5]).double(), torch.tensor([0, 0, 2])
+    p, reward, place = (
+        torch.tensor([0.5, 0.25, 0.5]).double(),
+        torch.tensor([1.0, 1.0, 0.5]).double(),
+        torch.tensor([0, 0, 2]),
+    )
     assert pooled(p, reward, place, 3, False).tolist() == [0.75, 0.0, 0.25]
     assert pooled(p, reward, place, 3, True).tolist() == [0.375, 0.0, 0.25]
     rows = Jagged.from_rows([[0, 0, 0], [0, 0]], torch.int64)
     known = torch.tensor([True, True, False, False, False])
-    assert carried(torch.tensor([0.25, 0.5, 9.0, 9.0, 9.0]).double(), known, rows).tolist() == [0.25, 0.5, 0.5, 0.0, 0.0]
+    assert carried(torch.tensor([0.25, 0.5, 9.0, 9.0, 9.0]).double(), known, rows).tolist() == [
+        0.25,
+        0.5,
+        0.5,
+        0.0,
+        0.0,
+    ]
 
 
 def test_equal_sequences_are_scored_once():
@@ -128,7 +143,12 @@ def _toy(toolbox, draw):
     texts = [t for t in map("".join, product("ab", repeat=3)) if draw(t)]
     trajectories, segments = _each_token(toolbox, texts)
     rewards = toolbox.rewards(trajectories.uid, [float(t.endswith("b")) for t in texts])
-    return texts, {"trajectories": trajectories, "segments": segments, "rewards": rewards, "prompts": toolbox.prompts(["P"])}
+    return texts, {
+        "trajectories": trajectories,
+        "segments": segments,
+        "rewards": rewards,
+        "prompts": toolbox.prompts(["P"]),
+    }
 
 
 def test_biased_low_unless_the_bank_covers_every_rewarded_continuation(toolbox, table, reference):
@@ -183,12 +203,20 @@ def test_an_empty_bank_leaves_the_outcome_credit(toolbox, table):
     trajectories, segments = _each_token(toolbox, ["ab", "b", "bba", ""])
     rewards = toolbox.rewards(trajectories.uid, [0.5, 0.0, 0.25, 0.0])  # none counts as correct
     node = toolbox.start(AnswerLikelihood, **EXIT)
-    values = node.run(prompts=prompts, trajectories=trajectories, segments=segments, policy=table("abE}"), rewards=rewards).values
+    values = node.run(
+        prompts=prompts, trajectories=trajectories, segments=segments, policy=table("abE}"), rewards=rewards
+    ).values
     assert not values.values.values.any()
     assert node.context.metrics["empty_bank_share"] == 1.0
     assert node.context.metrics["scored_tokens"] == 0
     credit = toolbox.start(GroupAdvantage).run(trajectories=trajectories, rewards=rewards).credit
-    inputs = {"trajectories": trajectories, "segments": segments, "values": values, "rewards": rewards, "credit": credit}
+    inputs = {
+        "trajectories": trajectories,
+        "segments": segments,
+        "values": values,
+        "rewards": rewards,
+        "credit": credit,
+    }
     for kind in (Redistribute, AdditiveAdvantage):
         torch.testing.assert_close(toolbox.start(kind).run(**inputs).credit.advantage.values, credit.advantage.values)
 
@@ -197,9 +225,13 @@ def test_states_without_room_keep_the_value_before_them(toolbox, table):
     policy, prompts = table("abE}7"), toolbox.prompts(["P"], answers=["7"])
     trajectories, segments = _each_token(toolbox, ["abab"])
     node = toolbox.start(AnswerLikelihood, **EXIT)
-    free = node.run(prompts=prompts, trajectories=trajectories, segments=segments, policy=policy).values.values.to_lists()[0]
+    free = node.run(
+        prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
+    ).values.values.to_lists()[0]
     node._room = 1 + 2 + 3  # prompt, two response tokens, "E7}"
-    tight = node.run(prompts=prompts, trajectories=trajectories, segments=segments, policy=policy).values.values.to_lists()[0]
+    tight = node.run(
+        prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
+    ).values.values.to_lists()[0]
     assert tight == [*free[:3], free[2], free[2]]
     assert node.context.metrics["no_room"] == 2
 
@@ -211,7 +243,9 @@ def test_one_thought_and_a_response_cut_by_budget(toolbox, table):
     trajectories, segments = trajectories.replace(thought_ends=ends), Segments(uid=trajectories.uid, ends=ends)
     rewards = toolbox.rewards(trajectories.uid, [1, 0, 1])
     node = toolbox.start(AnswerLikelihood, **EXIT, value="continuation", length_normalise=False)
-    values = node.run(prompts=prompts, trajectories=trajectories, segments=segments, policy=policy, rewards=rewards).values.values
+    values = node.run(
+        prompts=prompts, trajectories=trajectories, segments=segments, policy=policy, rewards=rewards
+    ).values.values
     start = policy.probability("P", "b") + policy.probability("P", "ab")
     assert values.to_lists() == [[pytest.approx(start), end] for end in (1.0, 0.0, 1.0)]
 
@@ -219,10 +253,14 @@ def test_one_thought_and_a_response_cut_by_budget(toolbox, table):
 def test_wrong_inputs_are_told(toolbox, table):
     prompts, (trajectories, segments) = toolbox.prompts(["P"]), _each_token(toolbox, ["ab"])
     inputs = {"prompts": prompts, "trajectories": trajectories, "segments": segments, "policy": table()}
-    with pytest.raises(ConfigError, match=r"value is 'continuation', which takes continuations .* Wire rewards\.rewards"):
+    with pytest.raises(
+        ConfigError, match=r"value is 'continuation', which takes continuations .* Wire rewards\.rewards"
+    ):
         toolbox.start(AnswerLikelihood, **EXIT, value="continuation").run(**inputs)
     short = {**inputs, "segments": _segments(trajectories, [[1]])}
-    with pytest.raises(AlignmentError, match="the last segment of trajectory 1000 ends at 1, its response has 2 tokens"):
+    with pytest.raises(
+        AlignmentError, match="the last segment of trajectory 1000 ends at 1, its response has 2 tokens"
+    ):
         toolbox.start(AnswerLikelihood, **EXIT).run(**short)
     with pytest.raises(ValueError, match="references is 0"):
         AnswerLikelihood.Config(references=0)
@@ -238,8 +276,12 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
     from components.verifier.exact import Exact
 
     policy, prompts = tiny.policy, tiny.prompts
-    trajectories = tiny.start(Chains, mode="thought", max_tokens=60, group_size=6).run(prompts=prompts, policy=policy).trajectories
-    rewards = tiny.start(Outcome).run(judge=tiny.start(Exact).run().judge, trajectories=trajectories, prompts=prompts).rewards
+    trajectories = (
+        tiny.start(Chains, mode="thought", max_tokens=60, group_size=6).run(prompts=prompts, policy=policy).trajectories
+    )
+    rewards = (
+        tiny.start(Outcome).run(judge=tiny.start(Exact).run().judge, trajectories=trajectories, prompts=prompts).rewards
+    )
     segments = tiny.start(Thoughts).run(trajectories=trajectories).segments
     assert rewards.correct.any()
     node = tiny.start(AnswerLikelihood, value=value, length_normalise=False, exit_text=" \\boxed{ ", answer_end=" }")
@@ -256,7 +298,9 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
         row, at = int(bounds.owner[b]), int(bounds.at[b])
         slow = 0.0
         for entry in entries.row(b).tolist():
-            scores = policy.score(Jagged.from_rows([bounds.trunk.row(row)[:at]]), Jagged.from_rows([bank.tokens.row(entry)]))
+            scores = policy.score(
+                Jagged.from_rows([bounds.trunk.row(row)[:at]]), Jagged.from_rows([bank.tokens.row(entry)])
+            )
             slow += scores.logprobs.values[-int(bank.scored[entry]) :].sum().exp().item()
         if value == "continuation" and bool(bounds.last[b]):
             slow = float(rewards.correct[row])

@@ -6,9 +6,9 @@ import torch
 from components.advantage.segments import increments
 from components.value.gradient_attribution import GradientAttribution
 from components.value.leave_one_out import LeaveOneOut
-from pipeline.errors import CreditgraphError
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments
 
 EXIT = {"exit_text": "E", "answer_end": "}"}
 CUTS = [[1, 3, 4], [1], [], [2, 3]]
@@ -32,7 +32,9 @@ def test_leave_one_out_slow_version(toolbox, table, case):
     for i, (text, cuts) in enumerate(zip(case["trajectories"].text[:3], CUTS, strict=False)):
         whole = policy.probability(f"P{text}E", "7}")
         assert values.row(i)[-1].item() == pytest.approx(whole)
-        slow = [whole - policy.probability(f"P{text[:a]}{text[b:]}E", "7}") for a, b in zip([0, *cuts], cuts, strict=False)]
+        slow = [
+            whole - policy.probability(f"P{text[:a]}{text[b:]}E", "7}") for a, b in zip([0, *cuts], cuts, strict=False)
+        ]
         assert gains[i] == pytest.approx(slow, abs=1e-6)
     # The last problem has no reference.
     assert values.row(3).tolist() == [0.0, 0.0, 0.0]

@@ -6,9 +6,9 @@ import torch
 from components.advantage.td import TDAdvantage
 from components.value.boundaries import values_from_gains
 from components.value.monte_carlo import MonteCarlo, continuation_seeds
-from pipeline.jagged import Jagged
-from pipeline.payloads import Segments, ThoughtLimits
-from pipeline.streams import Stream
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Segments, ThoughtLimits
+from pipeline.core.streams import Stream
 
 STOP = "</thought>"
 TWO = f"a{STOP}b{STOP}"
@@ -31,7 +31,8 @@ def _case(toolbox, texts, reward, **settings):
 def test_by_hand(toolbox):
     node, inputs = _case(toolbox, [TWO, "c" + STOP, ""], [1.0, 0.0, 0.0], continuations=4, max_tokens=200)
     values = node.run(**inputs).values.values.to_lists()
-    # Half of the continuations are right wherever they start; the end of a response has its own reward; an empty one has only that.
+    # Half of the continuations are right wherever they start; the end of a response has its own reward; an empty one
+    # has only that.
     assert values == [[0.5, 0.5, 1.0], [0.5, 0.0], [0.0]]
     request = inputs["policy"].calls[0]
     assert len(request.seed) == 3 * 4
@@ -53,7 +54,9 @@ def test_seeds_do_not_depend_on_what_else_is_in_the_batch():
 
 
 def test_credits_telescope(toolbox):
-    node, inputs = _case(toolbox, [TWO, "c" + STOP, f"a{STOP}b{STOP}c{STOP}d{STOP}"], [1.0, 0.0, 0.25], continuations=3, max_tokens=200)
+    node, inputs = _case(
+        toolbox, [TWO, "c" + STOP, f"a{STOP}b{STOP}c{STOP}d{STOP}"], [1.0, 0.0, 0.25], continuations=3, max_tokens=200
+    )
     values = node.run(**inputs).values
     kept = {k: inputs[k] for k in ("trajectories", "segments", "rewards")}
     credit = toolbox.start(TDAdvantage).run(**kept, values=values).credit

@@ -23,12 +23,20 @@ UIDS = itertools.count(1_000_000)
 
 
 def judge(toolbox, node, program, tests, **metadata):
-    prompts = toolbox.prompts(["p"], answers=[""], first_uid=next(UIDS), metadata=[{"template": "plain", "tests": tests, **metadata}])
-    rewards = node.run().judge.judge(prompts, toolbox.trajectories([f"So:\n```python\n{program}\n```"], prompt_uid=prompts.uid))
+    prompts = toolbox.prompts(
+        ["p"], answers=[""], first_uid=next(UIDS), metadata=[{"template": "plain", "tests": tests, **metadata}]
+    )
+    rewards = node.run().judge.judge(
+        prompts, toolbox.trajectories([f"So:\n```python\n{program}\n```"], prompt_uid=prompts.uid)
+    )
     return rewards.value.item(), rewards.correct.item(), rewards.valid.item(), rewards.detail[0]
 
 
-SQUARES = [{"input": "2\n", "output": "4\n", "public": True}, {"input": "3", "output": "9"}, {"input": "-4", "output": "16"}]
+SQUARES = [
+    {"input": "2\n", "output": "4\n", "public": True},
+    {"input": "3", "output": "9"},
+    {"input": "-4", "output": "16"},
+]
 
 
 def test_share_of_tests(toolbox, node):
@@ -36,7 +44,10 @@ def test_share_of_tests(toolbox, node):
     value, correct, valid, detail = judge(toolbox, node, "x = int(input())\nprint(x * x if x > 0 else 0)", SQUARES)
     assert (round(value, 6), correct, valid) == (round(2 / 3, 6), False, True)
     assert detail == "2 of 3 tests passed; test 3: wrong output '0'"
-    assert judge(toolbox, node, "1 / 0", SQUARES)[3] == "0 of 3 tests passed; test 1: exit code 1: ZeroDivisionError: division by zero"
+    assert (
+        judge(toolbox, node, "1 / 0", SQUARES)[3]
+        == "0 of 3 tests passed; test 1: exit code 1: ZeroDivisionError: division by zero"
+    )
 
 
 def test_all_or_nothing_and_hidden_tests(toolbox):
@@ -56,7 +67,9 @@ def test_functions_in_the_columns_of_livecodebench(toolbox, node):
     tests = json.dumps({"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[1, 2, 3]", "[0]"], "fn_name": "join"})
     program = "class Solution:\n    def join(self, values, last):\n        return values + [last]"
     assert judge(toolbox, node, program, tests)[:2] == (1.0, True)
-    assert judge(toolbox, node, "def join(a, b): return a", tests)[3] == "0 of 2 tests passed; test 1: wrong value [1, 2]"
+    assert (
+        judge(toolbox, node, "def join(a, b): return a", tests)[3] == "0 of 2 tests passed; test 1: wrong value [1, 2]"
+    )
     listed = [{"input": [[1], 2], "output": [1, 2]}]
     assert judge(toolbox, node, program, listed, fn_name="join")[:2] == (1.0, True)
 
@@ -64,10 +77,15 @@ def test_functions_in_the_columns_of_livecodebench(toolbox, node):
 def test_prompts_without_tests_are_invalid_and_responses_without_code_wrong(toolbox, node):
     assert judge(toolbox, node, "pass", None)[2:] == (False, "the prompt has no tests")
     assert judge(toolbox, node, "pass", "[")[3].startswith("the prompt's tests are not JSON")
-    assert judge(toolbox, node, "pass", {"inputs": ["1"], "outputs": []})[3] == "the prompt's tests need as many inputs as outputs"
+    assert (
+        judge(toolbox, node, "pass", {"inputs": ["1"], "outputs": []})[3]
+        == "the prompt's tests need as many inputs as outputs"
+    )
     assert judge(toolbox, node, "pass", [{"input": 1}])[3] == "each of the prompt's tests needs an input and an output"
     prompts = toolbox.prompts(["p"], metadata=[{"template": "plain", "tests": SQUARES}])
-    rewards = node.run().judge.judge(prompts, toolbox.trajectories(["no code", "```python\n" + "#" * 300_000 + "\n```"]))
+    rewards = node.run().judge.judge(
+        prompts, toolbox.trajectories(["no code", "```python\n" + "#" * 300_000 + "\n```"])
+    )
     assert rewards.valid.tolist() == [True, True]
     assert rewards.detail == ["no code block in the response", "a program of 300001 characters; at most 200000 are run"]
 
@@ -96,7 +114,16 @@ def test_outputs_are_compared_by_line_and_number():
 def test_values_are_compared_by_type():
     assert same_value("[1, 2.0000000001]", [1, 2.0], 1e-6)
     assert same_value('{"a": [1]}', {"a": (1,)}, 0.0)
-    for found, wanted in (("true", 1), ("1", True), ("1.0000001", 1), ('"1"', 1), ("null", 0), ("[1]", [1, 2]), ("NaN", 1.0), ("x", 1)):
+    for found, wanted in (
+        ("true", 1),
+        ("1", True),
+        ("1.0000001", 1),
+        ('"1"', 1),
+        ("null", 0),
+        ("[1]", [1, 2]),
+        ("NaN", 1.0),
+        ("x", 1),
+    ):
         assert not same_value(found, wanted, 1e-6)
 
 

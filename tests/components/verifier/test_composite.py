@@ -3,8 +3,8 @@
 import pytest
 
 from components.verifier.composite import Composite
-from pipeline.errors import ConfigError
-from pipeline.settings import build_config
+from pipeline.core.errors import ConfigError
+from pipeline.core.settings import build_config
 
 
 def start(toolbox, **values):
@@ -18,7 +18,12 @@ def test_terms_add_up(toolbox):
         toolbox,
         parts=[
             {"use": "verifier.exact", "weight": 1.0},
-            {"use": "verifier.regex", "weight": 0.5, "decides": False, "config": {"pattern": "because", "compare": False}},
+            {
+                "use": "verifier.regex",
+                "weight": 0.5,
+                "decides": False,
+                "config": {"pattern": "because", "compare": False},
+            },
         ],
         format={"pattern": r"\A<t>.*</t>", "weight": 0.25},
         length={"max_tokens": 40, "buffer": 20, "weight": 2.0},
@@ -30,7 +35,10 @@ def test_terms_add_up(toolbox):
     assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25 - 0.4, 1, 0, -1, 0])
     assert rewards.correct.tolist() == [True, True, False, False, False]
     assert rewards.valid.tolist() == [True] * 4 + [False]
-    assert rewards.detail[2] == "exact: answered '8'; regex: the pattern does not match the response; format: the pattern does not match"
+    assert (
+        rewards.detail[2]
+        == "exact: answered '8'; regex: the pattern does not match the response; format: the pattern does not match"
+    )
     assert rewards.detail[3].endswith("length: -1")
     assert rewards.detail[4].startswith("exact: the prompt has no reference answer")
     node.close()
@@ -38,8 +46,12 @@ def test_terms_add_up(toolbox):
 
 def test_mistakes_are_told(toolbox):
     _, problems = build_config(Composite.Config, {"parts": [{"use": "verifier.exact", "decides": False}]}, "verifier")
-    assert problems == ["verifier: parts: no verifier decides what is correct; wanted at least one part with decides: true."]
-    with pytest.raises(ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"):
+    assert problems == [
+        "verifier: parts: no verifier decides what is correct; wanted at least one part with decides: true."
+    ]
+    with pytest.raises(
+        ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"
+    ):
         start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
     with pytest.raises(ConfigError, match="gives no judge; wanted a verifier"):
         start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoJudge"}]).run()

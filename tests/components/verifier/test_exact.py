@@ -5,7 +5,9 @@ from components.verifier.exact import Exact, normalise
 
 def _judge(toolbox, texts, answers, **settings):
     prompts = toolbox.prompts(["p"] * len(texts), answers=answers)
-    return toolbox.start(Exact, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    return (
+        toolbox.start(Exact, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    )
 
 
 def test_last_box_counts_and_white_space_does_not(toolbox):

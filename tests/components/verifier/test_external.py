@@ -19,7 +19,11 @@ class Handler(BaseHTTPRequestHandler):
         if how == "hang":
             time.sleep(1.5)
         results = [{"value": float(i["extracted"] == i["answer"]), "detail": "seen"} for i in body["items"]]
-        reply = {"answer": json.dumps({"results": results}), "short": json.dumps({"results": results[1:]}), "nonsense": "<html>"}.get(how)
+        reply = {
+            "answer": json.dumps({"results": results}),
+            "short": json.dumps({"results": results[1:]}),
+            "nonsense": "<html>",
+        }.get(how)
         if how == "values":
             reply = json.dumps({"results": [{"value": v} for v in (None, True, float("nan"), 0.5)][: len(results)]})
         data = (reply or "busy").encode()
@@ -87,7 +91,11 @@ def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, serv
 
 @pytest.mark.parametrize(
     ("how", "detail"),
-    [("refuse", "HTTP 400 busy"), ("short", "0 results for 1 items"), ("nonsense", "the reply is not JSON with 'results'")],
+    [
+        ("refuse", "HTTP 400 busy"),
+        ("short", "0 results for 1 items"),
+        ("nonsense", "the reply is not JSON with 'results'"),
+    ],
 )
 def test_replies_that_cannot_be_used(toolbox, server, how, detail):
     server.script = [how]

@@ -10,7 +10,7 @@ import torch
 from components.verifier.judging import Item
 from components.verifier.math import Math, MathJudge
 from components.verifier.workers import WorkerPool
-from pipeline.errors import RunError
+from pipeline.core.errors import RunError
 
 FAKE = """
 import json, os, sys, time
@@ -125,7 +125,9 @@ def test_threads_of_torch_do_not_disturb_the_workers(toolbox, node):
 
 def test_the_same_row_is_judged_once(toolbox, fake_pool):
     judge, prompts = MathJudge(fake_pool), toolbox.prompts(["p", "q"], answers=["1", "2"])
-    trajectories = toolbox.trajectories(["\\boxed{r}", "\\boxed{r}", "\\boxed{r}"], prompt_uid=torch.tensor([100, 101, 100]))
+    trajectories = toolbox.trajectories(
+        ["\\boxed{r}", "\\boxed{r}", "\\boxed{r}"], prompt_uid=torch.tensor([100, 101, 100])
+    )
     sent = []
     original, fake_pool.run = fake_pool.run, lambda requests: (sent.extend(requests), original(requests))[1]
     first, second = (judge.judge(prompts, trajectories) for _ in range(2))
@@ -160,7 +162,9 @@ def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
         judge = component.run().judge
         answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
         prompts = toolbox.prompts(["p"] * 4, answers=["\\sqrt{12}"] * 4)
-        rewards = judge.judge(prompts, toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid))
+        rewards = judge.judge(
+            prompts, toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid)
+        )
         assert rewards.correct.tolist() == [True, False, False, True]
         assert not rewards.valid[2]
         assert "0.3 s of computing" in rewards.detail[2] or "MemoryError" in rewards.detail[2]
@@ -188,7 +192,12 @@ def test_what_cannot_be_read_is_compared_as_text_and_counted(toolbox, node):
 def test_free_form_answers(toolbox):
     component = Math(Math.Config(workers=1, free_form=True, seconds=20, cpu_seconds=10))
     try:
-        texts = ["The answer is $x = \\frac{1}{2}$.", "so we get 3 and 0.5", "I do not know", "no \\boxed{2}, the answer is 0.5"]
+        texts = [
+            "The answer is $x = \\frac{1}{2}$.",
+            "so we get 3 and 0.5",
+            "I do not know",
+            "no \\boxed{2}, the answer is 0.5",
+        ]
         prompts = toolbox.prompts(["p"] * 4, answers=["1/2"] * 4)
         rewards = component.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
         assert rewards.correct.tolist() == [True, True, False, False]

@@ -11,12 +11,28 @@ from components.verifier.pattern import Regex
 
 def judge(toolbox, kind, texts, answers, metadata=None, **settings):
     prompts = toolbox.prompts(["p"] * len(texts), answers=answers, metadata=metadata)
-    return toolbox.start(kind, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    return (
+        toolbox.start(kind, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    )
 
 
 def test_letters(toolbox):
-    texts = ["\\boxed{B}", "\\boxed{(b)}", "\\boxed{\\text{B}}", "\\boxed{B. Paris}", "The answer is (B).", "so\nAnswer: **B**", "…\n(B)"]
-    texts += ["\\boxed{C}", "\\boxed{both}", "I think it may be B or C", "The answer is Because", "\\boxed{A} \\boxed{C}"]
+    texts = [
+        "\\boxed{B}",
+        "\\boxed{(b)}",
+        "\\boxed{\\text{B}}",
+        "\\boxed{B. Paris}",
+        "The answer is (B).",
+        "so\nAnswer: **B**",
+        "…\n(B)",
+    ]
+    texts += [
+        "\\boxed{C}",
+        "\\boxed{both}",
+        "I think it may be B or C",
+        "The answer is Because",
+        "\\boxed{A} \\boxed{C}",
+    ]
     rewards = judge(toolbox, Choice, texts, ["B"] * 12)
     assert rewards.correct.tolist() == [True] * 7 + [False] * 5
     assert rewards.detail[7:] == ["answered 'C'", *["no choice in the response"] * 3, "answered 'C'"]
@@ -32,7 +48,9 @@ def test_texts_of_choices(toolbox):
     assert rewards.detail[2:] == ["answered 'A'", "answered 'E', of 2 choices"]
     rewards = judge(toolbox, Choice, ["\\boxed{B}", "\\boxed{B}"], ["", "Berlin"])
     assert rewards.valid.tolist() == [False, False]
-    assert rewards.detail[1] == "the reference 'Berlin' names no choice; wanted a letter or the text of one of its choices"
+    assert (
+        rewards.detail[1] == "the reference 'Berlin' names no choice; wanted a letter or the text of one of its choices"
+    )
 
 
 def test_yes_and_no(toolbox):
@@ -64,7 +82,9 @@ def test_patterns(toolbox):
 
 def test_a_pattern_that_backtracks_is_cut_off(toolbox):
     started = time.monotonic()
-    rewards = judge(toolbox, Regex, ["a" * 40 + "b", "aaa"], ["x", "aaa"], pattern=r"^(?:(a|aa)+)+$|^(aaa)$", seconds=0.3)
+    rewards = judge(
+        toolbox, Regex, ["a" * 40 + "b", "aaa"], ["x", "aaa"], pattern=r"^(?:(a|aa)+)+$|^(aaa)$", seconds=0.3
+    )
     assert time.monotonic() - started < 20
     assert rewards.valid.tolist()[1] is True
     assert rewards.detail[0] in ("the pattern took more than 0.3 s", "the pattern does not match the response")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import torch
 
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Policy, Prompts, Rewards, Weights
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import Policy, Prompts, Rewards, Weights
 
 
 @dataclass(frozen=True, kw_only=True)

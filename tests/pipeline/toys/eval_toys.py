@@ -5,8 +5,8 @@ import signal
 from dataclasses import dataclass
 
 from components.verifier.exact import ExactJudge
-from pipeline.component import Component
-from pipeline.payloads import Judge
+from pipeline.core.component import Component
+from pipeline.core.payloads import Judge
 
 
 class LoggedJudge(ExactJudge):

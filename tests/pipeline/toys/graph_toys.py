@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pipeline.component import Component, same_rows
-from pipeline.payloads import Batch, Credit, Judge, Policy, Prompts, Rewards, StepErrors, TrainReport, Trajectories, Weights
+from pipeline.core.component import Component, same_rows
+from pipeline.core.payloads import (
+    Batch,
+    Credit,
+    Judge,
+    Policy,
+    Prompts,
+    Rewards,
+    StepErrors,
+    TrainReport,
+    Trajectories,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,9 @@ class TrajectoriesOut:
 class Expander(Component):
     """Resets."""
 
-    def run(self, *, seeds: Trajectories, errors: Annotated[StepErrors, same_rows("seeds")], policy: Policy) -> TrajectoriesOut: ...
+    def run(
+        self, *, seeds: Trajectories, errors: Annotated[StepErrors, same_rows("seeds")], policy: Policy
+    ) -> TrajectoriesOut: ...
 
 
 class Merge(Component):
@@ -130,7 +143,9 @@ class CreditOut:
 class Advantage(Component):
     """Credit."""
 
-    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> CreditOut: ...
+    def run(
+        self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]
+    ) -> CreditOut: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +189,22 @@ class Learner(Component):
     def initial(self) -> dict[str, Any]:
         return {"weights": Weights(version=0, path="tiny")}
 
-    def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> LearnerOut: ...
+    def run(
+        self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]
+    ) -> LearnerOut: ...
 
 
 class Watch(Component):
     """Looks at rewards and errors."""
 
-    def run(self, *, policy: Policy, errors: StepErrors | None = None, report: TrainReport | None = None, anything: Any = None) -> None: ...
+    def run(
+        self,
+        *,
+        policy: Policy,
+        errors: StepErrors | None = None,
+        report: TrainReport | None = None,
+        anything: Any = None,
+    ) -> None: ...
 
 
 class AnyBatch(Component):

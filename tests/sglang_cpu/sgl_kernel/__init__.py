@@ -1,7 +1,8 @@
 """Stands in for sgl_kernel (CUDA kernels) where SGLang runs on a CPU in tests.
 
-Any name can be imported; calling one raises. The one kernel that CPU inference of dense models needs, the hash behind per-request
-sampling seeds, is written in torch below. `sgl_kernel.scalar_type` must stay absent: SGLang falls back to its own when the import fails.
+Any name can be imported; calling one raises. The one kernel that CPU inference of dense models needs, the hash behind
+per-request sampling seeds, is written in torch below. `sgl_kernel.scalar_type` must stay absent: SGLang falls back to
+its own when the import fails.
 """
 
 import importlib.machinery

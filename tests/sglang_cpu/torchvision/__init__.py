@@ -1,7 +1,8 @@
 """Stands in for torchvision where SGLang runs a text model on a CPU in tests.
 
-SGLang and transformers import many of its names and use none for text. Capitalised names are empty classes, others modules;
-calling one raises. `InterpolationMode` is a real enumeration because transformers builds a table from it at import.
+SGLang and transformers import many of its names and use none for text. Capitalised names are empty classes, others
+modules; calling one raises. `InterpolationMode` is a real enumeration because transformers builds a table from it at
+import.
 """
 
 import enum

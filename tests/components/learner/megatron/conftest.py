@@ -27,7 +27,8 @@ def _beside(name: str) -> Any:
 def gloo_pool() -> Iterator[Callable[[int], Any]]:
     """gloo_pool(n) → a pool of n processes: `pool.run(function, *args)` runs a top-level function of a file on every rank at once.
 
-    Pools of other sizes end then, and all at the end of the file: each gloo group has threads that wake 100 times a second.
+    Pools of other sizes end then, and all at the end of the file: each gloo group has threads that wake 100 times a
+    second.
     """
     pytest.importorskip("megatron.core", reason=REASON)
     pytest.importorskip("mbridge", reason=REASON)
@@ -53,8 +54,9 @@ def ranks() -> Any:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value head), "qwen2-tied",
-    "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (norms behind; sliding windows, YaRN)."""
+    """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value
+    head), "qwen2-tied", "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (norms behind;
+    sliding windows, YaRN)."""
     made: dict[str, str] = {}
 
     def folder(kind: str) -> str:
@@ -92,7 +94,9 @@ def _write(kind: str, path: Path) -> str:
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
             rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
         ),
-        "llama": lambda: transformers.LlamaConfig(**shared, rope_parameters={**scaled, "original_max_position_embeddings": 16}),
+        "llama": lambda: transformers.LlamaConfig(
+            **shared, rope_parameters={**scaled, "original_max_position_embeddings": 16}
+        ),
     }[kind]()
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,8 +1,8 @@
 """A long-lived pool of gloo processes: starting one costs seconds, running a function in it does not.
 
-`pool.run(function, *args)` calls `function(*args)` on every rank at once, with torch.distributed initialised, and returns the
-results in rank order. The function must stand at the top level of a file; arguments and results travel by pickle. Each rank
-loads that file once, by its path.
+`pool.run(function, *args)` calls `function(*args)` on every rank at once, with torch.distributed initialised, and
+returns the results in rank order. The function must stand at the top level of a file; arguments and results travel by
+pickle. Each rank loads that file once, by its path.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Pool:
         """Ends the processes; the next `run` starts new ones."""
         for pipe in self._pipes:
             pipe.close()
-        # A rank whose pipe closes ends by itself, and with it what it started (checkpoints start processes); one that hangs is killed.
+        # A rank whose pipe closes ends by itself, and with it what it started (checkpoints start processes); one that
+        # hangs is killed.
         deadline = time.monotonic() + 5.0
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -117,7 +118,9 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
     while True:
         try:

@@ -10,12 +10,14 @@ from torch import Tensor
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.head import vocab_parallel_logprobs
 from components.learner.megatron.model import Layout, MegatronModel, init_parallel
-from components.learner.packing import PackedBatch, pack
-from pipeline.errors import DataError
-from pipeline.jagged import Jagged
+from components.learner.packing.pack import PackedBatch, pack
+from pipeline.core.errors import DataError
+from pipeline.core.jagged import Jagged
 
 
-def built(path: str, sizes: dict[str, Any], recompute: str = "none", dtype: torch.dtype = torch.float32) -> MegatronModel:
+def built(
+    path: str, sizes: dict[str, Any], recompute: str = "none", dtype: torch.dtype = torch.float32
+) -> MegatronModel:
     layout = Layout(**sizes)
     init_parallel(layout)
     model = MegatronModel.build(path, layout, recompute=recompute, dtype=dtype)
@@ -76,7 +78,11 @@ def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
         model.load_tensors(reversed(tensors.items()))
         tensors = dict(model.export())
     wanted = load_file(f"{path}/model.safetensors")
-    return [k for k in wanted.keys() | tensors.keys() if k not in wanted or k not in tensors or not torch.equal(wanted[k], tensors[k])]
+    return [
+        k
+        for k in wanted.keys() | tensors.keys()
+        if k not in wanted or k not in tensors or not torch.equal(wanted[k], tensors[k])
+    ]
 
 
 def train(
@@ -90,8 +96,8 @@ def train(
 ) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None:
     """Log-probs, entropies and gradients in Hugging Face names, first of separate rows, then with shared prefixes.
 
-    They come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on each of which the
-    objective acts.
+    They come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on each of
+    which the objective acts.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -106,11 +112,17 @@ def train(
         batches = [[pack(prompts, responses, rows, share=share) for rows in cuts] for share in (False, True)]
         assert [sum(b.saved for b in some) > 0 for some in batches] == [False, True]
         out = [_pass(model, wrapped, some) for some in batches]
-    one = model.is_last and not mpu.get_tensor_model_parallel_rank() and not mpu.get_data_parallel_rank(with_context_parallel=True)
+    one = (
+        model.is_last
+        and not mpu.get_tensor_model_parallel_rank()
+        and not mpu.get_data_parallel_rank(with_context_parallel=True)
+    )
     return out if one else None
 
 
-def _pass(model: MegatronModel, wrapped: list[Any], batches: list[PackedBatch]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _pass(
+    model: MegatronModel, wrapped: list[Any], batches: list[PackedBatch]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -137,7 +149,8 @@ def _pass(model: MegatronModel, wrapped: list[Any], batches: list[PackedBatch]) 
         micro_batch_size=1,
         forward_only=False,
     )
-    # megatron-core summed over micro-batches and replicas, all alike, and divided by the "tokens": one per micro-batch and rank.
+    # megatron-core summed over micro-batches and replicas, all alike, and divided by the "tokens": one per micro-batch
+    # and rank.
     factor = len(batches) * mpu.get_context_parallel_world_size()
     weights = [(p, p.data) for chunk in model.chunks for p in chunk.parameters()]
     for parameter, _ in weights:
@@ -163,7 +176,13 @@ def head(
     size, out = len(weight) // tensor, []
     for i, (vocab, temperature, by) in enumerate(cases):
         h, w = hidden.clone().requires_grad_(), weight[rank * size : (rank + 1) * size].clone().requires_grad_()
-        settings = {"vocab_start": rank * size, "true_vocab": vocab, "temperature": temperature, "group": group, "chunk": 5 * i}
+        settings = {
+            "vocab_start": rank * size,
+            "true_vocab": vocab,
+            "temperature": temperature,
+            "group": group,
+            "chunk": 5 * i,
+        }
         logprobs, entropies = vocab_parallel_logprobs(h, w, targets, reduce_hidden=i != 2, **settings)
         c = torch.linspace(-1.0, 2.0, len(targets))
         by_logprobs, by_entropies = (c * logprobs).sum(), (c.flip(0) * entropies).sum()

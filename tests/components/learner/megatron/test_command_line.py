@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[4]
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'creditgraph[megatron]'")
 pytestmark = pytest.mark.xdist_group("megatron command line")
 # Adam's ε is large, so that rounding of gradients near zero is not made into whole steps.
-SETTINGS = ["recipe=toy_srpo", "prompts.batch=4", "evaluator.num_problems=2", "run.iterations=2", "run.wandb.mode=disabled"]
+SETTINGS = [
+    "recipe=toy_srpo",
+    "prompts.batch=4",
+    "evaluator.num_problems=2",
+    "run.iterations=2",
+    "run.wandb.mode=disabled",
+]
 SETTINGS += ["learner.optimizer.eps=1e-3"]
 LAYOUTS = {
     "one process": ([], []),
@@ -24,9 +30,21 @@ LAYOUTS = {
 
 
 def train(folder, name, launcher, *settings):
-    command = [sys.executable, *launcher, "-m", "pipeline.cli", "train", *SETTINGS, f"run.root={folder}", f"run.name={name}", *settings]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "creditgraph",
+        "train",
+        *SETTINGS,
+        f"run.root={folder}",
+        f"run.name={name}",
+        *settings,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return rows[:2]

@@ -26,7 +26,9 @@ CALLS = {
 
 def as_megatron(function: Any) -> Any:
     """The same code as if it stood in a module of megatron-core."""
-    return types.FunctionType(function.__code__, {"torch": torch, "__name__": "megatron.core.somewhere", "__builtins__": builtins})
+    return types.FunctionType(
+        function.__code__, {"torch": torch, "__name__": "megatron.core.somewhere", "__builtins__": builtins}
+    )
 
 
 @without_cuda
@@ -74,7 +76,12 @@ def test_inert_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     states = (random._get_cuda_rng_state, random._set_cuda_rng_state)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with megatron_on_cpu():
-        assert own == (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state)
+        assert own == (
+            torch.cuda.current_device,
+            torch.cuda.synchronize,
+            torch.cuda.manual_seed,
+            torch.cuda.get_rng_state,
+        )
         assert states == (random._get_cuda_rng_state, random._set_cuda_rng_state)
         assert as_megatron(lambda: torch.zeros(1).type())() == "torch.FloatTensor"
         seen: list[str] = []

@@ -45,7 +45,9 @@ def test_one_rank_is_the_head_of_learner_hf_bit_for_bit() -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, temperature: float, by: str) -> tuple[Tensor, ...]:
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, temperature: float, by: str
+) -> tuple[Tensor, ...]:
     """Float64 softmax over all logits: log-probs, entropies, gradients of hidden and weight."""
     h, w = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = (h @ w[:vocab].t() / temperature).log_softmax(-1)

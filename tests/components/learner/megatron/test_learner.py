@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from components.learner.hf import HFLearner
+from components.learner.hf.learner import HFLearner
 from components.learner.megatron.learner import MegatronLearner
 from components.learner.objective import KINDS
-from pipeline.errors import RunError
+from pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
 # Ranks of the pool → layouts with all objectives, and layouts with one; what a layout leaves over are replicas.
 LAYOUTS: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     1: ([{}], []),
     2: ([{}, TP2, PP2], [VPP2, {"distributed_optimizer": "on"}, {"context_parallel": 2}]),
-    4: ([{**TP2, **PP2}], [TP2, {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"}, {**TP2, "distributed_optimizer": "on"}]),
+    4: (
+        [{**TP2, **PP2}],
+        [TP2, {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"}, {**TP2, "distributed_optimizer": "on"}],
+    ),
 }
 ROOT = Path(__file__).parents[4]
 # What says how the work was cut, not what was learned.
@@ -102,7 +105,9 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_equal_to_learner_hf(gloo_pool: Callable[[int], Any], training: Any, folder: str, reference: dict[str, Any], size: int) -> None:
+def test_equal_to_learner_hf(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str, reference: dict[str, Any], size: int
+) -> None:
     whole, brief = LAYOUTS[size]
     for layouts, cases in ((whole, training.CASES), (brief, {"token": training.CASES["token"]})):
         answers = gloo_pool(size).run(training.train_layouts, folder, layouts, cases)
@@ -113,7 +118,9 @@ def test_equal_to_learner_hf(gloo_pool: Callable[[int], Any], training: Any, fol
                 compare(found, reference[case], name)
 
 
-def test_shared_prefixes_change_nothing_but_the_work(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
+def test_shared_prefixes_change_nothing_but_the_work(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str
+) -> None:
     cases = {str(share): {**training.CASES["reinforce"], "share_prefixes": share} for share in (True, False)}
     (layouts, *_) = gloo_pool(2).run(training.train_layouts, folder, [TP2, PP2], cases)
     for found in layouts:
@@ -164,13 +171,22 @@ def test_nan_on_one_rank_skips_the_step_on_all(
 def test_bfloat16_stays_near_learner_hf(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
     cases = {"reinforce": training.CASES["reinforce"]}
     wanted = training.train_hf(folder, cases, "bfloat16")["reinforce"]
-    (layouts, *_) = gloo_pool(2).run(training.train_layouts, folder, [TP2, {"distributed_optimizer": "on"}], cases, "bfloat16")
+    (layouts, *_) = gloo_pool(2).run(
+        training.train_layouts, folder, [TP2, {"distributed_optimizer": "on"}], cases, "bfloat16"
+    )
     for found in (x["reinforce"] for x in layouts):
         assert {t.dtype for t in found["weights"].values()} == {torch.bfloat16}
-        assert [m["loss"] for m in found["metrics"]] == pytest.approx([m["loss"] for m in wanted["metrics"]], rel=0.1, abs=0.05)
-        assert [m["grad_norm"] for m in found["metrics"]] == pytest.approx([m["grad_norm"] for m in wanted["metrics"]], rel=0.1)
+        assert [m["loss"] for m in found["metrics"]] == pytest.approx(
+            [m["loss"] for m in wanted["metrics"]], rel=0.1, abs=0.05
+        )
+        assert [m["grad_norm"] for m in found["metrics"]] == pytest.approx(
+            [m["grad_norm"] for m in wanted["metrics"]], rel=0.1
+        )
         # Steps of 3e-3 on weights of about 0.2, whose neighbours in bfloat16 are 1e-3 apart.
-        assert max(float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items()) < 0.02
+        assert (
+            max(float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items())
+            < 0.02
+        )
 
 
 # --- checkpoints ---
@@ -192,7 +208,9 @@ def test_a_checkpoint_is_continued_by_any_layout(
         assert relative(found["weights"], wanted["weights"]) < 1e-6, layout
 
 
-def test_damaged_checkpoints_are_told(gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_told(
+    gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path
+) -> None:
     pool, target = gloo_pool(1), tmp_path / "shards"
     text = pool.run(training.fails_to_load, folder, str(target))[0]
     assert "no Megatron checkpoint (metadata.json is missing)" in text
@@ -221,10 +239,16 @@ def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_pat
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
     (tmp_path / "failing.py").write_text(FAILING)
     settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.kind=failing:KIND"]
-    settings += ["run.iterations=1", "prompts.batch=4", "evaluator.num_problems=4", f"run.root={tmp_path}", "run.name=fails"]
+    settings += [
+        "run.iterations=1",
+        "prompts.batch=4",
+        "evaluator.num_problems=4",
+        f"run.root={tmp_path}",
+        "run.name=fails",
+    ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = subprocess.run(
-        [*launch, "-m", "pipeline.cli", "train", "recipe=toy_srpo", *settings],
+        [*launch, "-m", "creditgraph", "train", "recipe=toy_srpo", *settings],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -256,11 +280,18 @@ def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
 
 
 def test_ranks_of_a_replica() -> None:
-    assert MegatronLearner.ranks_per_replica(MegatronLearner.Config(tensor_parallel=2, pipeline_parallel=3, context_parallel=2)) == 12
+    assert (
+        MegatronLearner.ranks_per_replica(
+            MegatronLearner.Config(tensor_parallel=2, pipeline_parallel=3, context_parallel=2)
+        )
+        == 12
+    )
 
 
 def test_the_state_of_another_learner_is_refused() -> None:
-    with pytest.raises(RunError, match=r"learner\.megatron: the checkpoint holds optimizer, version; wanted the shards"):
+    with pytest.raises(
+        RunError, match=r"learner\.megatron: the checkpoint holds optimizer, version; wanted the shards"
+    ):
         MegatronLearner().load_state_dict({"version": 1, "optimizer": {}})
     with pytest.raises(RunError, match=r"learner\.hf: the checkpoint holds version; wanted the optimiser state"):
         HFLearner().load_state_dict(MegatronLearner.state_dict(SimpleNamespace(version=1)))

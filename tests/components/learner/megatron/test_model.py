@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.jagged import Jagged
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.jagged import Jagged
 
 CLOSE = 1e-5
 KINDS = ["tiny", "qwen2", "qwen2-tied", "qwen3", "llama", "olmo2", "olmo3"]
@@ -91,7 +91,9 @@ def compare(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(entropies, wanted[1], rtol=CLOSE, atol=CLOSE)
         assert gradients.keys() == wanted[2].keys()
         for name, gradient in wanted[2].items():
-            torch.testing.assert_close(gradients[name], gradient, rtol=CLOSE, atol=CLOSE * float(gradient.abs().max()), msg=name)
+            torch.testing.assert_close(
+                gradients[name], gradient, rtol=CLOSE, atol=CLOSE * float(gradient.abs().max()), msg=name
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,13 +120,16 @@ def test_recomputed_activations_change_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_is_bit_exact_from_every_layout(kind: str, gloo_pool: Any, ranks: Any, checkpoint: Callable[[str], str]) -> None:
+def test_export_is_bit_exact_from_every_layout(
+    kind: str, gloo_pool: Any, ranks: Any, checkpoint: Callable[[str], str]
+) -> None:
     for sizes in LAYOUTS.values():
         assert gloo_pool(4).run(ranks.round_trip, checkpoint(kind), sizes) == [[]] * 4
 
 
 def test_weights_stream_in_and_out(gloo_pool: Any, ranks: Any, checkpoint: Callable[[str], str]) -> None:
-    # Of 47 tensors: queries, keys and values wait for each other, gates and up projections too, and one or two are on their way.
+    # Of 47 tensors: queries, keys and values wait for each other, gates and up projections too, and one or two are on
+    # their way.
     for held_in, held_out in gloo_pool(4).run(ranks.most_held, checkpoint("qwen3"), {"tensor": 2, "pipeline": 2}):
         assert held_in <= 6
         assert held_out <= 6
@@ -150,7 +155,13 @@ def test_any_layout_to_any_other(gloo_pool: Any, ranks: Any, checkpoint: Callabl
 def config_of(**changes: Any) -> Any:
     from transformers import Qwen2Config
 
-    shape = {"num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 28, "hidden_size": 48, "intermediate_size": 96}
+    shape = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 28,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+    }
     return Qwen2Config(**{**shape, **changes})
 
 
@@ -183,7 +194,9 @@ def test_a_layout_that_does_not_fit_is_told(sizes: Any, world: int, changes: Any
 def test_all_problems_come_at_once_and_a_fitting_layout_passes() -> None:
     from components.learner.megatron.model import Layout
 
-    with pytest.raises(ConfigError, match=r"learner\.megatron, model 'some/model': 7 ranks .*; tensor_parallel 8 does not fit"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.megatron, model 'some/model': 7 ranks .*; tensor_parallel 8 does not fit"
+    ):
         Layout(tensor=8).check(config_of(), 7, "some/model")
     Layout(tensor=4, pipeline=3, virtual_pipeline=2, sequence=True).check(config_of(vocab_size=51), 24)
 
@@ -194,7 +207,8 @@ def test_an_unsupported_model_names_those_that_work() -> None:
     from components.learner.megatron.model import Layout
 
     with pytest.raises(
-        ConfigError, match=r"model type 'gpt2' is not supported; wanted one of qwen2, qwen3, llama, olmo2, olmo3. Use learner.hf"
+        ConfigError,
+        match=r"model type 'gpt2' is not supported; wanted one of qwen2, qwen3, llama, olmo2, olmo3. Use learner.hf",
     ):
         Layout().check(GPT2Config(), 1)
 
@@ -204,8 +218,12 @@ def test_key_norms_over_all_heads_need_whole_heads() -> None:
 
     from components.learner.megatron.model import Layout
 
-    config = Olmo2Config(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, hidden_size=32, intermediate_size=64)
-    with pytest.raises(ConfigError, match=r"tensor_parallel 4 does not fit 8 attention heads, 2 key-value heads .* These work: 1, 2"):
+    config = Olmo2Config(
+        num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, hidden_size=32, intermediate_size=64
+    )
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel 4 does not fit 8 attention heads, 2 key-value heads .* These work: 1, 2"
+    ):
         Layout(tensor=4).check(config, 4)
 
 
@@ -253,5 +271,7 @@ def test_a_broken_checkpoint_is_told_on_every_rank(
             raise error
 
 
-def test_the_vocabulary_is_padded_for_the_ranks_and_told_true(gloo_pool: Any, ranks: Any, checkpoint: Callable[[str], str]) -> None:
+def test_the_vocabulary_is_padded_for_the_ranks_and_told_true(
+    gloo_pool: Any, ranks: Any, checkpoint: Callable[[str], str]
+) -> None:
     assert gloo_pool(4).run(ranks.vocabulary, checkpoint("qwen2"), {"tensor": 4}) == [(51, 64, 16)] * 4

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from components.learner.hf import HFLearner
+from components.learner.hf.learner import HFLearner
 from components.learner.objective import KL, EntropyMask, Objective, Trace
 from components.learner.optimizer import OptimizerSettings
-from pipeline.component import Context, ModelSpec, Ranks
-from pipeline.jagged import Jagged
-from pipeline.payloads import Credit, Trajectories
+from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit, Trajectories
 
 VOCAB = 42
 # Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
@@ -92,7 +92,15 @@ def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, An
     world = dist.get_world_size()
     ranks = Ranks(rank=dist.get_rank(), world=world, num_replicas=world // MegatronLearner.ranks_per_replica(config))
     learner = MegatronLearner(config)
-    learner.setup(Context(node="learner", iterations=5, ranks=ranks, all_sum=sum_over_replicas, model=ModelSpec(path=folder, dtype=dtype)))
+    learner.setup(
+        Context(
+            node="learner",
+            iterations=5,
+            ranks=ranks,
+            all_sum=sum_over_replicas,
+            model=ModelSpec(path=folder, dtype=dtype),
+        )
+    )
     return learner
 
 
@@ -130,13 +138,17 @@ def logprobs_of(learner: Any) -> torch.Tensor:
         return _Pass(learner, *make_batch(9))._score_all(reference=False).values
 
 
-def train(folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
+def train(
+    folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32"
+) -> dict[str, dict[str, Any]]:
     """For each case: metrics of five steps, log-probs afterwards, the gradient of the first step, and the last weights."""
     out = {}
     for name, settings in cases.items():
         learner = megatron_learner(folder, layout, settings, dtype)
         # The distributed optimizer's moments lie across parameters.
-        metrics, gradients = five_steps(learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients)
+        metrics, gradients = five_steps(
+            learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients
+        )
         out[name] = {
             "gradients": gradients,
             "metrics": metrics,
@@ -147,7 +159,10 @@ def train(folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]],
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "reinforce": {"objective": Objective(kind="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"), "micro_batch_tokens": 0},
+    "reinforce": {
+        "objective": Objective(kind="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
+        "micro_batch_tokens": 0,
+    },
     "token": {
         "objective": Objective(kind="token", kl=KL(coefficient=0.1), importance_cap=2.0),
         "old_logprobs": "recompute",
@@ -156,8 +171,14 @@ CASES: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 40,
     },
     "sequence": {"objective": Objective(kind="sequence"), "micro_batch_tokens": 60},
-    "gated_sequence": {"objective": Objective(kind="gated_sequence", entropy_mask=EntropyMask(keep=0.5)), "micro_batch_tokens": 60},
-    "trace": {"objective": Objective(kind="trace", trace=Trace(style="both", normalise=True)), "micro_batch_tokens": 60},
+    "gated_sequence": {
+        "objective": Objective(kind="gated_sequence", entropy_mask=EntropyMask(keep=0.5)),
+        "micro_batch_tokens": 60,
+    },
+    "trace": {
+        "objective": Objective(kind="trace", trace=Trace(style="both", normalise=True)),
+        "micro_batch_tokens": 60,
+    },
     # Each row its own micro-batch: the longest sequence is above the budget.
     "shaped": {"objective": Objective(kind="shaped"), "micro_batch_tokens": 10, "share_prefixes": False},
 }
@@ -165,7 +186,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
     """What `train` returns, of learner.hf."""
-    from components.learner.hf import _Pass
+    from components.learner.hf.learner import _Pass
 
     out = {}
     for name, settings in cases.items():
@@ -180,7 +201,9 @@ def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float3
     return out
 
 
-def train_layouts(folder: str, layouts: list[dict[str, Any]], cases: dict[str, dict[str, Any]], dtype: str = "float32") -> list[Any]:
+def train_layouts(
+    folder: str, layouts: list[dict[str, Any]], cases: dict[str, dict[str, Any]], dtype: str = "float32"
+) -> list[Any]:
     """`train` for several layouts, one after the other."""
     return [train(folder, layout, cases, dtype) for layout in layouts]
 
@@ -193,7 +216,9 @@ def one_prompt(folder: str, layout: dict[str, Any]) -> tuple[dict[str, float], A
     return out.report.metrics, out.weights.tensors, out.logprobs.logprobs.values
 
 
-def one_step(folder: str, layouts: list[dict[str, Any]], settings: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, float]]]:
+def one_step(
+    folder: str, layouts: list[dict[str, Any]], settings: dict[str, Any]
+) -> list[tuple[torch.Tensor, dict[str, float]]]:
     """Per layout: the log-probs that a step gives out, and what it logs."""
     out = []
     for layout in layouts:
@@ -223,7 +248,10 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
         learner.model.logprobs = logprobs
     trajectories, credit = make_batch(0)
     metrics = learner.run(trajectories=trajectories, credit=credit).report.metrics
-    stayed = all(torch.equal(a, b) for a, b in zip(before, (p for c in learner.model.chunks for p in c.parameters()), strict=True))
+    stayed = all(
+        torch.equal(a, b)
+        for a, b in zip(before, (p for c in learner.model.chunks for p in c.parameters()), strict=True)
+    )
     learner.model.logprobs = own
     again = learner.run(trajectories=trajectories, credit=credit).report.metrics
     return metrics, stayed, again["steps"] == 1.0
@@ -261,7 +289,7 @@ def fails_to_load(folder: str, target: str) -> str:
     """The sentence of `load_shards`."""
     from pathlib import Path
 
-    from pipeline.errors import RunError
+    from pipeline.core.errors import RunError
 
     learner = megatron_learner(folder, {}, {})
     try:

@@ -1,0 +1,128 @@
+"""The lean decoder's key-value cache: prompts once per group of rows, sampled tokens per row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class GroupCache:
+    """Cache of one batch: prompts once per entry, sampled tokens per row.
+
+    An entry is a prompt with room for `members` rows, so attention to prompts is one matrix product per entry and key
+    head.
+
+    Args:
+        kv_heads: number of key heads H.
+        room: most sampled tokens per row.
+        members: rows per entry, M.
+        keys, values: [layers, E, H, D, P] and [layers, E, H, P, D] of the prompts.
+        mask: additive [E, P], or None when all prompts have P tokens.
+        place: int64 [B], entry · M + member of each row.
+        positions: int64 [B], position of each row's next token.
+    """
+
+    def __init__(
+        self,
+        kv_heads: int,
+        room: int,
+        members: int,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        place: Tensor,
+        positions: Tensor,
+    ) -> None:
+        self.keys, self.values, self.mask, self.positions = keys, values, mask, positions
+        self.prompt_columns, self.filled = keys.shape[-1], 0
+        self._room, self._members, self._capacity = room, members, 0
+        self._heads = torch.arange(kv_heads, device=keys.device)
+        layers, _, _, dim, _ = keys.shape
+        self._keys = keys.new_empty(layers, len(place), kv_heads, dim, 0)
+        self._values = keys.new_empty(layers, len(place), kv_heads, 0, dim)
+        self._set_places(place)
+
+    def _set_places(self, place: Tensor) -> None:
+        self._place = place
+        entry, member = place // self._members, place % self._members
+        heads = len(self._heads)
+        # Row-and-head order [B, H] of what lies in entry order [E, H, M], and back; empty places repeat row 0.
+        self._from_entries = ((entry[:, None] * heads + self._heads) * self._members + member[:, None]).reshape(-1)
+        back = place.new_zeros(self.keys.shape[1] * heads * self._members)
+        back[self._from_entries] = torch.arange(len(self._from_entries), device=place.device)
+        self._from_rows = back
+
+    def to_entries(self, rows: Tensor, shared: int) -> Tensor:
+        """[B · H, shared · X] → [E · H, M · shared, X]."""
+        return rows.index_select(0, self._from_rows).view(-1, self._members * shared, rows.shape[1] // shared)
+
+    def to_rows(self, entries: Tensor) -> Tensor:
+        """[E · H, M · shared, X] → [B · H, shared · X]."""
+        return entries.view(len(self._from_rows), -1).index_select(0, self._from_entries)
+
+    def append_column(self) -> None:
+        """Makes room for one more token per row."""
+        if self.filled == self._capacity:
+            self._capacity = min(self._room, max(64, 2 * self.filled))
+            keys = self._keys.new_empty(*self._keys.shape[:1], len(self._place), *self._keys.shape[2:4], self._capacity)
+            values = self._keys.new_empty(
+                *self._keys.shape[:1], len(self._place), self._keys.shape[2], self._capacity, self._keys.shape[3]
+            )
+            keys[..., : self.filled] = self._keys[:, : len(self._place), ..., : self.filled]
+            values[..., : self.filled, :] = self._values[:, : len(self._place), :, : self.filled]
+            self._keys, self._values = keys, values
+        self.filled += 1
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts keys and values [B, H, D] into the newest column; returns all of them: [B · H, D, filled], [B · H, filled, D]."""
+        rows, column = len(keys), self.filled - 1
+        all_keys, all_values = self._keys[layer, :rows], self._values[layer, :rows]
+        all_keys[..., column] = keys
+        all_values[:, :, column] = values
+        return all_keys[..., : self.filled].flatten(0, 1), all_values[:, :, : self.filled].flatten(0, 1)
+
+    def keep(self, index: Tensor) -> None:
+        """See `Decoder.keep`. Entries without rows go once they are half of all."""
+        moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
+        source = index[moved]
+        self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
+        self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
+        self.positions, place = self.positions[index], self._place[index]
+        used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
+        if 2 * int(used.sum()) <= len(used):
+            self.keys, self.values = self.keys[:, used], self.values[:, used]
+            self.mask = None if self.mask is None else self.mask[used]
+            place = (used.cumsum(0) - 1)[place // self._members] * self._members + place % self._members
+        self._set_places(place)
+
+
+def entries_of(group: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Cuts the rows of each prompt into entries of M rows.
+
+    Args:
+        group: int64 [B], prompt of each row.
+
+    Returns:
+        prompt of each entry [E]; entry · M + member of each row [B]; M, which weighs reading a prompt's cache against
+        empty places.
+    """
+    counts = torch.bincount(group)
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64} | {c for c in counts.tolist() if 0 < c <= 64})
+    cost = {m: int(((counts + m - 1) // m).sum()) * (1 + m / 16) for m in sizes}
+    members = min(sizes, key=lambda m: cost[m])
+    entries = (counts + members - 1) // members
+    first = torch.cumsum(entries, 0) - entries
+    order = torch.argsort(group, stable=True)
+    rank = torch.empty_like(group)
+    rank[order] = torch.arange(len(group), device=group.device) - (torch.cumsum(counts, 0) - counts)[group[order]]
+    entry_prompt = torch.repeat_interleave(torch.arange(len(counts), device=group.device), entries)
+    return entry_prompt, (first[group] + rank // members) * members + rank % members, members
+
+
+def store_prompts(
+    all_keys: Tensor, all_values: Tensor, targets: Tensor, source: Tensor, layer: int, keys: Tensor, values: Tensor
+) -> None:
+    """Copies prompt caches [U, H, T, D] of prompts `source` into entries `targets`."""
+    length = keys.shape[2]
+    all_keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
+    all_values[layer, targets, :, :length] = values[source]

@@ -1,0 +1,102 @@
+"""Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's own weight-transfer engine, packed in buckets.
+
+Each server has a group of its own (this process is rank 0, the server's workers follow), so a server that is lost holds
+up no other one and a server that comes back joins a new group. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+from components.engine.served.channel import read_file
+from components.engine.served.server import free_port
+
+
+class FileSource(WeightSource):  # type: ignore[misc]
+    """The tensors of an update's files, moved to `device` one by one.
+
+    Args:
+        device: of the tensors that are broadcast.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.files: Sequence[str] = ()
+
+    def metadata(self) -> list[Any]:
+        """Name, dtype and shape of every tensor."""
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._pairs()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._pairs():
+            yield name, tensor.to(self._device, non_blocking=True)
+
+    def _pairs(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            yield from read_file(file)
+
+
+@dataclass
+class _Link:
+    source: FileSource
+    engine: Any
+
+
+class Broadcaster:
+    """Sends updates to servers, each over its own NCCL group.
+
+    Args:
+        bucket_bytes: bytes per packed broadcast; two are in flight.
+        seconds: until a request to a server must be answered.
+    """
+
+    def __init__(self, bucket_bytes: int, seconds: float) -> None:
+        self._bucket_bytes, self._seconds = bucket_bytes, seconds
+        self._links: dict[str, _Link] = {}
+
+    def send(self, url: str, files: Sequence[str], workers: int) -> None:
+        """Has the server at `url`, with `workers` processes, receive the tensors of `files`. Blocks; one call per server at a time."""
+        link = self._links.get(url)
+        if link is None:
+            link = self._links[url] = self._open(url, files, workers)
+        link.source.files = files
+        try:
+            link.engine.send_weights()
+        except BaseException:
+            self.drop(url)  # the group cannot be used again
+            raise
+
+    def drop(self, url: str) -> None:
+        """Forgets a server's group."""
+        self._links.pop(url, None)
+
+    def _open(self, url: str, files: Sequence[str], workers: int) -> _Link:
+        source = FileSource(f"cuda:{torch.cuda.current_device()}")
+        source.files = files
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            master_address=own_address(url),
+            master_port=free_port("0.0.0.0"),
+            world_size=1 + workers,
+            packed=True,
+            packed_buffer_size_bytes=self._bucket_bytes,
+        )
+        client = HTTPVLLMWeightSyncClient(url, timeout=self._seconds)
+        return _Link(source, NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source))
+
+
+def own_address(url: str) -> str:
+    """The address of this host as the server at `url` sees it."""
+    host, _, port = url.partition("://")[2].rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,177 @@
+"""What runs inside vLLM's worker: log-probs and entropies of the sampling distribution, and new weights in a running engine.
+
+vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
+entropies. `ExactSampler` gives both quantities of softmax(logits / temperature), before truncation, for sampled and for
+prompt tokens. A request that asks for one log-prob beside the sampled token's gets, in its place, minus the entropy,
+under an id that is not the sampled one (or for two: over HTTP, vLLM counts the sampled token's own among them). Written
+for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
+
+from components.engine.served.channel import sample_checksum
+
+_GREEDY = 1e-5
+
+
+class ExactSampler(Sampler):  # type: ignore[misc]
+    """vLLM's sampler, with log-probs and entropies at the sampling temperature and before truncation.
+
+    Args:
+        base: the runner's sampler, which goes on to draw the tokens.
+        forbidden: bool [V], columns that are no token and never drawn (they stay in the softmax), or None.
+    """
+
+    def __init__(self, base: Any, forbidden: Tensor | None) -> None:
+        super().__init__(base.logprobs_mode, base.use_fp64_gumbel)
+        self.topk_topp_sampler = base.topk_topp_sampler
+        self.forbidden = forbidden
+        self.scoring_temperature = 1.0
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """Draws a token per row; logits [B, V]."""
+        count = sampling_metadata.max_num_logprobs
+        logprobs = None if count is None else self._logprobs(logits, sampling_metadata.temperature)
+        if self.forbidden is not None:
+            logits = logits.masked_fill(self.forbidden, -torch.inf)
+        plain = dataclasses.replace(sampling_metadata, max_num_logprobs=None)
+        out = super().forward(logits, plain, *args, **kwargs)
+        if logprobs is not None:
+            out.logprobs_tensors = self.gather_logprobs(logprobs, count, out.sampled_token_ids[:, 0].long())
+        return out
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probs of prompt tokens, [T, V], at the temperature of the request that is being scored."""
+        return (logits.float() / self.scoring_temperature).log_softmax(-1)
+
+    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Log-prob of each token, [T], and minus the entropy in a second column when one or two log-probs were asked for."""
+        if num_logprobs > 2:
+            return super().gather_logprobs(logprobs, num_logprobs, token_ids)
+        ids, values = [token_ids], [logprobs.gather(1, token_ids[:, None])[:, 0]]
+        if num_logprobs:
+            ids.append((token_ids + 1) % logprobs.shape[1])
+            values.append((logprobs.exp() * logprobs).nansum(-1))
+        # Ranks are part of the answer's form and cost a pass over the vocabulary; nobody reads them.
+        return LogprobsTensors(torch.stack(ids, 1).to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
+
+    @staticmethod
+    def _logprobs(logits: Tensor, temperature: Tensor | None) -> Tensor:
+        scaled = logits.float()
+        if temperature is not None:
+            scaled = scaled / torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
+        return scaled.log_softmax(-1)
+
+
+class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
+    """vLLM's adapter, which leaves behind its id and the checksum of the tensors that it was last made of.
+
+    Attributes:
+        last: id and `sample_checksum` over all tensors, as they were read from the file.
+    """
+
+    last: ClassVar[tuple[int, str]] = (0, "")
+
+    @classmethod
+    def from_lora_tensors(cls, lora_model_id: int, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Makes an adapter of PEFT's tensors."""
+        # Before vLLM scales some of them in place.
+        WitnessedAdapter.last = (lora_model_id, sample_checksum(tensors, sorted(tensors)))
+        return super().from_lora_tensors(lora_model_id, tensors, *args, **kwargs)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker (`worker_extension_cls`); called through `collective_rpc`."""
+
+    model_runner: Any
+    reload_weights: Any
+    list_loras: Any
+    creditgraph_loaded: tuple[int, str] = (-1, "")
+    creditgraph_own: bool = True  # whether the model's own weights are those that it was started with
+
+    def creditgraph_install(self, forbidden: Sequence[int]) -> None:
+        """Puts `ExactSampler` in place; `forbidden` ids are never drawn."""
+        runner = self.model_runner
+        if not hasattr(runner, "_get_prompt_logprobs_dict"):
+            raise RuntimeError(
+                "creditgraph: this vLLM runs another model runner; wanted the one of VLLM_USE_V2_MODEL_RUNNER=0."
+            )
+        mask = None
+        if forbidden:
+            mask = torch.zeros(runner.model_config.get_vocab_size(), dtype=torch.bool)
+            mask[list(forbidden)] = True
+            mask = mask.to(runner.device)
+        runner.sampler = ExactSampler(runner.sampler, mask)
+        prompt_logprobs = runner._get_prompt_logprobs_dict
+        if getattr(runner, "lora_manager", None) is not None:
+            runner.lora_manager._lora_model_cls = WitnessedAdapter
+
+        def each_at_its_temperature(runner: Any, *args: Any) -> dict[str, Any]:
+            waiting, found = runner.num_prompt_logprobs, {}
+            for request in list(waiting):
+                runner.num_prompt_logprobs = {request: waiting[request]}
+                if request in runner.requests:
+                    runner.sampler.scoring_temperature = runner.requests[request].sampling_params.temperature or 1.0
+                found.update(prompt_logprobs(*args))
+                if request not in runner.num_prompt_logprobs:
+                    del waiting[request]
+            runner.num_prompt_logprobs = waiting
+            return found
+
+        runner._get_prompt_logprobs_dict = types.MethodType(each_at_its_temperature, runner)
+
+    def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[int, str]:
+        """Loads Hugging Face tensors; returns the version and the checksum of the tensors `names` as they arrived."""
+        arrived = {}
+
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors.items():
+                if name in names:
+                    arrived[name] = tensor
+                yield name, tensor
+
+        self.creditgraph_reload(passing())
+        self.creditgraph_loaded = (version, sample_checksum(arrived, names))
+        return self.creditgraph_loaded
+
+    def creditgraph_reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter to write into."""
+        self.creditgraph_own = False
+        self.reload_weights(weights_iterator=tensors)
+        refresh_tied(self.model_runner.model)
+
+    def creditgraph_restore(self) -> None:
+        """Before an adapter comes: the model's own weights again, from its files, if others took their place."""
+        self.creditgraph_loaded = (-1, "")
+        if not self.creditgraph_own:
+            self.reload_weights()
+            refresh_tied(self.model_runner.model)
+            self.creditgraph_own = True
+
+    def creditgraph_adapter(self, version: int) -> tuple[int, str]:
+        """After an adapter was added: version and checksum of the one that vLLM read last and holds."""
+        held, checksum = WitnessedAdapter.last
+        if held not in self.list_loras():
+            raise RuntimeError(
+                "creditgraph: the adapter that was read last is not held; wanted it there after it was added."
+            )
+        self.creditgraph_loaded = (version, checksum)
+        return self.creditgraph_loaded
+
+
+def refresh_tied(model: Any) -> None:
+    """Packs a tied output head again: it shares the embedding's parameter, but on CPUs not its packed copy, which a reload leaves."""
+    head = getattr(model, "lm_head", None)
+    if head is not None and getattr(model.config, "tie_word_embeddings", False):
+        head.quant_method.process_weights_after_loading(head)

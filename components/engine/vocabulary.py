@@ -1,0 +1,44 @@
+"""Which token ids end a response, and which logit columns are no tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.models.load import resolve_model_path
+from components.text.templates import turn_end_ids
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import DataError
+
+
+def generation_config(spec: ModelSpec) -> Any:
+    """The model's generation defaults, None when it has none."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(resolve_model_path(spec.path))
+    except OSError:
+        return None
+
+
+def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
+    """Bool [V]: ids that end a response: the generation configuration's (None: it has none), the tokenizer's, the end of a chat turn."""
+    listed = getattr(generation, "eos_token_id", None)
+    ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids += turn_end_ids(tokenizer)
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[[i for i in ids if 0 <= i < vocab_size]] = True
+    return mask
+
+
+def padding_columns(tokenizer: Any, vocab_size: int, device: str) -> Tensor | None:
+    """Bool [V]: logit columns that are no token of the tokenizer, or None when there are none."""
+    known = [i for i in tokenizer.get_vocab().values() if i < vocab_size]
+    if not known:
+        raise DataError("tokenizer and model share no token id; wanted the tokenizer the model was trained with.")
+    mask = torch.ones(vocab_size, dtype=torch.bool)
+    mask[known] = False
+    return mask.to(device) if bool(mask.any()) else None

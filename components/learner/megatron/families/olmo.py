@@ -1,0 +1,105 @@
+"""OLMo-2 and OLMo-3 layers: norms behind attention and MLP instead of before, and query and key norms over all heads together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mbridge.core.llm_bridge import LLMBridge
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from components.learner.megatron.attention import RMSNorm
+
+LAYER = "model.layers.{layer_number}."
+
+
+class OlmoBridge(LLMBridge):  # type: ignore[misc]
+    """Tensor names of OLMo-2 and OLMo-3, which mbridge does not know."""
+
+    _ATTENTION_MAPPING = {
+        "self_attention.linear_proj.weight": [f"{LAYER}self_attn.o_proj.weight"],
+        "self_attention.linear_proj.norm.weight": [f"{LAYER}post_attention_layernorm.weight"],
+        "self_attention.q_layernorm.weight": [f"{LAYER}self_attn.q_norm.weight"],
+        "self_attention.k_layernorm.weight": [f"{LAYER}self_attn.k_norm.weight"],
+        "self_attention.linear_qkv.weight": [f"{LAYER}self_attn.{x}_proj.weight" for x in "qkv"],
+    }
+    _MLP_MAPPING = {
+        "mlp.linear_fc1.weight": [f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"],
+        "mlp.linear_fc2.weight": [f"{LAYER}mlp.down_proj.weight"],
+        "mlp.linear_fc2.norm.weight": [f"{LAYER}post_feedforward_layernorm.weight"],
+    }
+
+    def _build_config(self) -> Any:
+        # Not qk_layernorm: megatron-core would sum the gradients of these norms, which are cut like the heads, over the
+        # ranks.
+        return self._build_base_config()
+
+
+def adapt(layer: Any) -> None:
+    """Turns a local layer specification into OLMo's."""
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+
+
+class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """A matrix product followed by an RMS norm of its whole result."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, D'] → [s, b, D]."""
+        out, bias = super().forward(input_)
+        return self.norm(out), bias
+
+
+class HeadsNorm(nn.Module):
+    """RMS norm over all heads of a token together; weights and heads are cut over the tensor-parallel ranks."""
+
+    heads: str
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__()
+        count = getattr(config, self.heads)
+        self.width, self.eps = count * hidden_size, eps
+        weight = torch.empty(self.width // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        self.weight = nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads / TP, D], normalised."""
+        wide = x.float()
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        # Every rank's result depends on every rank's heads: a sum forward and a sum backward.
+        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For distributed checkpoints: cut along the weight."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        )
+
+
+class QueryNorm(HeadsNorm):
+    """Over the query heads."""
+
+    heads = "num_attention_heads"
+
+
+class KeyNorm(HeadsNorm):
+    """Over the key heads."""
+
+    heads = "num_query_groups"

@@ -1,0 +1,306 @@
+"""Attention over packed sequences: rows of different length laid end to end in one [1, total] input.
+
+Every other layer of a transformer works on tokens one by one, so a packed input wastes nothing there; only attention
+must know where sequences begin, and which prefix, computed by other rows, they continue. The function here is
+registered with transformers as an attention implementation and receives the `Layout` through the model's keyword
+arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from components.learner.packing.prefix import bags
+from pipeline.core.jagged import Jagged
+
+IMPLEMENTATION = "creditgraph_packed"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Layout:
+    """Where the sequences of a packed input lie.
+
+    Attributes:
+        lengths: int64 [rows], tokens that each row computes, at least 1.
+        starts: int64 [rows], tokens of its path that come before them, computed by other rows.
+        keys: int64 [Σ starts + lengths], places of all tokens of each row's path; None when no row shares any.
+        rows, total, longest, longest_path: numbers.
+        sources: tokens that keys are taken from when they are more than the `total` that rows compute (a slice of a
+            batch); else 0.
+    """
+
+    lengths: Tensor
+    starts: Tensor
+    keys: Tensor | None
+    rows: int
+    total: int
+    longest: int
+    longest_path: int
+    sources: int = 0
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """int32 [rows + 1], cumulative lengths."""
+        return F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+    @cached_property
+    def key_offsets(self) -> Tensor:
+        """int32 [rows + 1], cumulative path lengths."""
+        return (
+            self.offsets if self.keys is None else F.pad((self.starts + self.lengths).cumsum(0), (1, 0)).to(torch.int32)
+        )
+
+    @cached_property
+    def key_bags(self) -> tuple[Tensor, Tensor]:
+        """The places of `keys` that hold each token."""
+        assert self.keys is not None
+        return bags(self.keys, self.sources or self.total)
+
+    @cached_property
+    def grids(self) -> Grids:
+        """The rows as a few padded grids, for attention functions that want them."""
+        return Grids.of(self)
+
+
+def make_layout(lengths: Tensor, keys: Jagged | None = None) -> Layout:
+    """The layout of rows that compute `lengths` tokens each, at least 1, at the end of the paths `keys`."""
+    paths = lengths if keys is None else keys.lengths
+    longest, longest_path, total = torch.stack([lengths.max(), paths.max(), lengths.sum()]).tolist()
+    return Layout(
+        lengths=lengths,
+        starts=paths - lengths,
+        keys=None if keys is None else keys.values,
+        rows=len(lengths),
+        total=total,
+        longest=longest,
+        longest_path=longest_path,
+    )
+
+
+class Gather(torch.autograd.Function):
+    """x[index] with the inverse of `index` at hand: the backward pass sums each bag of places (see `bags`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+        """[total, …] → [index, …]."""
+        ctx.save_for_backward(places, starts)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """[index, …] → [total, …]."""
+        places, starts = ctx.saved_tensors
+        grad = grads[0]
+        out = F.embedding_bag(places, grad.reshape(len(grad), -1), starts, mode="sum")
+        return out.view(-1, *grad.shape[1:]), None, None, None
+
+
+class _ToGrid(torch.autograd.Function):
+    """Tokens → slots of all grids. `tokens` [slots] is arbitrary in unused slots, `slots` [total] is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _FromGrid(torch.autograd.Function):
+    """Slots → tokens; unused slots get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, tokens: Tensor, slots: Tensor, unused: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, unused)
+        return grid.index_select(0, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, unused = ctx.saved_tensors
+        return grads[0].index_select(0, tokens).index_fill_(0, unused, 0.0), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Rows of like size: `rows` × `queries` tokens on `rows` × `keys` path tokens, left-aligned; starts as in the layout."""
+
+    rows: int
+    queries: int
+    keys: int
+    starts: Tensor
+    causal: bool
+    masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool [rows or 1, 1, queries, keys], or None for plain causal attention."""
+        limit = window if window is not None and self.keys > window else 0
+        if self.causal and not limit:
+            return None
+        if limit not in self.masks:
+            device = self.starts.device
+            gap = torch.arange(self.queries, device=device)[:, None] - torch.arange(self.keys, device=device)[None]
+            gap = gap[None, None] + (self.starts[:1] if self.causal else self.starts)[:, None, None, None]
+            self.masks[limit] = (gap >= 0) & (gap < limit) if limit else gap >= 0
+        return self.masks[limit]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grids:
+    """Index tensors between packed tokens and the slots of all grids together.
+
+    Attributes:
+        grids: their shapes.
+        tokens: int64 [query slots], the token in each slot; 0 in unused ones.
+        slots: int64 [total], the slot of each token.
+        unused: int64, the unused query slots.
+        key_tokens: int64 [key slots].
+        key_bags: for each token, the key slots that hold it.
+    """
+
+    grids: list[Grid]
+    tokens: Tensor
+    slots: Tensor
+    unused: Tensor
+    key_tokens: Tensor
+    key_bags: tuple[Tensor, Tensor]
+
+    @staticmethod
+    def of(layout: Layout) -> Grids:
+        """Groups rows by whether they have a prefix and by the powers of two above their queries and keys."""
+        device, path = layout.lengths.device, layout.starts + layout.lengths
+        sizes = torch.stack([layout.starts, layout.lengths, path], 1).tolist()
+        bins = [(start > 0, (queries - 1).bit_length(), (keys - 1).bit_length()) for start, queries, keys in sizes]
+        members: dict[tuple[bool, int, int], list[int]] = {}
+        for row, key in enumerate(bins):
+            members.setdefault(key, []).append(row)
+        grids, base, key_base, used, key_used = [], torch.zeros_like(path), torch.zeros_like(path), 0, 0
+        for (branch, _, _), rows in sorted(members.items()):
+            which = torch.tensor(rows, device=device)
+            queries, keys = int(layout.lengths[which].max()), int(path[which].max())
+            grids.append(Grid(len(rows), queries, keys, layout.starts[which], not branch))
+            base[which] = used + torch.arange(len(rows), device=device) * queries
+            key_base[which] = key_used + torch.arange(len(rows), device=device) * keys
+            used, key_used = used + len(rows) * queries, key_used + len(rows) * keys
+        slots = _spread(base, layout.lengths, layout.total)
+        tokens = slots.new_zeros(used)
+        tokens[slots] = torch.arange(layout.total, device=device)
+        free = torch.ones(used, dtype=torch.bool, device=device)
+        free[slots] = False
+        key_tokens, key_bags = tokens, (slots, torch.arange(layout.total, device=device))
+        if layout.keys is not None:
+            key_slots = _spread(key_base, path, len(layout.keys))
+            key_tokens = slots.new_zeros(key_used)
+            key_tokens[key_slots] = layout.keys
+            order, starts = layout.key_bags
+            key_bags = (key_slots[order], starts)
+        return Grids(
+            grids=grids,
+            tokens=tokens,
+            slots=slots,
+            unused=free.nonzero(as_tuple=True)[0],
+            key_tokens=key_tokens,
+            key_bags=key_bags,
+        )
+
+
+def _spread(base: Tensor, lengths: Tensor, total: int) -> Tensor:
+    # base[row] + place within the row, row after row.
+    shift = base - (lengths.cumsum(0) - lengths)
+    return torch.repeat_interleave(shift, lengths, output_size=total) + torch.arange(total, device=base.device)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence; query [1, H, total, D], key and value [1, H_kv, total, D] → [1, total, H, D].
+
+    Without a layout it is ordinary causal attention. Soft caps and attention sinks are refused by an exception, on
+    which the learner falls back to padded batches.
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError("packed attention: soft caps and attention sinks are not supported")
+    if packed is None:
+        packed = _whole_rows(query)
+    batch, heads, length, dim = query.shape
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
+    attend = _flash if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _padded
+    return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
+
+
+def _whole_rows(query: Tensor) -> Layout:
+    batch, length = query.shape[0], query.shape[2]
+    return make_layout(torch.full((batch,), length, dtype=torch.int64, device=query.device))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if layout.keys is not None:
+        gather: Any = Gather.apply
+        k, v = (gather(x, layout.keys, *layout.key_bags) for x in (k, v))
+    # With fewer queries than keys the causal mask is aligned to the end, where a row's own tokens are.
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        layout.offsets,
+        layout.key_offsets,
+        layout.longest,
+        layout.longest_path,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+    grids = layout.grids
+    to_grid: Any = _ToGrid.apply
+    from_grid: Any = _FromGrid.apply
+    gather: Any = Gather.apply
+    q = to_grid(q, grids.tokens, grids.slots)
+    if layout.keys is None:
+        k, v = (to_grid(x, grids.tokens, grids.slots) for x in (k, v))
+    else:
+        k, v = (gather(x, grids.key_tokens, *grids.key_bags) for x in (k, v))
+    outs = []
+    sizes, key_sizes = [g.rows * g.queries for g in grids.grids], [g.rows * g.keys for g in grids.grids]
+    for grid, a, b, c in zip(
+        grids.grids, *(torch.split(x, n) for x, n in ((q, sizes), (k, key_sizes), (v, key_sizes))), strict=True
+    ):
+        q4, k4, v4 = (x.view(grid.rows, -1, x.shape[1], x.shape[2]).transpose(1, 2) for x in (a, b, c))
+        mask = grid.mask(window)
+        out = F.scaled_dot_product_attention(
+            q4, k4, v4, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outs.append(out.transpose(1, 2).reshape(grid.rows * grid.queries, -1))
+    out = from_grid(outs[0] if len(outs) == 1 else torch.cat(outs), grids.tokens, grids.slots, grids.unused)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def register() -> str:
+    """Makes `packed_attention` known to transformers and returns its name."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    return IMPLEMENTATION

@@ -1,0 +1,46 @@
+"""What localizers share: thoughts as text, the number of them, the true first error where a task knows it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.text.chains import first_error
+from components.text.stops import decode_rows
+from pipeline.core.payloads import Prompts, Trajectories
+
+
+def num_thoughts(trajectories: Trajectories) -> Tensor:
+    """int64 [N], at least 1: a response without thought ends counts as one thought."""
+    return trajectories.thought_ends.lengths.clamp(min=1)
+
+
+def thought_texts(trajectories: Trajectories, tokenizer: Any) -> list[list[str]]:
+    """The thoughts of each row as text, stop strings kept; at least one per row, which may be empty."""
+    out = []
+    for tokens, ends in zip(trajectories.response_tokens.to_lists(), trajectories.thought_ends.to_lists(), strict=True):
+        bounds = [0, *(ends or [len(tokens)])]
+        out.append(decode_rows(tokenizer, [tokens[a:b] for a, b in pairwise(bounds)]))
+    return out
+
+
+def has_oracle(prompts: Prompts) -> bool:
+    """Whether the first wrong step of every problem's chains is known."""
+    return all(row.get("task") == "chains" for row in prompts.metadata)
+
+
+def true_first_errors(prompts: Prompts, trajectories: Trajectories, tokenizer: Any) -> Tensor:
+    """int64 [N], 1-based: the first wrong thought of each chain, in [1, number of thoughts].
+
+    A chain that ends too early, or has no wrong thought at all, has its error at its last thought.
+    """
+    rows = prompts.index_of(trajectories.prompt_uid).tolist()
+    found = [
+        first_error(prompts.metadata[row], steps)
+        for row, steps in zip(rows, thought_texts(trajectories, tokenizer), strict=True)
+    ]
+    step, count = torch.tensor(found, dtype=torch.int64), num_thoughts(trajectories)
+    return torch.where(step > 0, torch.minimum(step, count), count)

@@ -1,0 +1,102 @@
+"""The methods that the benchmarks know, one line each. Any recipe whose learner reads a `Credit` can be judged and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.run.compose import Experiment, build_experiment, compose, list_choices, search_dirs
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe with changed settings under a name.
+
+    Attributes:
+        name: shown in tables.
+        recipe: name in configs/recipe.
+        overrides: further settings, as on the command line.
+        trained: whether tools/compare trains it when no methods are named; the others are estimators that only
+            creditbench judges.
+    """
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    trained: bool = True
+
+    def overridden(self, *more: str) -> list[str]:
+        """The command line's overrides for this method."""
+        return [f"recipe={self.recipe}", *self.overrides, *more]
+
+    def experiment(self, *more: str, config_dirs: Sequence[str | Path] = ()) -> Experiment:
+        """The checked configuration."""
+        return build_experiment(compose(self.overridden(*more), config_dirs), self.name)
+
+
+BASELINE = Method("grpo", "toy_grpo")
+
+# In the order of tables: outcome credit, ratio objectives, resets, segment values, trees, second attempts.
+METHODS: tuple[Method, ...] = (
+    BASELINE,
+    Method("drgrpo", "toy_drgrpo"),
+    Method("dapo", "toy_dapo"),
+    # The ratio objectives take four steps per rollout batch; this is the baseline that does so too.
+    Method("grpo_4_steps", "toy_grpo", ("learner.minibatches=4",)),
+    Method("gspo", "toy_gspo"),
+    Method("grpo_lambda", "toy_grpo_lambda"),
+    Method("grpo_lambda_both", "toy_grpo_lambda_both"),
+    Method("p_trace", "toy_p_trace"),
+    Method("s_trace", "toy_s_trace"),
+    Method("entropy_8020", "toy_entropy_8020"),
+    Method("rrpo", "toy_rrpo"),
+    Method("srpo", "toy_srpo"),
+    Method("srpo_oracle", "toy_srpo_oracle"),
+    Method("rredcot", "toy_rredcot"),
+    Method("grpo_vps", "toy_grpo_vps"),
+    Method(
+        "attribution",
+        "toy_rredcot",
+        ("value.use=value.gradient_attribution", "~value.value", "advantage.head=softmax", "engine.attributions=true"),
+        trained=False,
+    ),
+    Method(
+        "leave_one_out",
+        "toy_rredcot",
+        ("value.use=value.leave_one_out", "~value.value", "advantage.head=softmax"),
+        trained=False,
+    ),
+    Method("vineppo", "toy_vineppo"),
+    Method("spo_tree", "toy_spo_tree"),
+    Method("treerl", "toy_treerl"),
+    Method("ibpo", "toy_ibpo"),
+    Method("score", "toy_score"),
+    Method("critique_grpo", "toy_critique_grpo"),
+)
+
+
+def choose_methods(
+    names: Sequence[str] | None, config_dirs: Sequence[str | Path] = (), to_train: bool = False
+) -> tuple[list[Method], list[str]]:
+    """The named methods, the baseline first; and the names of listed methods whose recipe is not there.
+
+    A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas
+    ("vineppo,value.continuations=20"). None takes all of `METHODS`, or those that are `trained`.
+    """
+    recipes = list_choices("recipe", search_dirs(config_dirs))
+    if names is None:
+        wanted = [m for m in METHODS if m.trained or not to_train]
+        return [m for m in wanted if m.recipe in recipes], [m.name for m in wanted if m.recipe not in recipes]
+    listed = {m.name: m for m in METHODS}
+    found = [BASELINE]
+    for text in names:
+        name, *overrides = text.split(",")
+        base = listed.get(name) or Method(name, name)
+        if base.recipe not in recipes:
+            raise ConfigError(f"method '{name}': no recipe '{base.recipe}'.{did_you_mean(name, [*listed, *recipes])}")
+        method = Method(text, base.recipe, (*base.overrides, *overrides)) if overrides else base
+        if method not in found:
+            found.append(method)
+    return found, []

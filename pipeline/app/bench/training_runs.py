@@ -1,0 +1,165 @@
+"""Runs `creditgraph train` for many methods and seeds, each until it has sampled its budget of tokens; finished runs are kept."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.app.bench.curves import Curve, next_iterations, read_curve
+from pipeline.app.bench.methods import Method
+from pipeline.run.metrics import read_metrics
+
+MAX_ROUNDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is trained.
+
+    Attributes:
+        budget: sampled tokens per run, evaluation not counted.
+        folder: holds the run directories and logs.
+        pilot: iterations of the first round of a method's first run, from which the rest is planned.
+        overrides: settings for every run, as on the command line.
+        config_dirs: further folders with recipes.
+    """
+
+    budget: float
+    folder: Path
+    pilot: int = 6
+    overrides: tuple[str, ...] = ()
+    config_dirs: tuple[str, ...] = ()
+
+    def name(self, method: Method, seed: int) -> str:
+        """Name of a run and its directory."""
+        return re.sub(
+            r"[^\w.-]", "-", f"{method.name}-s{seed}"
+        )  # hydra's grammar gives "=", "/" and "," meanings of their own
+
+    def curve(self, method: Method, seed: int) -> Curve:
+        """What the run has reached so far."""
+        return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
+
+    def first_round(self, method: Method, seeds: Sequence[int]) -> int:
+        """Iterations of a new run's first round: what other seeds of the method needed per token, 5 % more; `pilot` without any."""
+        others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
+        if not others:
+            return self.pilot
+        per_iteration = sum(c.total_tokens for c in others) / sum(c.iterations for c in others)
+        return max(1, math.ceil(1.05 * self.budget / per_iteration))
+
+    def command(self, method: Method, seed: int, iterations: int) -> list[str]:
+        """The command line that trains, or continues, to so many iterations."""
+        own = [
+            f"run.seed={seed}",
+            f"run.root={self.folder}",
+            f"run.name={self.name(method, seed)}",
+            f"run.iterations={iterations}",
+        ]
+        dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
+        return [sys.executable, "-m", "creditgraph", "train", *method.overridden(*self.overrides, *own), *dirs]
+
+
+@dataclass
+class Failures:
+    """Runs that ended with an error: name → what to look at."""
+
+    found: dict[str, str] = field(default_factory=dict)
+
+
+def is_finished(curve: Curve, budget: float) -> bool:
+    """Whether the curve covers the budget."""
+    return len(curve.tokens) > 0 and bool(curve.tokens[-1] >= budget)
+
+
+def train_one(
+    plan: Plan,
+    method: Method,
+    seed: int,
+    launch: Callable[[list[str], Path], int],
+    say: Callable[[str], None],
+    seeds: Sequence[int] = (),
+) -> str:
+    """Trains one run in rounds until its curve covers the budget; returns "" or what went wrong.
+
+    `launch` runs a command line with its output in a file and returns the exit code; `seeds` are those of the
+    comparison.
+    """
+    log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
+    for _ in range(MAX_ROUNDS):
+        curve = plan.curve(method, seed)
+        if is_finished(curve, plan.budget):
+            return ""
+        wanted = next_iterations(
+            curve, plan.budget, plan.first_round(method, seeds) if not curve.iterations else plan.pilot
+        )
+        say(
+            f"{plan.name(method, seed)}: {curve.iterations} → {wanted} iterations ({curve.total_tokens:.0f} of "
+            f"{plan.budget:.0f} tokens)"
+        )
+        code = launch(plan.command(method, seed, wanted), log)
+        if code:
+            return f"exit code {code}, see {log}"
+    if is_finished(plan.curve(method, seed), plan.budget):
+        return ""
+    return f"still below the budget after {MAX_ROUNDS} rounds, see {log}; start again to go on"
+
+
+def train_all(
+    plan: Plan, methods: Sequence[Method], seeds: Sequence[int], jobs: int, say: Callable[[str], None]
+) -> Failures:
+    """Trains every method with every seed, `jobs` processes at a time (one torch thread each), seed by seed so that methods keep pace."""
+    (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
+    failures = Failures()
+    with ThreadPoolExecutor(max_workers=jobs) as pool, _children() as launch:  # the launcher ends first, then the pool
+        waiting = {
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
+            for seed in seeds
+            for method in methods
+        }
+        for name, future in waiting.items():
+            problem = future.result()
+            if problem:
+                failures.found[name] = problem
+                say(f"{name}: {problem}")
+    return failures
+
+
+@contextmanager
+def _children() -> Iterator[Callable[[list[str], Path], int]]:
+    """A launcher whose processes end with the block, also when it is left by Ctrl-C."""
+    running: set[subprocess.Popen[bytes]] = set()
+    lock, closed = threading.Lock(), threading.Event()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+
+    def launch(command: list[str], log: Path) -> int:
+        with log.open("ab") as file:
+            with lock:
+                if closed.is_set():
+                    return 130
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, stdin=subprocess.DEVNULL
+                )
+                running.add(process)
+            code = process.wait()
+        with lock:
+            running.discard(process)
+        return code
+
+    try:
+        yield launch
+    except BaseException:
+        with lock:
+            closed.set()
+            for process in running:
+                process.terminate()  # the run saves a checkpoint and can be continued
+        raise

@@ -1,0 +1,162 @@
+"""sbatch scripts from a checked experiment and a cluster description."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+from pipeline import ROOT
+from pipeline.app.cluster.settings import Cluster
+
+Kind = Literal["job", "eval"]
+# What the script leaves in the run directory when it ends.
+ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}
+TEMPLATES = ROOT / "slurm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is submitted.
+
+    Attributes:
+        title: what people read: the run's name.
+        run: run directory, absolute, on a folder every node sees.
+        command: arguments of `creditgraph` that every learner rank runs, as one shell line.
+        overrides: those of the training command, which an engine server reads too, as one shell line.
+        kind: "job" trains, "eval" evaluates; each has a script, a log, a note and a last word of its own in the run
+            directory.
+    """
+
+    title: str
+    run: Path
+    command: str
+    overrides: str = ""
+    kind: Kind = "job"
+
+    @property
+    def script(self) -> Path:
+        """The rendered script."""
+        return self.run / f"{self.kind}.sh"
+
+
+def render_job(job: Job, cluster: Cluster) -> str:
+    """The text of the job's script."""
+    return _template(f"{job.kind}.sh.jinja").render(
+        title=_one_line(job.title),
+        script=str(job.script),
+        run=str(job.run),
+        kind=job.kind,
+        ended=ENDED[job.kind],
+        cwd=os.getcwd(),
+        options=sbatch_options(job, cluster),
+        cluster=cluster,
+        servers=cluster.servers,
+        environment=environment(cluster),
+        python=shlex.quote(sys.executable),
+        creditgraph=creditgraph_command(),
+        command=job.command,
+        overrides=job.overrides,
+        srun=srun_command(cluster),
+    )
+
+
+def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -> str:
+    """A script that runs one job of a list per array task."""
+    options = [o for o in sbatch_options(jobs[0], cluster) if not o.startswith(("--job-name", "--output", "--array"))]
+    options = [
+        f"--job-name={job_name(title)}",
+        _output(log / "array-", "%A_%a"),
+        f"--array=0-{len(jobs) - 1}",
+        *options,
+    ]
+    return _template("array.sh.jinja").render(
+        title=_one_line(title), options=options, scripts=[str(j.script) for j in jobs]
+    )
+
+
+def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
+    """Options of sbatch, one per #SBATCH line."""
+    servers = cluster.servers // (cluster.engine_nodes or cluster.nodes)
+    ranks = cluster.ranks // cluster.nodes
+    tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers
+    found = [
+        f"--job-name={job_name(job.title, job.run if cluster.chain > 1 else None)}",
+        _output(job.run / "logs" / f"{job.kind}-", "%j"),
+        "--open-mode=append",
+        "--requeue",
+        f"--nodes={cluster.all_nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={cluster.cpus_per_task}",
+        f"--time={cluster.time}",
+    ]
+    found += [f"--signal=B:USR1@{cluster.warn_seconds}"] if cluster.warn_seconds else []
+    found += [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
+    for name, value in (
+        ("mem", cluster.memory),
+        ("partition", cluster.partition),
+        ("account", cluster.account),
+        ("qos", cluster.qos),
+    ):
+        found += [f"--{name}={value}"] if value else []
+    found += ["--dependency=singleton"] if cluster.chain > 1 else []
+    return [*found, *cluster.sbatch]
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    """Variables of every step; the cluster file's come last and win."""
+    found = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1" if not cluster.gpus_per_node else "8",
+    }
+    if cluster.interface:
+        found |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+    return found | cluster.environment
+
+
+def srun_command(cluster: Cluster) -> str:
+    """srun with what every step needs."""
+    parts = ["srun", "--exact", "--export=ALL"]
+    parts += [f"--container-image={cluster.container}"] if cluster.container else []
+    parts += [f"--container-mounts={cluster.mounts}"] if cluster.container and cluster.mounts else []
+    return " ".join(parts[:1] + [shlex.quote(p) for p in parts[1:]])
+
+
+def creditgraph_command() -> str:
+    """The command that runs this installation on another node."""
+    beside = Path(sys.executable).with_name("creditgraph")
+    return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m creditgraph"
+
+
+def job_name(title: str, run: Path | None = None) -> str:
+    """A name squeue can show: no spaces, at most 64 characters. Jobs of a chain wait for their name, so `run` makes it the run's own."""
+    own = "" if run is None else f"-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+    return ("".join(c if c.isalnum() or c in "-_.=+" else "_" for c in title)[: 64 - len(own)] or "creditgraph") + own
+
+
+def _output(start: Path, ids: str) -> str:
+    # sbatch reads quotes, and fills in what follows a percent sign.
+    path = str(start).replace("%", "%%")
+    return f'--output="{path}{ids}.log"' if " " in path else f"--output={path}{ids}.log"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _template(name: str) -> jinja2.Template:
+    # "{#" begins a comment in Jinja and ends "${#array[@]}" in a shell.
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True, comment_start_string="{##",
+        comment_end_string="##}",
+    )  # fmt: skip
+    found.filters["quote"] = lambda value: shlex.quote(str(value))
+    return found.get_template(name)

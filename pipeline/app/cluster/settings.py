@@ -1,0 +1,161 @@
+"""A cluster description: `configs/cluster/NAME.yaml`, with overrides such as cluster.nodes=4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.settings import build_config
+from pipeline.run.compose import list_choices, read_yaml, search_dirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where and how a job runs."""
+
+    placement: Literal["here", "colocated", "disaggregated"] = "colocated"
+    """here: no SLURM, this machine; colocated: engines live in the learner's ranks and share their GPUs; disaggregated:
+    engine servers on nodes (or in a part of one node) of their own"""
+    nodes: int = 1
+    """nodes of the learner"""
+    engine_nodes: int = 0
+    """further nodes that hold engine servers; 0 with disaggregated puts the servers on the learner's nodes"""
+    gpus_per_node: int = 8
+    """GPUs asked of every node; 0 is a CPU job"""
+    ranks_per_node: int = 0
+    """learner processes per node; 0 is one per GPU"""
+    servers_per_node: int = 0
+    """engine servers per engine node; 0 is gpus_per_node / gpus_per_server"""
+    gpus_per_server: int = 1
+    """tensor-parallel GPUs of one engine server"""
+    cpus_per_task: int = 8
+    """cores for each learner process and each server"""
+    memory: str = ""
+    """memory per node as sbatch writes it (400G); empty leaves it to the partition"""
+    partition: str = ""
+    """SLURM partition; empty is the default one"""
+    account: str = ""
+    """account to charge"""
+    qos: str = ""
+    """quality of service"""
+    time: str = "24:00:00"
+    """time limit of one start; the run goes on in the next one"""
+    warn_seconds: int = 300
+    """seconds before the time limit at which the learner is told to checkpoint; longer than one iteration"""
+    chain: int = 1
+    """jobs submitted one behind the other (--dependency=singleton), for runs longer than a time limit"""
+    ready_seconds: int = 900
+    """deadline for the engine servers of one start to be ready"""
+    engine_restarts: int = 3
+    """how often an engine server that ended is started again in one start of the job; further ends leave the others"""
+    interface: str = ""
+    """network interface for NCCL and gloo, such as ib0; empty lets them choose"""
+    root: str = ""
+    """shared folder of run directories; empty keeps run.root"""
+    container: str = ""
+    """container image for every step (pyxis), or empty"""
+    mounts: str = ""
+    """its mounts, as --container-mounts takes them"""
+    setup: list[str] = field(default_factory=list)
+    """shell lines before anything runs: module load, source"""
+    environment: dict[str, str] = field(default_factory=dict)
+    """variables exported to every step"""
+    sbatch: list[str] = field(default_factory=list)
+    """further sbatch options, each a whole one such as --exclusive"""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or min(self.engine_nodes, self.gpus_per_node, self.ranks_per_node, self.servers_per_node) < 0:
+            raise ValueError(
+                "nodes must be 1 or more, engine_nodes, gpus_per_node, ranks_per_node and servers_per_node 0 or more."
+            )
+        if (
+            self.chain < 1
+            or self.gpus_per_server < 1
+            or self.cpus_per_task < 1
+            or min(self.warn_seconds, self.engine_restarts) < 0
+        ):
+            raise ValueError(
+                "chain, gpus_per_server and cpus_per_task must be 1 or more, warn_seconds and engine_restarts 0 or "
+                "more."
+            )
+        if self.gpus_per_node == 0 and self.ranks_per_node == 0:
+            raise ValueError(
+                "gpus_per_node 0 is a CPU job; wanted ranks_per_node, the number of learner processes on each node."
+            )
+        if self.placement == "disaggregated" and self.servers == 0:
+            raise ValueError(
+                f"disaggregated, but no engine server: gpus_per_node {self.gpus_per_node}, gpus_per_server "
+                f"{self.gpus_per_server}, "
+                f"servers_per_node {self.servers_per_node}; wanted at least one. Set servers_per_node."
+            )
+        ranks = self.ranks_per_node or self.gpus_per_node
+        beside = self.servers * self.gpus_per_server // self.nodes if not self.engine_nodes else 0
+        if self.gpus_per_node and ranks + beside > self.gpus_per_node:
+            raise ValueError(
+                f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {beside}, but gpus_per_node is "
+                f"{self.gpus_per_node}; "
+                "wanted no more than that. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes "
+                "of their own."
+            )
+        if not re.fullmatch(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+(:\d{2}){0,2}", self.time):
+            raise ValueError(f"time '{self.time}'; wanted hours:minutes:seconds or days-hours:minutes:seconds.")
+
+    @property
+    def ranks(self) -> int:
+        """Learner processes."""
+        return self.nodes * (self.ranks_per_node or self.gpus_per_node)
+
+    @property
+    def servers(self) -> int:
+        """Engine servers; 0 unless disaggregated."""
+        if self.placement != "disaggregated":
+            return 0
+        per_node = self.servers_per_node or self.gpus_per_node // self.gpus_per_server
+        return per_node * (self.engine_nodes or self.nodes)
+
+    @property
+    def all_nodes(self) -> int:
+        """Nodes of the job."""
+        return self.nodes + (self.engine_nodes if self.placement == "disaggregated" else 0)
+
+
+def load_cluster(name: str, overrides: dict[str, str], config_dirs: Sequence[str | Path] = ()) -> Cluster:
+    """Reads a cluster file and applies overrides (setting → YAML text); all mistakes in one ConfigError."""
+    import yaml
+
+    known = list_choices("cluster", search_dirs(config_dirs))
+    if name not in known:
+        raise ConfigError(f"cluster={name}: no such file in configs/cluster.{did_you_mean(name, known)}")
+    values: dict[str, Any] = read_yaml(known[name])
+    for key, text in overrides.items():
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"cluster.{key}={text}: not a YAML value ({error}).") from error
+    if isinstance(values.get("time"), int):
+        # YAML 1.1 reads 1:30:00 as a number of seconds.
+        seconds = values["time"]
+        values["time"] = f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
+    cluster, problems = build_config(Cluster, values, f"cluster {name}")
+    if problems:
+        raise GraphError(problems, f"cluster={name}")
+    found: Cluster = cluster
+    return found
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
+    """Cluster name, its overrides, and the overrides that belong to the training command."""
+    name, own, rest = "", {}, []
+    for text in overrides:
+        key, equals, value = text.lstrip("+").partition("=")
+        if key == "cluster" and equals:
+            name = value
+        elif key.startswith("cluster.") and equals:
+            own[key.removeprefix("cluster.")] = value
+        else:
+            rest.append(text)
+    return name, own, rest

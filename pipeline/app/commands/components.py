@@ -1,0 +1,34 @@
+"""`creditgraph components`: the reusable steps, read from source so that nothing heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from pipeline.app.catalog import describe
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.registry import known_components, target_of
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the table, or the details of the named components."""
+    known = known_components()
+    names: list[str] = []
+    for wanted in options.names:
+        kind = [n for n in known if n.partition(".")[0] == wanted]
+        if not kind and wanted not in known and ":" not in wanted:
+            raise ConfigError(f"no component '{wanted}'.{did_you_mean(wanted, known)}")
+        names += kind or [wanted]
+    entries = {name: describe(target_of(name)) for name in (names or known)}
+    if options.json:
+        print(json.dumps({name: asdict(entry) for name, entry in entries.items()}, indent=1))
+        return 0
+    for name, entry in entries.items():
+        print(f"{name:22} {entry.summary}" + (f"  [{entry.paper}]" if entry.paper else ""))
+        print(f"{'':22}   takes {', '.join(f'{k}: {v}' for k, v in entry.takes.items()) or 'nothing'}")
+        print(f"{'':22}   makes {', '.join(f'{k}: {v}' for k, v in entry.makes.items())}")
+        if options.names:
+            for setting in entry.settings:
+                print(f"{'':22}   {setting.name}: {setting.type} = {setting.default}  {setting.doc}")
+    return 0

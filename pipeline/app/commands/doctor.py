@@ -1,0 +1,22 @@
+"""`creditgraph doctor`: checks an installation, a node or a cluster and says what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pipeline.app.cluster.doctor import examine
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints findings; exit code 1 when one failed."""
+    found = examine(Path(options.shared) if options.shared else None, options.node)
+    failed = [f for f in found if f.state == "FAIL"]
+    node = os.environ.get("SLURMD_NODENAME", "")
+    for finding in found:
+        if not options.quiet or finding.state in ("warn", "FAIL"):
+            print(f"{node}: {finding}" if options.quiet and node else finding)
+    if not options.quiet:
+        print("all well" if not failed else f"{len(failed)} to fix")
+    return 1 if failed else 0

@@ -1,0 +1,100 @@
+"""`creditgraph eval`: a suite of tasks on runs and models, or the held-out split of one run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipeline.core.errors import ConfigError
+from pipeline.run.run_directory import write_aside
+from pipeline.run.run_settings import EXIT_CODES
+from pipeline.run.session import Replay, parse_settings
+
+# Named by text: pipeline/ imports nothing of components/.
+SUITES = "pipeline.app.evaluate.command"
+
+
+def main(options: argparse.Namespace) -> int:
+    """With suite=NAME the suite; without, the evaluators of the run's own graph."""
+    runs, settings = split_arguments(options.overrides)
+    if any(text.startswith("suite=") for text in settings):
+        module: Any = importlib.import_module(SUITES)
+        arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        with _leaving_in_order():
+            module.evaluate_suite(
+                arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True)
+            )
+        return 0
+    named = [text.partition("=")[2] for text in settings if text.startswith("run=")]
+    runs += named
+    if len(runs) != 1 or options.fresh or options.compare:
+        raise ConfigError(
+            "eval: wanted suite=NAME with run=RUN or model=NAME (several separated by commas), or one RUN alone for "
+            "the evaluator of its "
+            "own graph; for example creditgraph eval run=runs/toy_srpo-s0 suite=toy."
+        )
+    return evaluate_own(Path(runs[0]), [text for text in settings if not text.startswith("run=")])
+
+
+@contextmanager
+def _leaving_in_order() -> Iterator[None]:
+    """A signal to end (a job's time limit, preemption) closes the engine first; what is asked already is on disk."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print(f"creditgraph eval: {signal.Signals(number).name}; start again to continue.", file=sys.stderr, flush=True)
+        sys.exit(EXIT_CODES["preempted"])
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Bare run directories and key=value settings; a run's name may hold a "=", so an existing directory is a run.
+
+    >>> split_arguments(["runs/a", "suite=toy"])
+    (['runs/a'], ['suite=toy'])
+    """
+    runs = [text for text in arguments if "=" not in text or Path(text).is_dir()]
+    return runs, [text for text in arguments if text not in runs]
+
+
+def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
+    """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
+    replay = Replay(run, parse_settings(overrides))
+    try:
+        names = [n.name for n in replay.graph.nodes if getattr(n.cls, "final_pass", False)]
+        if not names:
+            raise ConfigError(
+                f"{run}: its graph has no evaluator with a final pass; add a node such as evaluator.accuracy, or "
+                "evaluate a suite with "
+                "suite=NAME."
+            )
+        done = replay.newest_checkpoint() + 1
+        metrics: dict[str, float] = {"iteration": float(done)}
+        for name in names:
+            metrics |= replay.run(name, done, iterations=done)[2]
+    finally:
+        replay.close()
+    for note in replay.notes:
+        print(f"note: {note}")
+    for name, value in metrics.items():
+        print(f"{name} = {value:.6g}")
+    target = run / "eval.json"
+    write_aside(target, json.dumps({"overrides": list(overrides), "metrics": metrics}, indent=1) + "\n")
+    print(f"wrote {target}")
+    return 0

@@ -1,0 +1,75 @@
+"""`creditgraph graph`: draw a graph, list what is shipped, check all of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from pipeline.core.errors import ConfigError
+from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
+
+ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg", ".html": "html"}
+
+
+def main(options: argparse.Namespace) -> int:
+    """Draws, lists or checks; returns the exit code."""
+    sys.path.insert(0, str(Path.cwd()))  # components of the user's own
+    dirs = search_dirs(options.config_dir)
+    if options.list:
+        return _list(dirs)
+    if options.check_all:
+        return _check_all(dirs)
+    experiment = build_experiment(
+        compose(options.overrides, options.config_dir), " ".join(options.overrides) or "graph"
+    )
+    from pipeline.app import draw
+
+    output = Path(options.output) if options.output else None
+    kind = options.format or (ENDINGS.get(output.suffix) if output else "mermaid")
+    if kind is None:
+        raise ConfigError(
+            f"-o {output}: ending '{output.suffix if output else ''}'; wanted one of {', '.join(ENDINGS)}, or --format."
+        )
+    text: str = getattr(draw, kind)(experiment.graph)
+    if output is None:
+        print(text)
+    else:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"-o {output}: cannot be written ({error.strerror}); wanted a file in a folder that exists."
+            ) from error
+        print(f"wrote {output}")
+    return 0
+
+
+def _list(dirs: list[Path]) -> int:
+    for group in ("recipe", "graph", "model", "data", "engine", "learner"):
+        print(f"{group}:")
+        for name, file in sorted(list_choices(group, dirs).items()):
+            comment = next(
+                (
+                    line[2:]
+                    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+                    if line.startswith("# ") and "@package" not in line
+                ),
+                "",
+            )
+            print(f"  {name:24} {comment}")
+    return 0
+
+
+def _check_all(dirs: list[Path]) -> int:
+    started = time.perf_counter()
+    failed = total = 0
+    for name, problems in check_shipped(dirs):
+        total += 1
+        failed += bool(problems)
+        print(f"{'FAIL' if problems else 'ok  '}  {name}")
+        for problem in problems:
+            print(f"        {problem}")
+    print(f"{total - failed} of {total} graphs and recipes are sound ({time.perf_counter() - started:.1f} s)")
+    return 1 if failed else 0

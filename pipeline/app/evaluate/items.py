@@ -1,0 +1,182 @@
+"""Per-item records of an evaluation: one Parquet file per chunk of problems, written whole or not at all, never twice.
+
+RUN/eval/SUITE/CHECKPOINT/items/TASK/
+    task.json               what the records were made with
+    greedy-000000.parquet   one row per response; the number is that of the chunk's first problem
+    sampled-000000.parquet
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.core.errors import RunError
+from pipeline.run.run_directory import differences, sync_directory, write_aside, writing
+
+FORMAT = 1
+KEY = b"creditgraph.eval"
+PASSES = ("greedy", "sampled")
+
+SCHEMA = pa.schema(
+    [
+        ("task", pa.string()),
+        ("pass", pa.string()),  # greedy or sampled
+        ("problem", pa.int32()),  # place in the set, from 0
+        ("problem_id", pa.string()),  # hash of question and reference answer
+        ("prompt_hash", pa.string()),  # hash of the prompt's token ids
+        ("sample", pa.int32()),
+        ("seed", pa.int64()),
+        ("tokens", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("answer", pa.string()),  # as extracted; null when the response gives none
+        ("correct", pa.bool_()),
+        ("valid", pa.bool_()),  # false: it could not be judged, and counts as wrong
+        ("reason", pa.string()),
+        ("reward", pa.float32()),
+        ("finish_reason", pa.string()),
+        ("logprob", pa.float64()),  # sum over the response's tokens, nats, at the sampling temperature (greedy: 1)
+        ("flagged", pa.bool_()),  # found in the training data; null when nobody looked
+    ]
+)
+
+
+def short_hash(*parts: str | bytes) -> str:
+    """16 hex digits of texts; where one ends and the next begins counts."""
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Problems `first` … `last` − 1 in one pass, `samples` responses each."""
+
+    part: str
+    first: int
+    last: int
+    samples: int
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.part}-{self.first:06d}.parquet"
+
+    @property
+    def rows(self) -> int:
+        """Responses in it."""
+        return (self.last - self.first) * self.samples
+
+
+def plan(num_problems: int, greedy: bool, samples: int, rows: int) -> list[Chunk]:
+    """Chunks of at most `rows` responses (at least one problem), the greedy pass first.
+
+    >>> [(c.name, c.rows) for c in plan(3, True, 2, 4)]
+    [('greedy-000000.parquet', 3), ('sampled-000000.parquet', 4), ('sampled-000002.parquet', 2)]
+    """
+    out = []
+    for part, each in (("greedy", int(greedy)), ("sampled", samples)):
+        step = max(1, rows // each) if each else 1
+        starts = range(0, num_problems if each else 0, step)
+        out += [Chunk(part=part, first=i, last=min(i + step, num_problems), samples=each) for i in starts]
+    return out
+
+
+class ItemStore:
+    """The records of one task in one evaluation.
+
+    Attributes:
+        folder: where they are.
+        made_with: what they depend on; kept in _task.json and compared when the store is opened again.
+        chunk_rows: responses per file, of the evaluation that began the store.
+        damaged: files that were there but not sound; they are asked again.
+    """
+
+    def __init__(self, folder: Path, made_with: Mapping[str, Any], chunk_rows: int) -> None:
+        """Opens or begins a store; raises RunError when its records were made with something else."""
+        self.folder, self.chunk_rows, self.damaged = folder, chunk_rows, list[str]()
+        self.made_with = json.loads(json.dumps(dict(made_with)))
+        self._mark = short_hash(json.dumps(self.made_with, sort_keys=True)).encode()
+        note = folder / "_task.json"
+        if note.exists():
+            self._compare(note)
+            return
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_aside(
+            note, json.dumps({"format": FORMAT, "chunk_rows": chunk_rows, "made_with": self.made_with}, indent=1) + "\n"
+        )
+
+    def _compare(self, note: Path) -> None:
+        try:
+            found = json.loads(note.read_text(encoding="utf-8"))
+            earlier, self.chunk_rows = found["made_with"], int(found["chunk_rows"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise RunError(
+                f"{note}: cannot be read ({error}); remove {self.folder} or start over with --fresh."
+            ) from error
+        if found["format"] != FORMAT:
+            raise RunError(
+                f"{note}: records of format {found['format']}, this version writes {FORMAT}; start over with --fresh."
+            )
+        changes = differences(earlier, self.made_with)
+        if changes:
+            lines = [f"  {name}: was {_shown(old)}, now {_shown(new)}" for name, old, new in changes[:20]]
+            more = [f"  … and {len(changes) - 20} more"] if len(changes) > 20 else []
+            raise RunError(
+                f"{self.folder}: holds records of another evaluation, which are not mixed with new ones:\n"
+                + "\n".join([*lines, *more])
+                + "\nGo back to these settings, keep both with label=NAME, or start over with --fresh."
+            )
+
+    def done(self, chunk: Chunk) -> bool:
+        """Whether a chunk is there and whole."""
+        path = self.folder / chunk.name
+        if not path.exists():
+            return False
+        try:
+            meta = pq.read_metadata(path)
+            sound = meta.num_rows == chunk.rows and (meta.metadata or {}).get(KEY) == self._mark
+        except (OSError, pa.ArrowInvalid):
+            sound = False
+        if not sound:
+            self.damaged.append(chunk.name)
+        return sound
+
+    def write(self, chunk: Chunk, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Writes a chunk aside, makes it durable and renames it."""
+        table = pa.table(
+            {f.name: pa.array(columns[f.name], f.type) for f in SCHEMA}, schema=SCHEMA.with_metadata({KEY: self._mark})
+        )
+        assert table.num_rows == chunk.rows, chunk
+        final = self.folder / chunk.name
+        aside = final.with_name(f".tmp-{chunk.name}")
+        with writing(final):
+            pq.write_table(table, aside, compression="zstd")
+            with aside.open("rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(aside, final)
+            sync_directory(self.folder)
+
+    def tables(self, chunks: Sequence[Chunk], columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """One table per chunk, read when it is its turn."""
+        for chunk in chunks:
+            table = pq.read_table(
+                self.folder / chunk.name, columns=None if columns is None else list(columns), partitioning=None
+            )
+            yield table.replace_schema_metadata(None)
+
+
+def _shown(value: Any) -> str:
+    text = value if value == "absent" else repr(value)
+    return text if len(text) <= 100 else text[:97] + "…"

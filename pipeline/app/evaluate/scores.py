@@ -1,0 +1,166 @@
+"""From records to results: metrics of each task with intervals, means over tasks, and paired differences of two subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.app.evaluate.estimates import Estimate, Floats, estimate, majority_at, pass_values, resampled_means
+from pipeline.app.evaluate.items import Chunk, ItemStore
+from pipeline.app.evaluate.suite import Suite, Task
+from pipeline.core.streams import Stream
+
+COLUMNS = ("problem", "problem_id", "answer", "correct", "valid", "reward", "finish_reason", "flagged")
+GREEDY = "greedy pass@1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScores:
+    """Numbers per problem of one task.
+
+    Attributes:
+        ids: [P] problem ids.
+        flagged: [P], None when nobody looked.
+        metrics: name → float64 [P].
+        counts: of responses: all, invalid, without an answer, cut off.
+    """
+
+    ids: list[str]
+    flagged: list[bool] | None
+    metrics: dict[str, Floats]
+    counts: dict[str, int]
+
+
+def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: Task) -> TaskScores:
+    """Numbers per problem from the records of a task; one chunk is in memory at a time."""
+    ids: list[str] = []
+    flagged: list[Any] = []
+    values: dict[str, list[float]] = {}
+    counts = dict.fromkeys(("responses", "invalid", "no_answer", "cut"), 0)
+    for chunk, table in zip(chunks, store.tables(chunks, COLUMNS), strict=True):
+        rows = table.to_pydict()
+        counts["responses"] += chunk.rows
+        counts["invalid"] += rows["valid"].count(False)
+        counts["no_answer"] += rows["answer"].count(None)
+        counts["cut"] += sum(reason in ("length", "thoughts") for reason in rows["finish_reason"])
+        first_pass = chunk.part == chunks[0].part
+        for at in range(0, chunk.rows, chunk.samples):
+            one = slice(at, at + chunk.samples)
+            if first_pass:
+                ids.append(rows["problem_id"][at])
+                flagged.append(rows["flagged"][at])
+            for name, value in _of_problem(
+                chunk, task, rows["correct"][one], rows["reward"][one], rows["answer"][one]
+            ).items():
+                values.setdefault(name, []).append(value)
+    metrics = {name: np.array(found) for name, found in values.items()}
+    for k in task.k:
+        metrics[f"pass@{k}"] = pass_values([round(c) for c in metrics["right"]], task.samples, k)
+    metrics.pop("right", None)
+    for name in [n for n in metrics if n.endswith("reward")]:
+        # Only where a reward is more than right or wrong.
+        if np.array_equal(metrics[name], metrics[GREEDY if name.startswith("greedy") else f"avg@{task.samples}"]):
+            metrics.pop(name)
+    known = None if any(f is None for f in flagged) else [bool(f) for f in flagged]
+    return TaskScores(ids=ids, flagged=known, metrics={n: metrics[n] for n in metric_order(metrics)}, counts=counts)
+
+
+def _of_problem(
+    chunk: Chunk, task: Task, correct: list[bool], reward: list[float], answer: list[str | None]
+) -> dict[str, float]:
+    if chunk.part == "greedy":
+        return {GREEDY: float(correct[0]), "greedy reward": float(reward[0])}
+    n = chunk.samples
+    votes = {f"maj@{k}": majority_at(answer, correct, k) for k in task.k if k > 2} if task.majority else {}
+    return {
+        "right": float(sum(correct)),
+        f"avg@{n}": sum(correct) / n,
+        f"avg@{n} reward": float(np.mean(reward, dtype=np.float64)),
+        **votes,
+    }
+
+
+def metric_order(names: Iterable[str]) -> list[str]:
+    """Greedy first, then avg@n, pass@k, maj@k, each by its number, and mean rewards last.
+
+    >>> metric_order(["pass@16", "pass@2", "avg@16 reward", "greedy pass@1"])
+    ['greedy pass@1', 'pass@2', 'pass@16', 'avg@16 reward']
+    """
+    names = list(names)
+    ranks = {"greedy": 0, "avg": 1, "pass": 2, "maj": 3}
+    number = {n: int("".join(c for c in n.partition("@")[2] if c.isdigit()) or 0) for n in names}
+    return sorted(names, key=lambda n: (n.endswith("reward"), ranks[n.partition("@")[0].split()[0]], number[n]))
+
+
+def task_results(name: str, scores: TaskScores, suite: Suite) -> dict[str, Any]:
+    """The results of a task as JSON values: every metric with its interval, and again without the flagged problems."""
+    out: dict[str, Any] = {
+        "problems": len(scores.ids),
+        **scores.counts,
+        "metrics": _shown(estimates(name, scores.metrics, suite)),
+    }
+    if scores.flagged is None:
+        return {**out, "flagged": None}
+    kept = ~np.array(scores.flagged, dtype=bool)
+    out["flagged"] = int((~kept).sum())
+    if out["flagged"]:
+        rest = {n: v[kept] for n, v in scores.metrics.items()}
+        out["without_flagged"] = {
+            "problems": int(kept.sum()),
+            "metrics": _shown(estimates(name, rest, suite)) if kept.any() else {},
+        }
+    return out
+
+
+def mean_results(scores: Mapping[str, TaskScores], suite: Suite) -> dict[str, Any]:
+    """Unweighted means over tasks of the metrics that all of them have; problems are drawn within each task."""
+    names = [n for n in next(iter(scores.values())).metrics if all(n in s.metrics for s in scores.values())]
+    if len(scores) < 2 or not names:
+        return {}
+    values = np.mean([[s.metrics[n].mean() for n in names] for s in scores.values()], axis=0)
+    drawn = np.mean([_means(task, _matrix(s.metrics, names), suite) for task, s in scores.items()], axis=0)
+    found = estimate(values[None, :], drawn, suite.confidence)
+    return {"metrics": _shown(dict(zip(names, found, strict=True)))}
+
+
+def estimates(task: str, metrics: Mapping[str, Floats], suite: Suite) -> dict[str, Estimate]:
+    """One estimate per metric; all metrics of a task share their draws."""
+    matrix = _matrix(metrics, list(metrics))
+    return dict(zip(metrics, estimate(matrix, _means(task, matrix, suite), suite.confidence), strict=True))
+
+
+def paired(task: str, first: TaskScores, second: TaskScores, suite: Suite) -> dict[str, Any]:
+    """Differences second − first over the problems both have, drawn in pairs: luck with problems hits both alike and cancels.
+
+    "resolved" says whether the interval leaves out 0.
+    """
+    place = {i: n for n, i in enumerate(second.ids)}
+    common = [(n, place[i]) for n, i in enumerate(first.ids) if i in place]
+    out: dict[str, Any] = {
+        "problems": len(common),
+        "only_first": len(first.ids) - len(common),
+        "only_second": len(second.ids) - len(common),
+    }
+    names = [n for n in first.metrics if n in second.metrics]
+    if not common or not names:
+        return {**out, "metrics": {}}
+    left, right = (np.array([pair[side] for pair in common]) for side in (0, 1))
+    differences = {n: second.metrics[n][right] - first.metrics[n][left] for n in names}
+    found = estimates(task, differences, suite)
+    return {**out, "metrics": {n: {**vars(e), "resolved": e.low > 0 or e.high < 0} for n, e in found.items()}}
+
+
+def _matrix(metrics: Mapping[str, Floats], names: Sequence[str]) -> Floats:
+    return np.stack([metrics[n] for n in names], axis=1)
+
+
+def _means(task: str, matrix: Floats, suite: Suite) -> Floats:
+    generator = Stream(suite.seed, "evaluation", "bootstrap", task).generator()
+    return resampled_means(matrix, generator, suite.resamples)
+
+
+def _shown(found: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
+    return {n: dict(vars(e)) for n, e in found.items()}

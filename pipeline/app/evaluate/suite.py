@@ -1,0 +1,169 @@
+"""Evaluation suites: which tasks, how many samples, drawn how. One YAML file each in configs/suite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from components.rollouts.requests import SamplingSettings
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.settings import build_config
+from pipeline.run.compose import deep_merge, list_choices, read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(SamplingSettings):
+    """One evaluation set and how it is asked. `temperature` and `top_p` are of the samples; the greedy pass is at temperature 0."""
+
+    data: str = ""
+    """a file of configs/data; empty: the task's own name"""
+    split: str = ""
+    """entry of the data section; empty: eval, or the only one"""
+    template: str = ""
+    """how a question becomes model input; empty: what the data file says"""
+    problems: int = 0
+    """problems taken from the front; 0 takes all"""
+    greedy: bool = True
+    """one response per problem at temperature 0: greedy pass@1"""
+    samples: int = 0
+    """further responses per problem at `temperature`, for avg@n, pass@k and maj@k"""
+    k: tuple[int, ...] = ()
+    """which pass@k and maj@k to report, from the samples"""
+    majority: bool = True
+    """report maj@k for k above 2; off for tasks whose responses have no answer to vote on, such as programs"""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """component that judges (use) and its settings; empty: what the data file says"""
+    origin: dict[str, str] = field(default_factory=dict)
+    """setting → where its value comes from: an arXiv id, or "ours" """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.problems, self.samples) < 0:
+            raise ValueError("problems and samples must be 0 or more.")
+        if not self.greedy and not self.samples:
+            raise ValueError(
+                "greedy is off and samples is 0, so nothing is asked; wanted greedy: true, or samples above 0."
+            )
+        if self.samples and self.temperature == 0:
+            raise ValueError(
+                "samples at temperature 0 are all equal; set a temperature above 0, or samples to 0 for the greedy "
+                "pass alone."
+            )
+        bad = [k for k in self.k if not 1 <= k <= self.samples]
+        if bad:
+            raise ValueError(
+                f"k: found {bad[0]}, but there are {self.samples} samples; pass@k wants 1 ≤ k ≤ samples. Raise samples "
+                "or lower k."
+            )
+        if len(set(self.k)) < len(self.k):
+            raise ValueError(f"k: found {list(self.k)}; wanted each k once.")
+        names = {f.name for f in dataclasses.fields(self)}
+        for name in self.origin:
+            if name not in names:
+                raise ValueError(f"origin: '{name}' is no setting of a task.{did_you_mean(name, names)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contamination:
+    """How problems are looked for in training data.
+
+    13 words are the default of 2005.14165 (appendix C) and of lm-evaluation-harness; 8 words, flagged from a share of
+    .7 on, are those of 2204.02311.
+    """
+
+    n: int = 13
+    """words per n-gram; a question of 8 to n − 1 words is looked for as a whole"""
+    share: float = 0.0
+    """a problem is flagged when more than this share of its n-grams is in the training data; 0 flags any overlap"""
+
+    def __post_init__(self) -> None:
+        if self.n < 2:
+            raise ValueError(f"n: found {self.n}; wanted at least 2 words, as a rule 13 or 8.")
+        if not 0 <= self.share < 1:
+            raise ValueError(f"share: found {self.share}; wanted 0 (any overlap) to below 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A checked suite.
+
+    Attributes:
+        name: of its file.
+        title: one line.
+        version: raised whenever a change makes results incomparable.
+        seed: key of every random stream of the evaluation.
+        confidence: of the intervals.
+        resamples: bootstrap draws.
+        contamination: settings of the search in training data.
+        tasks: name → task, in the order of the file.
+    """
+
+    name: str
+    title: str
+    version: int
+    seed: int = 0
+    confidence: float = 0.95
+    resamples: int = 10_000
+    contamination: Contamination = field(default_factory=Contamination)
+    tasks: dict[str, Task] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence: found {self.confidence}; wanted a number between 0 and 1, such as .95.")
+        if self.resamples < 1 or self.version < 1:
+            raise ValueError("resamples and version must be at least 1.")
+
+
+def load_suite(
+    name: str, dirs: Sequence[Path], changes: Mapping[str, Any] | None = None, only: Sequence[str] = ()
+) -> Suite:
+    """Reads configs/suite/NAME.yaml; `defaults` of the file are merged under every task. All its mistakes come in one ConfigError.
+
+    Args:
+        name: of the suite.
+        dirs: config folders.
+        changes: settings merged over the file's, such as {"seed": 1, "tasks": {"aime_2024": {"samples": 8}}}.
+        only: names of the tasks to keep; all when empty.
+    """
+    known = list_choices("suite", dirs)
+    if name not in known:
+        raise ConfigError(
+            f"suite={name}: no suite of that name; wanted a file of configs/suite.{did_you_mean(name, known)}"
+        )
+    file = read_yaml(known[name])
+    problems: list[str] = []
+    raw = file.get("tasks")
+    if not isinstance(raw, dict) or not raw:
+        raise ConfigError(
+            f"{known[name]}: tasks: found {raw!r}; wanted one entry per task, such as 'math_500: "
+            f"{{samples: 4, k: [1, 4]}}'."
+        )
+    changed = dict(changes or {})
+    per_task: dict[str, Any] = changed.pop("tasks", None) or {}
+    for place, names in (("tasks", per_task), ("tasks=", only)):
+        problems += [
+            f"{place}{'.' if place == 'tasks' else ''}{n}: no such task in suite {name}.{did_you_mean(n, raw)}"
+            for n in names
+            if n not in raw
+        ]
+    defaults = file.get("defaults") or {}
+    tasks: dict[str, Any] = {}
+    for task, settings in raw.items():
+        if only and task not in only:
+            continue
+        merged = deep_merge(deep_merge(defaults, settings or {}), per_task.get(task) or {})
+        built, found = build_config(
+            Task, {"data": task, **merged} if isinstance(merged, dict) else merged, f"suite {name}: tasks.{task}"
+        )
+        problems += found
+        tasks[str(task)] = built
+    head = {k: v for k, v in file.items() if k not in ("tasks", "defaults")}
+    suite, found = build_config(Suite, {"name": name, **deep_merge(head, changed)}, f"suite {name}")
+    problems += found
+    if problems:
+        raise ConfigError("\n".join(problems))
+    assert isinstance(suite, Suite)
+    return dataclasses.replace(suite, tasks=tasks)

@@ -1,0 +1,142 @@
+"""What a person sees while a run goes on: a live display in a terminal, one line per iteration elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricNames:
+    """Which metrics are shown and summed up; one that a run does not log is left out."""
+
+    reward: str = "rewards/mean"
+    """mean reward of the iteration"""
+    accuracy: str = "evaluator/accuracy"
+    """held-out accuracy"""
+    sampled_tokens: str = "engine/sampled_tokens"
+    """tokens sampled in the iteration"""
+    trained_tokens: str = "learner/trained_tokens"
+    """tokens in the loss of the iteration"""
+
+
+class Progress:
+    """An observer of the executor. Use as a context manager around `run`.
+
+    Args:
+        total: planned iterations.
+        start: iterations already done, for a resumed run.
+        names: metrics to show.
+        stream: where to write; a terminal gets a live display, anything else plain lines.
+    """
+
+    def __init__(
+        self, total: int, start: int = 0, names: MetricNames | None = None, stream: TextIO | None = None
+    ) -> None:
+        self.total = total
+        self.done = start
+        self.names = names or MetricNames()
+        self._stream = stream or sys.stderr
+        self._begin = time.perf_counter()
+        self._first = start
+        self._latest: dict[str, float] = {}
+        self._phase = "starting"
+        self._live: Any = None
+
+    def __enter__(self) -> Self:
+        self._begin = time.perf_counter()
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._stream)
+            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def node_started(self, node: str, iteration: int) -> None:
+        """Shows the running node."""
+        self._phase = node
+
+    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Counts an iteration; the final pass has the number of iterations as its index."""
+        final = iteration >= self.total
+        self.done = min(iteration + 1, self.total)
+        self._latest = {**self._latest, **metrics, "seconds/iteration": metrics.get("seconds/iteration", math.nan)}
+        if self._live is None:
+            line = self._line(metrics)
+            self._stream.write(
+                f"final evaluation  {line}\n" if final else f"{self._counter()}  {line}  eta {self._eta()}\n"
+            )
+            self._stream.flush()
+
+    def _counter(self) -> str:
+        return f"iteration {self.done:>{len(str(self.total))}}/{self.total}"
+
+    def _line(self, metrics: dict[str, float]) -> str:
+        return "  ".join(f"{label} {text}" for label, text in self._fields(metrics)) or "done"
+
+    def _fields(self, metrics: dict[str, float]) -> list[tuple[str, str]]:
+        fields = []
+        if self.names.reward in metrics:
+            fields.append(("reward", f"{metrics[self.names.reward]:.3f}"))
+        if self.names.accuracy in metrics:
+            fields.append(("accuracy", f"{metrics[self.names.accuracy]:.3f}"))
+        seconds = metrics.get("seconds/iteration", math.nan)
+        if self.names.sampled_tokens in metrics and seconds > 0:
+            fields.append(("tokens/s", f"{metrics[self.names.sampled_tokens] / seconds:,.0f}"))
+        if not math.isnan(seconds):
+            fields.append(("seconds", f"{seconds:.2f}"))
+        return fields
+
+    def _eta(self) -> str:
+        ran = self.done - self._first
+        if ran <= 0:
+            return "-"
+        return duration((time.perf_counter() - self._begin) / ran * (self.total - self.done))
+
+    def _render(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            self._counter(),
+            ProgressBar(total=max(self.total, 1), completed=self.done, width=30),
+            f"eta {self._eta()}",
+            self._phase,
+        )
+        fields = Table.grid(padding=(0, 2))
+        fields.add_row(
+            *[f"{label} [bold]{text}[/bold]" for label, text in self._fields(self._latest)]
+            or ["waiting for the first iteration"]
+        )
+        whole = Table.grid()
+        whole.add_row(bar)
+        whole.add_row(fields)
+        return whole
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader.
+
+    >>> duration(5.2), duration(65), duration(7300)
+    ('5s', '1m05s', '2h01m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,139 @@
+"""Learning curves: runs that differ only by their seed become one line with a band."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.app.progress import MetricNames
+from pipeline.app.report.source import RunSource
+
+POINTS = 200  # of one line
+AXES = {"iteration": "iteration", "tokens": "sampled tokens", "time": "seconds"}
+
+Floats = NDArray[np.float64]
+
+
+def groups(runs: Sequence[RunSource]) -> list[tuple[str, list[int]]]:
+    """(label, numbers of its runs): runs whose configuration differs in its section "run" alone (seed, place, length)
+    share a group."""
+    found: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        config = {k: v for k, v in run.config.items() if k != "run"}
+        key = json.dumps(config, sort_keys=True, default=str) if run.config else run.name
+        found.setdefault(key, []).append(i)
+    out: list[tuple[str, list[int]]] = []
+    used: set[str] = set()
+    for members in found.values():
+        first = runs[members[0]]
+        label = str(first.config.get("recipe") or first.name)
+        if (
+            label in used
+            or sum(str(runs[m[0]].config.get("recipe") or runs[m[0]].name) == label for m in found.values()) > 1
+        ):
+            label = first.name
+        while label in used:
+            label += "'"
+        used.add(label)
+        out.append((label, members))
+    return out
+
+
+def axis(rows: Sequence[dict[str, Any]], name: str, names: MetricNames | None = None) -> Floats:
+    """Where each row of a metrics.jsonl lies on an axis: its iteration, or the tokens or seconds spent up to its end."""
+    names = names or MetricNames()
+    if name == "iteration":
+        return np.array([float(r.get("iteration", i)) for i, r in enumerate(rows)])
+    if name == "tokens":
+        spent = [r.get(names.sampled_tokens, 0.0) for r in rows]
+    else:
+        spent = [r.get("seconds/iteration", 0.0) + r.get("seconds/checkpoint", 0.0) for r in rows]
+    return np.cumsum(np.nan_to_num(np.array(spent, np.float64)))
+
+
+def metric_names(runs: Sequence[RunSource]) -> list[str]:
+    """Every logged number but the clocks, held-out accuracy and reward first."""
+    found = {
+        k for run in runs for row in run.rows for k, v in row.items() if k != "iteration" and isinstance(v, int | float)
+    }
+    first = [n for n in (MetricNames().accuracy, MetricNames().reward) if n in found]
+    return first + sorted(n for n in found if n not in first)
+
+
+def line(runs: Sequence[RunSource], metric: str, along: str) -> list[list[float]]:
+    """[x, mean, lowest, highest, runs] per point; between its own points a run is interpolated, outside them it does
+    not count."""
+    series: list[tuple[Floats, Floats]] = []
+    for run in runs:
+        at = axis(run.rows, along)
+        pairs = [(x, float(r[metric])) for x, r in zip(at, run.rows, strict=True) if _number(r.get(metric))]
+        if pairs:
+            xs, ys = np.array(pairs).T
+            keep = np.append(np.diff(xs) > 0, True)  # the last value at an x
+            series.append((xs[keep], ys[keep]))
+    if not series:
+        return []
+    grid = np.unique(np.concatenate([x for x, _ in series]))
+    if len(grid) > POINTS:
+        grid = np.linspace(grid[0], grid[-1], POINTS)
+    table = np.array([np.interp(grid, x, y, left=math.nan, right=math.nan) for x, y in series])
+    points = []
+    for x, column in zip(grid, table.T, strict=True):
+        known = column[~np.isnan(column)]
+        if len(known):
+            points.append(
+                [_short(x), _short(known.mean()), _short(known.min()), _short(known.max()), float(len(known))]
+            )
+    return points
+
+
+def all_lines(runs: Sequence[RunSource]) -> dict[str, Any]:
+    """metric → axis → group label → points, with the labels."""
+    grouped = groups(runs)
+    lines = {
+        metric: {
+            along: {label: line([runs[i] for i in members], metric, along) for label, members in grouped}
+            for along in AXES
+        }
+        for metric in metric_names(runs)
+    }
+    return {"groups": [{"label": label, "runs": members} for label, members in grouped], "axes": AXES, "lines": lines}
+
+
+def phases(run: RunSource, most: int = 7) -> list[list[Any]]:
+    """[iteration, node, seconds] of the nodes that took longest in all; the rest as "other". Waiting and the CPU clock
+    are left out."""
+    total: dict[str, float] = {}
+    for row in run.rows:
+        for node, seconds in _seconds(row):
+            total[node] = total.get(node, 0.0) + seconds
+    shown = sorted(total, key=lambda n: -total[n])[:most]
+    out: list[list[Any]] = []
+    for row in run.rows:
+        rest = 0.0
+        for node, seconds in _seconds(row):
+            if node in shown:
+                out.append([row.get("iteration", 0), node, _short(seconds)])
+            else:
+                rest += seconds
+        if len(total) > most:
+            out.append([row.get("iteration", 0), "other", _short(rest)])
+    return out
+
+
+def _seconds(row: dict[str, Any]) -> list[tuple[str, float]]:
+    found = [(k.removeprefix("seconds/"), float(v)) for k, v in row.items() if k.startswith("seconds/") and _number(v)]
+    return [(n, v) for n, v in found if n not in ("iteration", "cpu") and not n.startswith("waiting")]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,176 @@
+"""Renders a report: everything into one HTML file that runs no script but its own and asks for nothing from a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pipeline.app.progress import duration
+from pipeline.app.report.cards import config_differences, graph_card, overview
+from pipeline.app.report.curves import AXES, all_lines, phases
+from pipeline.app.report.pack import pack, pack_rollouts
+from pipeline.app.report.rollouts import collect
+from pipeline.app.report.source import RunSource
+from pipeline.app.report.timelines import timeline
+from pipeline.run.run_directory import write_aside
+
+ASSETS = Path(__file__).parent / "assets"
+RECORDED_BYTES = 24e6  # of Parquet whose rollouts fit a file of 20 MB
+LIMIT = 20e6
+
+
+def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> int:
+    """Writes the page of some runs; returns its size in bytes."""
+    text = report_html(runs, title)
+    write_aside(target, text)
+    return len(text.encode())
+
+
+def report_html(runs: Sequence[RunSource], title: str = "") -> str:
+    """The page of some runs."""
+    graphs = [graph_card(run) for run in runs]
+    bytes_read = RECORDED_BYTES
+    while True:
+        rollouts = collect(runs, bytes_read)
+        blob = pack_rollouts(rollouts) if len(rollouts) else ""
+        if len(blob) <= LIMIT * 0.8 or bytes_read < 1e5:
+            break
+        bytes_read *= 0.6 * LIMIT / len(blob)
+    spans = [timeline(run) for run in runs]
+    cards = [overview(run) for run in runs]
+    curves = all_lines(runs)
+    main = {
+        "names": [run.name for run in runs],
+        "curves": curves,
+        "phases": [phases(run) for run in runs],
+        "graphs": [{k: v for k, v in card.items() if k != "svg"} if card else None for card in graphs],
+    }
+    blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
+    blobs |= {f"data-timeline-{i}": pack(*found) for i, found in enumerate(spans) if found}
+    has_curves = bool(curves["lines"])
+    sections = [
+        ("runs", "Runs"),
+        *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
+    ]
+    sections += [("timeline", "Timeline")] if any(spans) else []
+    sections += [("graph", "Graph")] if any(graphs) else []
+    sections += [("rollouts", "Rollouts"), ("data", "Data"), ("configuration", "Configuration")]
+    return render(
+        "report.jinja",
+        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
+        blobs=blobs,
+        title=title or ("Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
+        subtitle=f"{len(runs)} run{'s' if len(runs) != 1 else ''}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
+        skip=("rollouts", "rollouts"),
+        sections=sections,
+        runs=cards,
+        graphs=graphs,
+        timelines=[bool(s) for s in spans],
+        axes=AXES,
+        has_curves=has_curves,
+        num_rollouts=len(rollouts),
+        differences=config_differences(runs),
+    )
+
+
+def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, **values: Any) -> str:
+    """A page of a template. Its Content-Security-Policy allows these scripts by their hash, and nothing from elsewhere."""
+    texts = [vega_bundle(), *((ASSETS / name).read_text(encoding="utf-8") for name in scripts)]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "decimal": _decimal, "count": _count, "duration": _duration}
+    css = (ASSETS / "report.css").read_text(encoding="utf-8")
+    page = environment.get_template(template).render(
+        policy=policy, css=_raw(css), scripts=texts, blobs=blobs, title=visible(title), **values
+    )
+    return page.encode("utf-8", "replace").decode()
+
+
+@cache
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script."""
+    import vl_convert
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "creditgraph"
+    text = kept(
+        folder / f"vega-{version('vl-convert-python')}.js",
+        lambda: vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+    )
+    # Inside <script>, these would end or change the element.
+    return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
+
+
+def kept(file: Path, make: Callable[[], str]) -> str:
+    """What `make` gives, kept in a file whose first line is its digest; made anew when that does not fit."""
+    try:
+        digest, _, text = file.read_bytes().decode().partition("\n")
+        if digest == hashlib.sha256(text.encode()).hexdigest():
+            return text
+    except (OSError, ValueError):
+        pass
+    text = make()
+    aside = file.with_name(f".{os.getpid()}-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
+        os.replace(aside, file)
+    except OSError:
+        pass  # it only saves seconds
+    return text
+
+
+_INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
+
+
+def visible(text: Any) -> str:
+    """Text with control, direction and other invisible characters written out, so that they cannot change what is around them.
+
+    >>> visible("a\\u202eb\\x1b[31m")
+    'a[U+202E]b␛[31m'
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        char = match.group()
+        if ord(char) < 32:
+            return chr(0x2400 + ord(char))
+        category = unicodedata.category(char)
+        if category == "Cs":
+            return "\ufffd"
+        return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
+
+    return _INVISIBLE.sub(spell, str(text))
+
+
+def _raw(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _decimal(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _duration(value: float | None) -> str:
+    return "–" if value is None else duration(value)

@@ -1,0 +1,358 @@
+"""Recorded rollouts of runs as columns: one entry per trajectory, flat entries per token, texts in tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.app.report.pieces import load_tokenizer, piece
+from pipeline.app.report.source import RunSource, read_table
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import (
+    Batch,
+    Credit,
+    Prompts,
+    Rewards,
+    Segments,
+    SegmentValues,
+    StepErrors,
+    TokenLogprobs,
+    Trajectories,
+)
+
+TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
+LONGEST_PIECE, LONGEST_TEXT = 400, 20_000  # characters kept of one token, and of a prompt or reason
+
+
+class Flat:
+    """Rows of a `Jagged` as NumPy slices."""
+
+    def __init__(self, column: Jagged) -> None:
+        self._values, self._bounds = (
+            column.values.float().numpy() if column.values.is_floating_point() else column.values.numpy(),
+            column.offsets.tolist(),
+        )
+
+    def row(self, i: int) -> NDArray[Any]:
+        """A view of one row."""
+        return self._values[self._bounds[i] : self._bounds[i + 1]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A batch with its fields as Python lists (one entry per row) and `Flat` columns, made once and read row by row."""
+
+    batch: Batch
+    fields: dict[str, Any]
+
+    @staticmethod
+    def of(batch: Batch) -> Table:
+        """Converts every field."""
+        return Table(batch, {k: _column(v) for k, v in vars(batch).items()})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+def _column(value: Any) -> Any:
+    if isinstance(value, Jagged):
+        return Flat(value)
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {k: _column(v) for k, v in value.items()}
+    return value
+
+
+class Texts:
+    """A table of distinct texts; long ones are cut, and the cut is told."""
+
+    def __init__(self, longest: int) -> None:
+        self.items: list[str] = []
+        self._known: dict[str, int] = {}
+        self._longest = longest
+
+    def add(self, text: str) -> int:
+        """The text's number."""
+        if len(text) > self._longest:
+            text = f"{text[: self._longest]}… ({len(text):,} characters)"
+        if text not in self._known:
+            self._known[text] = len(self.items)
+            self.items.append(text)
+        return self._known[text]
+
+
+@dataclass
+class Rollouts:
+    """Columns of all rollouts of a page. `rows` hold one list per column, `tokens` arrays that are joined in `joined`."""
+
+    pieces: Texts = field(default_factory=lambda: Texts(LONGEST_PIECE))
+    texts: Texts = field(default_factory=lambda: Texts(LONGEST_TEXT))
+    rows: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    tokens: dict[str, list[NDArray[Any]]] = field(default_factory=lambda: defaultdict(list))
+    total: int = 0
+    skipped_iterations: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows["uid"])
+
+    def joined(self, name: str, dtype: Any) -> NDArray[Any]:
+        """One flat array of a token column."""
+        parts = self.tokens[name]
+        return np.nan_to_num(np.concatenate(parts).astype(dtype)) if parts else np.zeros(0, dtype)
+
+
+def roles(run: RunSource) -> dict[str, list[str]]:
+    """Payload class → outputs of that class, in graph order, the learner's credit last."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in run.outputs():
+        found[run.classes[name]].append(name)
+    for credit in [w for w in learner_wires(run, "credit") if w in found["Credit"]]:
+        found["Credit"].remove(credit)
+        found["Credit"].append(credit)
+    return found
+
+
+def learner_wires(run: RunSource, socket: str) -> list[str]:
+    """ "node.output" wired into a learner's socket."""
+    graph = run.graph
+    if graph is None:
+        return []
+    learners = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires)]
+    return [f"{w.source}.{w.output}" for n in learners if n.placement == "collective" for w in n.wires[socket]]
+
+
+def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollouts:
+    """Reads the rollouts of all runs.
+
+    Args:
+        runs: the runs, whose notes are added to.
+        max_bytes: recorded bytes to read in all; beyond it, evenly spaced iterations are taken.
+    """
+    runs = list(runs)
+    out = Rollouts()
+    for number, run in enumerate(runs):
+        kinds = roles(run)
+        wanted = _choose(run, kinds, max_bytes / max(len(runs), 1), out)
+        collector = _Collector(run, number, kinds, out)
+        for iteration in wanted:
+            collector.iteration(iteration)
+        collector.finish()
+    return out
+
+
+def _choose(run: RunSource, kinds: dict[str, list[str]], max_bytes: float, out: Rollouts) -> list[int]:
+    names = {*kinds["Trajectories"], *kinds["Credit"]}
+    size: dict[int, int] = defaultdict(int)
+    for (name, iteration), file in run.files.items():
+        if name in names:
+            size[iteration] += file.stat().st_size
+    there = sorted({i for (name, i) in run.files if name in kinds["Trajectories"]})
+    share = max_bytes / max(sum(size.values()), 1)
+    if share >= 1 or len(there) < 2:
+        return there
+    keep = max(1, int(len(there) * share))
+    chosen = [there[i] for i in np.unique(np.linspace(0, len(there) - 1, keep).round().astype(int))]
+    out.skipped_iterations += len(there) - len(chosen)
+    run.note(
+        f"rollouts of {len(chosen)} of {len(there)} recorded iterations are shown, evenly spaced, to keep the file "
+        "small"
+    )
+    return chosen
+
+
+class _Collector:
+    """Appends the rollouts of one run."""
+
+    def __init__(self, run: RunSource, number: int, kinds: dict[str, list[str]], out: Rollouts) -> None:
+        self.run, self.number, self.kinds, self.out = run, number, kinds, out
+        self.tokenizer = load_tokenizer(str((run.config.get("model") or {}).get("path", "")))
+        if kinds["Trajectories"] and self.tokenizer is None:
+            run.note("its tokenizer is not on this machine: token ids stand in for token texts")
+        self._piece_of: dict[int, int] = {}
+        self._prompt_of: dict[bytes, int] = {}
+        self._missing: set[str] = set()
+
+    def finish(self) -> None:
+        """Tells what no iteration had."""
+        if not self.run.files:
+            return
+        for kind, what in (
+            ("Trajectories", "no rollouts"),
+            ("Rewards", "no rewards"),
+            ("Credit", "no credit (tokens stay plain)"),
+        ):
+            if not self.kinds[kind]:
+                self.run.note(f"no output with {kind} is recorded: {what}")
+        for text in sorted(self._missing):
+            self.run.note(text)
+
+    def iteration(self, iteration: int) -> None:
+        """Adds every trajectory recorded in an iteration once, under the node that made it."""
+        known: dict[int, int] = {}
+        rewards, credit, errors = (self._rows(kind, iteration) for kind in (Rewards, Credit, StepErrors))
+        prompts, values = self._rows(Prompts, iteration), self._values(iteration)
+        scores = self._logprobs(iteration, credit)
+        pending: list[tuple[int, int]] = []
+        for name in self.kinds["Trajectories"]:
+            if self._all_known(name, iteration, known):
+                continue
+            batch = self.run.read(name, iteration)
+            if not isinstance(batch, Trajectories):
+                continue
+            table, pieces = Table.of(batch), self._pieces(batch.response_tokens)
+            for i, uid in enumerate(table["uid"]):
+                if uid in known:
+                    continue
+                known[uid] = len(self.out)
+                pending.append((len(self.out), table["parent"][i]))
+                self._row(name.partition(".")[0], iteration, table, i)
+                self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
+                self._tokens(table, pieces.row(i), i, credit, values, scores)
+        for row, parent in pending:
+            self.out.rows["parent"][row] = known.get(parent, -1)
+
+    def _all_known(self, name: str, iteration: int, known: dict[int, int]) -> bool:
+        file = self.run.files.get((name, iteration))
+        if file is None:
+            self._missing.add(f"{name} is not recorded in every iteration")
+            return True
+        try:
+            uids = read_table(file, ["uid"]).column("uid").to_pylist()
+        except (pa.ArrowException, OSError, KeyError):
+            return False  # reading it in full will say what is wrong
+        return bool(uids) and all(u in known for u in uids)
+
+    def _rows(self, kind: type[Batch], iteration: int) -> dict[int, tuple[Table, int]]:
+        """uid → (table, row); later outputs replace earlier ones."""
+        found: dict[int, tuple[Table, int]] = {}
+        for name in self.kinds[kind.__name__]:
+            batch = self.run.read(name, iteration)
+            if isinstance(batch, kind):
+                table = Table.of(batch)
+                found |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
+            elif (name, iteration) not in self.run.files:
+                self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
+        return found
+
+    def _logprobs(self, iteration: int, credit: dict[int, Any]) -> dict[int, NDArray[Any]]:
+        """uid → log-probs of the learner; where it recorded none, those that came with the credit."""
+        found = {uid: t["columns"]["logprobs"].row(i) for uid, (t, i) in credit.items() if "logprobs" in t["columns"]}
+        return found | {
+            uid: table["logprobs"].row(i) for uid, (table, i) in self._rows(TokenLogprobs, iteration).items()
+        }
+
+    def _values(self, iteration: int) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
+        """uid → (segment ends, values at the start and after each), where both are recorded."""
+        cuts = self._rows(Segments, iteration)
+        found = {}
+        for uid, (table, i) in self._rows(SegmentValues, iteration).items():
+            if uid in cuts:
+                ends = cuts[uid][0]["ends"].row(cuts[uid][1])
+                values = table["values"].row(i)
+                if len(values) == len(ends) + 1:
+                    found[uid] = (ends, values)
+        return found
+
+    def _row(self, node: str, iteration: int, table: Table, i: int) -> None:
+        rows, texts = self.out.rows, self.out.texts
+        rows["run"].append(self.number)
+        rows["iteration"].append(iteration)
+        rows["uid"].append(table["uid"][i])
+        rows["parent"].append(-1)
+        rows["inherited"].append(table["inherited"][i])
+        rows["version"].append(table["policy_version"][i])
+        rows["problem"].append(table["prompt_uid"][i])
+        rows["node"].append(texts.add(node))
+        rows["finish"].append(texts.add(table["finish_reason"][i]))
+        rows["prompt"].append(self._prompt(table["prompt_tokens"].row(i)))
+        rows["text"].append(texts.add(table["text"][i]) if self.tokenizer is None else -1)
+
+    def _outcome(
+        self, uid: int, problem: int, rewards: dict[int, Any], errors: dict[int, Any], prompts: dict[int, Any]
+    ) -> None:
+        rows, texts = self.out.rows, self.out.texts
+        table, i = rewards.get(uid, (None, 0))
+        rows["reward"].append(table["value"][i] if table else float("nan"))
+        rows["correct"].append((1 if table["correct"][i] else 0) + (0 if table["valid"][i] else 2) if table else 4)
+        rows["detail"].append(texts.add(table["detail"][i] if table else ""))
+        found, i = errors.get(uid, (None, 0))
+        rows["step"].append(found["step"][i] if found else 0)
+        rows["step_source"].append(texts.add(found["source"][i] if found else ""))
+        problems, i = prompts.get(problem, (None, 0))
+        rows["answer"].append(texts.add(problems["answer"][i] if problems else ""))
+
+    def _tokens(
+        self,
+        table: Table,
+        pieces: NDArray[Any],
+        i: int,
+        credit: dict[int, Any],
+        values: dict[int, Any],
+        scores: dict[int, Any],
+    ) -> None:
+        uid, size, put = table["uid"][i], len(pieces), self.out.tokens
+        flags = np.zeros(size, np.uint8)
+        _mark(flags, table["thought_ends"].row(i), THOUGHT_END)
+        sampled = _sized(table["engine_logprobs"].row(i), size)
+        advantage = ratio = np.zeros(size, np.float32)
+        found, row = credit.get(uid, (None, 0))
+        if found is not None and len(found["advantage"].row(row)) == size:
+            advantage = found["advantage"].row(row)
+            flags |= found["mask"].row(row).astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
+        logprobs = scores.get(uid, ())
+        if len(logprobs) == size:
+            ratio = logprobs - sampled  # NaN, and 0 in the page, where the learner computed none
+            flags |= np.isfinite(ratio).astype(np.uint8) * np.uint8(HAS_RATIO)
+        ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
+        _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
+        entropy = _sized(table["entropies"].row(i), size)
+        for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
+            put[name].append(column)
+        trained = advantage[(flags & TRAINED) > 0]
+        rows = self.out.rows
+        rows["length"].append(size)
+        rows["values"].append(len(at))
+        rows["mean_credit"].append(float(trained.mean()) if len(trained) else float("nan"))
+        self.out.total += size
+
+    def _pieces(self, tokens: Jagged) -> Flat:
+        """Numbers of the token texts."""
+        ids, place = torch.unique(tokens.values, return_inverse=True)
+        for token in ids.tolist():
+            if token not in self._piece_of:
+                self._piece_of[token] = self.out.pieces.add(piece(self.tokenizer, token))
+        numbers = torch.tensor([self._piece_of[t] for t in ids.tolist()], dtype=torch.int64)
+        return Flat(tokens.with_values(numbers[place]))
+
+    def _prompt(self, tokens: NDArray[Any]) -> int:
+        key = tokens.tobytes()
+        if key not in self._prompt_of:
+            ids = tokens.tolist()
+            if self.tokenizer is None:
+                text = " ".join(f"⟨{t}⟩" for t in ids[:2000])
+            else:
+                text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
+            self._prompt_of[key] = self.out.texts.add(text)
+        return self._prompt_of[key]
+
+
+_TOKEN_COLUMNS = ("piece", "credit", "ratio", "entropy", "logprob", "flags", "value")
+
+
+def _mark(flags: NDArray[np.uint8], ends: NDArray[Any], bit: int) -> None:
+    inside = ends[(ends > 0) & (ends <= len(flags))]
+    flags[inside - 1] |= np.uint8(bit)
+
+
+def _sized(row: NDArray[Any], size: int) -> NDArray[Any]:
+    """The row; zeros when its length is not the response's."""
+    return row if len(row) == size else np.zeros(size, np.float32)

@@ -1,0 +1,211 @@
+"""Reads a run directory as it is: what is missing, damaged or still growing becomes a note, never an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
+from pipeline.core.graph import Graph
+from pipeline.run.metrics import read_metrics
+from pipeline.run.recording import KEY, from_arrow
+from pipeline.run.run_directory import lock_holder
+from pipeline.run.timeline.timeline import trace_files
+
+Key = tuple[str, int]  # ("node.output", iteration)
+
+
+@dataclass
+class RunSource:
+    """What a run directory holds.
+
+    Attributes:
+        path: the directory.
+        config: the resolved configuration; {} when it cannot be read.
+        rows: metrics, one dict per line.
+        rejected: rows of rejected.jsonl.
+        card: data_card.json, where the run wrote one.
+        traces: files of its timeline.
+        files: ("node.output", iteration) → Parquet file.
+        running: whether a process holds the run's lock.
+        notes: what is missing, as sentences.
+    """
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    card: dict[str, Any] = field(default_factory=dict)
+    traces: list[Path] = field(default_factory=list)
+    files: dict[Key, Path] = field(default_factory=dict)
+    running: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name
+
+    @cached_property
+    def graph(self) -> Graph | None:
+        """The run's graph; None when its configuration no longer builds (a note says why)."""
+        if not self.config:
+            return None
+        from pipeline.run.compose import build_experiment
+
+        try:
+            return build_experiment(self.config, str(self.path / "config.yaml")).graph
+        except (CreditgraphError, ImportError, TypeError, KeyError, AttributeError) as error:
+            self.note(
+                f"the graph of its config.yaml does not build in this version ({_first_line(error)}); the graph "
+                "section is left out"
+            )
+            return None
+
+    @cached_property
+    def classes(self) -> dict[str, str]:
+        """Recorded output → its payload class, of the first readable file; "" when none is."""
+        found: dict[str, str] = {}
+        for (name, _), file in self.files.items():
+            if not found.get(name):
+                found[name] = schema_class(file)
+        return found
+
+    def note(self, text: str) -> None:
+        """Keeps a sentence once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def iterations(self, output: str | None = None) -> list[int]:
+        """Recorded iterations, of one output or of any."""
+        return sorted({i for name, i in self.files if output is None or name == output})
+
+    def outputs(self) -> list[str]:
+        """Names of recorded outputs, in graph order where the graph is known."""
+        names = {name for name, _ in self.files}
+        known = [f"{n.name}.{o}" for n in self.graph.nodes for o in n.sockets.outputs] if self.graph is not None else []
+        return [n for n in known if n in names] + sorted(names.difference(known))
+
+    def read(self, output: str, iteration: int) -> Any:
+        """A recorded payload; None, with a note, when it is not there or cannot be read."""
+        file = self.files.get((output, iteration))
+        if file is None:
+            return None
+        try:
+            return from_arrow(_utf8(read_table(file)), str(file))
+        except (pa.ArrowException, OSError) as error:
+            self.note(f"record/{output}/{file.name} is half-written or damaged ({_first_line(error)}) and left out")
+        except (CreditgraphError, ValueError, KeyError, TypeError) as error:
+            self.note(f"record/{output}/{file.name} is left out: {_first_line(error).removeprefix(f'{file}: ')}")
+        return None
+
+
+def read_run(path: Path) -> RunSource:
+    """Looks through a run directory.
+
+    Raises:
+        RunError: there is no such folder, or nothing in it is of a run.
+    """
+    if not path.is_dir():
+        near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        raise RunError(f"{path}: no such run directory.{did_you_mean(path.name, near) if near else ''}")
+    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "record")):
+        raise RunError(
+            f"{path}: not a run (no config.yaml, metrics.jsonl or record/); wanted a folder that `creditgraph train` "
+            "wrote."
+        )
+    run = RunSource(path)
+    run.config = _guarded(run, "config.yaml", _read_config) or {}
+    run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
+    run.rejected = _guarded(run, "rejected.jsonl", lambda p: list(_json_lines(p))) or []
+    run.card = _guarded(run, "data_card.json", _read_card) or {}
+    run.traces = trace_files(path)
+    if not run.rows:
+        run.note("no metrics (metrics.jsonl is missing or empty), so there are no curves")
+    for file in sorted((path / "record").glob("*/*.parquet")):
+        if file.stem.isdigit():
+            run.files[file.parent.name, int(file.stem)] = file
+    if not run.files:
+        run.note(
+            "nothing is recorded (record/ is empty), so there are no rollouts; train with run.record.every=1 to see "
+            "them"
+        )
+    run.running = bool(lock_holder(path / "lock"))
+    if run.running:
+        run.note("still going: this shows what was written when the report was made")
+    return run
+
+
+def _guarded(run: RunSource, name: str, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(run.path / name)
+    except FileNotFoundError:
+        if name not in ("rejected.jsonl", "data_card.json"):
+            run.note(f"no {name}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        run.note(f"{name} cannot be read ({_first_line(error)})")
+    return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a mapping")
+    return found
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(found, dict):
+        raise ValueError("not a mapping")
+    return found
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _utf8(table: pa.Table) -> pa.Table:
+    """The table with text that is no valid UTF-8 repaired (U+FFFD)."""
+    for i, column in enumerate(table.schema):
+        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+            continue
+        raw = table.column(i).cast(pa.large_binary())
+        try:
+            raw.cast(pa.large_string())
+        except pa.ArrowInvalid:
+            fixed = [None if v is None else v.decode("utf-8", "replace") for v in raw.to_pylist()]
+            table = table.set_column(i, column, pa.array(fixed, column.type))
+    return table
+
+
+def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
+    """One Parquet file; quicker to start than `pq.read_table`, which imports the dataset machinery."""
+    with pq.ParquetFile(file) as open_file:
+        return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
+
+
+def schema_class(file: Path) -> str:
+    """The payload class named in a record's schema; "" when it cannot be read."""
+    try:
+        return str(json.loads((pq.read_schema(file).metadata or {})[KEY])["class"]).rpartition(":")[2]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,142 @@
+"""The result of a run: a table, result.json and a picture of the curve, all made from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.app.progress import MetricNames, duration
+from pipeline.run.metrics import read_metrics
+from pipeline.run.run_directory import write_aside, writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What a run reached. None where the run did not log it.
+
+    Attributes:
+        iterations: number of iterations run.
+        accuracy_before, accuracy_after: first and last held-out accuracy.
+        reward_first, reward_last: mean reward, averaged over the first and the last tenth of the iterations (at least
+            one).
+        sampled_tokens, trained_tokens: sums over the run.
+        seconds: wall time of all iterations.
+        phases: node → seconds in all.
+        curve: (iteration, accuracy) pairs.
+    """
+
+    iterations: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+    sampled_tokens: int | None
+    trained_tokens: int | None
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+
+
+def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> Results:
+    """Sums up the rows of a metrics.jsonl. Pure."""
+    names = names or MetricNames()
+    curve = [(int(i), float(v)) for i, v in _series(rows, names.accuracy)]
+    rewards = [v for _, v in _series(rows, names.reward)]
+    tenth = max(1, len(rewards) // 10)
+    wall, phases = 0.0, dict[str, float]()
+    iterations = 0
+    for row in rows:
+        seconds = {
+            k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/") and not math.isnan(v)
+        }
+        seconds.pop("cpu", None)  # a second clock, not a phase
+        if "iteration" in seconds:
+            iterations += 1
+        # The final pass has no iteration around it.
+        wall += seconds.pop("iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
+        for name, value in seconds.items():
+            if not name.startswith("waiting"):
+                phases[name] = phases.get(name, 0.0) + value
+    return Results(
+        iterations=iterations,
+        accuracy_before=curve[0][1] if curve else None,
+        accuracy_after=curve[-1][1] if curve else None,
+        reward_first=sum(rewards[:tenth]) / tenth if rewards else None,
+        reward_last=sum(rewards[-tenth:]) / tenth if rewards else None,
+        sampled_tokens=_total(rows, names.sampled_tokens),
+        trained_tokens=_total(rows, names.trained_tokens),
+        seconds=wall,
+        phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
+        curve=curve,
+    )
+
+
+def as_table(results: Results) -> str:
+    """The results as lines of text."""
+    lines: list[tuple[str, str]] = [("iterations", str(results.iterations))]
+    before, after = results.accuracy_before, results.accuracy_after
+    if before is not None and after is not None:
+        lines.append(
+            ("held-out accuracy", f"{before:.3f} before, {after:.3f} after ({(after - before) * 100:+.1f} points)")
+        )
+    if results.reward_first is not None and results.reward_last is not None:
+        lines.append(("mean reward", f"{results.reward_first:.3f} first tenth, {results.reward_last:.3f} last tenth"))
+    for label, count in (("sampled tokens", results.sampled_tokens), ("trained tokens", results.trained_tokens)):
+        if count is not None:
+            lines.append((label, f"{count:,}"))
+    lines.append(("time", duration(results.seconds)))
+    total = sum(results.phases.values())
+    for name, seconds in results.phases.items():
+        if total and seconds / total >= 0.001:
+            lines.append((f"  {name}", f"{seconds:8.1f} s {100 * seconds / total:5.1f} %"))
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def write_results(
+    run_path: Path, names: MetricNames | None = None, title: str = "", picture: bool = True
+) -> tuple[Results, str]:
+    """Writes result.json and, when accuracy or reward was logged, curve.png unless `picture` is off; returns the results and the table."""
+    names = names or MetricNames()
+    rows = read_metrics(run_path / "metrics.jsonl")
+    results = summarise(rows, names)
+    write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
+    if picture:
+        draw_curve(run_path / "curve.png", results.curve, _series(rows, names.reward), title or run_path.name)
+    return results, as_table(results)
+
+
+def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple[int, float]], title: str) -> None:
+    """Draws accuracy and reward over iterations; nothing when there is neither."""
+    if not accuracy and not reward:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if reward:
+        axes.plot(*zip(*reward, strict=True), color="tab:gray", linewidth=1, alpha=0.7, label="mean reward")
+    if accuracy:
+        axes.plot(*zip(*accuracy, strict=True), color="tab:blue", marker="o", label="held-out accuracy")
+    axes.set(xlabel="iteration", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    aside = path.with_name(f".tmp-{path.name}")
+    with writing(path):
+        figure.savefig(aside, format="png")
+        aside.replace(path)
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(row["iteration"], row[name]) for row in rows if name in row and not math.isnan(row[name])]
+
+
+def _total(rows: list[dict[str, Any]], name: str) -> int | None:
+    values = [v for _, v in _series(rows, name)]
+    return int(sum(values)) if values else None

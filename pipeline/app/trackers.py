@@ -1,0 +1,231 @@
+"""Sinks that show a run elsewhere: Weights & Biases and TensorBoard. Both are imported only when a run uses them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyarrow import ArrowException
+
+from pipeline.app import draw
+from pipeline.app.rollout_table import COLUMNS, RolloutTables
+from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.graph import Graph
+from pipeline.run.metrics import Sink, WandbSettings
+from pipeline.run.run_directory import write_aside, writing
+
+logger = logging.getLogger("creditgraph")
+
+
+class _Pending:
+    """Iterations whose tables wait until their records are written, which `sync` and `close` of a sink are told after."""
+
+    def __init__(self, tables: RolloutTables | None) -> None:
+        self._tables, self._waiting = tables, list[int]()
+
+    def add(self, iteration: int) -> None:
+        if self._tables is not None and self._tables.due(iteration):
+            self._waiting.append(iteration)
+
+    def take(self) -> list[list[Any]]:
+        """Rows of all tables that wait."""
+        waiting, self._waiting = self._waiting, []
+        return [row for i in waiting for row in self._rows(i)]
+
+    def _rows(self, iteration: int) -> list[list[Any]]:
+        """A picture is no reason to end a run: what cannot be read is told and left out."""
+        assert self._tables is not None
+        try:
+            return self._tables.rows(iteration)
+        except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "the table of rollouts of iteration %d is left out: %s", iteration, str(error).partition("\n")[0]
+            )
+            return []
+
+
+class Wandb:
+    """Mirrors metrics, rollouts, the graph and, when asked, checkpoints to wandb; a run that is continued keeps its wandb id.
+
+    Args:
+        settings: where to, and as what.
+        run_path: run directory.
+        config: resolved configuration.
+        graph: drawn once, when the run is new to wandb.
+        tables: rollouts to show.
+        iterations: of the run; the final pass logs under this number.
+
+    Raises:
+        RunError: wandb refuses to begin.
+    """
+
+    def __init__(
+        self,
+        settings: WandbSettings,
+        run_path: Path,
+        config: dict[str, Any],
+        *,
+        graph: Graph | None = None,
+        tables: RolloutTables | None = None,
+        iterations: int = 1 << 24,
+    ) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._path, self._settings, self._iterations, self._step = run_path, settings, iterations, 0
+        self._pending = _Pending(tables)
+        id_path = run_path / "wandb_id"
+        new = not id_path.exists()
+        if new:
+            write_aside(id_path, uuid.uuid4().hex[:8])
+        try:
+            self._run = wandb.init(
+                mode=settings.mode,
+                project=settings.project,
+                entity=settings.entity or None,
+                name=settings.name or run_path.name,
+                id=id_path.read_text(encoding="utf-8").strip(),
+                dir=str(run_path),
+                config=config,
+                resume="allow" if settings.mode == "online" else None,
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise RunError(
+                f"run.wandb.mode={settings.mode}: wandb could not begin ({str(error).splitlines()[0]}); wanted a "
+                "project it may write to. "
+                "Log in with `wandb login`, or set run.wandb.mode=offline."
+            ) from error
+        self._run.define_metric("*", step_metric="iteration")
+        if new and graph is not None:
+            self._run.log({"graph": wandb.Html(draw.svg(graph), inject=False)}, step=0)
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Sends one iteration."""
+        # wandb takes no step twice: two per iteration leave the one before a continued run's first iteration to the
+        # final pass.
+        self._step = 2 * iteration - (iteration >= self._iterations)
+        self._run.log({"iteration": iteration, **metrics}, step=self._step)
+        self._pending.add(iteration)
+
+    def sync(self) -> None:
+        """Sends the tables of what is recorded, and checkpoints that were made since the last call."""
+        rows = self._pending.take()
+        if rows:
+            self._run.log({"rollouts": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._step)
+        if self._settings.checkpoints:
+            self._send_checkpoints()
+
+    def _send_checkpoints(self) -> None:
+        note = self._path / "wandb_sent"
+        sent = note.read_text(encoding="utf-8").strip() if note.exists() else ""
+        folder = self._path / "checkpoints"
+        for found in sorted(
+            p for p in folder.glob("*") if p.name.isdigit() and p.name > sent and (p / "manifest.json").exists()
+        ):
+            name = re.sub(r"[^\w.-]", "-", f"{self._path.name}-checkpoint")
+            artifact = self._wandb.Artifact(name, type="checkpoint", metadata={"iteration": int(found.name)})
+            artifact.add_dir(str(found))  # copied: the run deletes old checkpoints
+            self._run.log_artifact(artifact, aliases=[f"iteration-{int(found.name)}"])
+            write_aside(note, found.name)
+
+    def close(self) -> None:
+        """Ends the wandb run."""
+        self.sync()
+        self._run.finish()
+
+
+class TensorBoard:
+    """Writes metrics, rollouts (as text) and the graph (as a picture) to event files; a continued run replaces what it does again.
+
+    Args:
+        folder: of the event files.
+        graph: drawn at the first iteration.
+        tables: rollouts to show.
+
+    Raises:
+        ConfigError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, graph: Graph | None = None, tables: RolloutTables | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"run.tensorboard.enabled: the package tensorboard cannot be imported ({error}); wanted it to write "
+                "event files. "
+                "Install it with: pip install 'creditgraph[tensorboard]', or leave run.tensorboard.enabled=false."
+            ) from error
+        self._make: Callable[..., Any] = SummaryWriter
+        self._writer: Any = None
+        self._folder, self._graph, self._pending, self._last = folder, graph, _Pending(tables), 0
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Writes one iteration."""
+        if self._writer is None:
+            # Of a continued run, TensorBoard hides what an earlier part wrote of this iteration and later ones.
+            with writing(self._folder):
+                self._writer = self._make(str(self._folder), purge_step=iteration)
+            if self._graph is not None and iteration == 0:
+                self._writer.add_image("graph", _picture(self._graph), 0, dataformats="HWC")
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._pending.add(iteration)
+        self._last = iteration
+
+    def sync(self) -> None:
+        """Writes the rollouts of what is recorded, and everything to the disk."""
+        if self._writer is None:
+            return
+        rows = self._pending.take()
+        for iteration in dict.fromkeys(row[0] for row in rows):
+            text = "\n\n---\n\n".join(_as_text(row) for row in rows if row[0] == iteration)
+            self._writer.add_text("rollouts", text, iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the event file."""
+        self.sync()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def make_sinks(settings: Any, run_path: Path, config: dict[str, Any], graph: Graph) -> list[Sink]:
+    """The sinks that a run's settings (`RunSettings`) ask for."""
+    tables = RolloutTables(run_path, config, graph, settings.tables, settings.record)
+    sinks: list[Sink] = []
+    if settings.tensorboard.enabled:
+        sinks.append(TensorBoard(run_path / "tensorboard", graph=graph, tables=tables))
+    if settings.wandb.mode != "disabled":
+        sinks.append(
+            Wandb(settings.wandb, run_path, config, graph=graph, tables=tables, iterations=settings.iterations)
+        )
+    return sinks
+
+
+def _picture(graph: Graph) -> Any:
+    """uint8 [height, width, 3] of the graph."""
+    import numpy as np
+    import vl_convert
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(vl_convert.svg_to_png(draw.svg(graph), scale=2))).convert("RGB"))
+
+
+def _as_text(row: list[Any]) -> str:
+    """Markdown in which a rollout's own text is a block of code, whatever it contains."""
+    named = dict(zip(COLUMNS, row, strict=True))
+    long = {key: named.pop(key) for key in ("problem", "response", "reason")}
+    head = "  ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in named.items()
+    )
+    return "\n\n".join(_code(text) for text in (head, *(f"{key}: {value}" for key, value in long.items())))
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,282 @@
+"""The contract of a component, and the context it is given.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Outputs:
+        credit: Annotated[Credit, same_rows("trajectories")]
+
+    class MyAdvantage(Component):
+        '''One line on what it does. Formula, assumption, failure mode.'''
+
+        paper = "2402.03300"
+
+        @dataclass(frozen=True, kw_only=True)
+        class Config:
+            eps: float = 1e-6
+            '''added to the standard deviation'''
+
+        config: Config
+
+        def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+        ...
+
+Input sockets are the keyword-only parameters of `run`: `T` is required, `T | None = None` optional, `list[T]` takes
+several wires. Output sockets are the fields of the returned dataclass. `same_rows("x")` says that a batch has the rows
+of input `x`; the graph checker follows it through the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import RunError
+from pipeline.core.streams import Stream
+from pipeline.core.trace import NO_TRACE, Trace
+
+Placement = Literal["replica", "collective"]
+
+COUNTER_BITS = 22  # of a uid; 10 bits of replica are above them
+MAX_REPLICAS = 1 << 10
+
+
+@dataclass(frozen=True)
+class same_rows:
+    """Annotation: this batch has exactly the rows, in order, of the named input.
+
+    On an output it may also name another output of the same node, when no input has that name.
+    """
+
+    input: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The model under training, shared by engine, learner and tokenizer.
+
+    Attributes:
+        path: folder in Hugging Face layout, or a hub name; "tiny" is the embedded model.
+        dtype: parameter dtype, "float32" or "bfloat16".
+        max_context: tokens in prompt plus response; 0 takes the model's own limit.
+        trust_remote_code: passed to transformers.
+    """
+
+    path: str = "tiny"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_context: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Where this process stands among all processes of a run.
+
+    Ranks are cut into replicas, contiguously: rank r belongs to replica r // (world // num_replicas).
+
+    Attributes:
+        rank: of this process, from 0.
+        world: number of processes.
+        local_rank: of this process on its host; it owns the GPU of that number.
+        replica: number of its data-parallel replica.
+        num_replicas: number of data-parallel replicas.
+
+    >>> ranks = Ranks(rank=5, world=8, num_replicas=2)
+    >>> ranks.replica, ranks.position, ranks.leader, ranks.per_replica
+    (1, 1, False, 4)
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    num_replicas: int = 1
+
+    @property
+    def per_replica(self) -> int:
+        """Number of ranks in a replica."""
+        return self.world // self.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """The replica of this rank."""
+        return self.rank // self.per_replica
+
+    @property
+    def position(self) -> int:
+        """The place of this rank inside its replica; 0 is the leader."""
+        return self.rank % self.per_replica
+
+    @property
+    def leader(self) -> bool:
+        """Whether `replica` nodes run on this rank."""
+        return self.position == 0
+
+    def share(self, count: int) -> slice:
+        """This replica's contiguous part of `count` things; the first ones get one more where they do not divide evenly.
+
+        >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
+        [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
+        """
+        size, more = divmod(count, self.num_replicas)
+        start = self.replica * size + min(self.replica, more)
+        return slice(start, start + size + (self.replica < more))
+
+
+class Count(float):
+    """A logged number that is an amount (tokens, rows, requests), and so is summed over replicas: `context.log(rows=Count(len(x)))`."""
+
+
+def identity_sum(x: Tensor) -> Tensor:
+    """The reducer of a run with one replica."""
+    return x
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What a node is given in `setup`. The executor sets `iteration` before each `run`.
+
+    Attributes:
+        node: name in the graph; part of the key of every random stream.
+        node_index: position in the sorted graph, below 128; part of every uid.
+        seed: of the run.
+        iteration: the iteration being run, from 0.
+        iterations: planned number of iterations (for schedules).
+        device: where models live.
+        model: the model section of the configuration.
+        data: source name ("train", "eval") → the data section for it, a plain dict the prompts component reads.
+        run_dir: run directory, or None outside a run.
+        ranks: this process among all of the run; one rank by default.
+        all_sum: sums a tensor over the ranks with the same position in every replica (for `replica` nodes: over the
+            leaders), each of which must call it; returns a new tensor, the same bits everywhere. The identity for one
+            replica.
+        metrics: sink the executor empties after each run of the node; use `log`.
+        counts: the names in it that are sums over replicas.
+        trace: the run's timeline; `with context.trace.span("prefill", "generation"):` shows a part of `run` in it.
+    """
+
+    node: str = "node"
+    node_index: int = 0
+    seed: int = 0
+    iteration: int = 0
+    iterations: int = 1
+    device: str = "cpu"
+    model: ModelSpec = field(default_factory=ModelSpec)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    run_dir: Path | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    all_sum: Callable[[Tensor], Tensor] = identity_sum
+    metrics: dict[str, float] = field(default_factory=dict)
+    counts: set[str] = field(default_factory=set)
+    trace: Trace = field(default=NO_TRACE, repr=False, compare=False)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    _counter: tuple[int, int] = (-1, 0)
+
+    def rng(self) -> Stream:
+        """The random stream of (seed, node, iteration)."""
+        return Stream(self.seed, self.node, self.iteration)
+
+    def uids(self, count: int) -> Tensor:
+        """int64 [count] ids, unique in the run: from the top 24 bits iteration, 7 node, 10 replica, 22 counter."""
+        return self.common_uids(count) + (self.ranks.replica << COUNTER_BITS)
+
+    def common_uids(self, count: int) -> Tensor:
+        """int64 [count] ids as of `uids`, but the same on every replica: for rows of which each replica keeps its
+        share."""
+        start = self._counter[1] if self._counter[0] == self.iteration else 0
+        if start + count > 1 << COUNTER_BITS:
+            raise RunError(
+                f"node '{self.node}': {start + count} rows in iteration {self.iteration} of one replica; wanted at "
+                "most "
+                f"{1 << COUNTER_BITS}, the ids there are. Lower the batch or the group size, or use more replicas."
+            )
+        self._counter = (self.iteration, start + count)
+        base = (self.iteration << 39) | (self.node_index << 32)
+        return torch.arange(base + start, base + start + count, dtype=torch.int64)
+
+    def log(self, **metrics: float) -> None:
+        """Records numbers for this iteration; they appear as "node/name" in metrics.jsonl.
+
+        Of several replicas, a `Count` is summed, any other number averaged.
+        """
+        self.metrics.update({k: float(v) for k, v in metrics.items()})
+        self.counts.update(k for k, v in metrics.items() if isinstance(v, Count))
+
+    def reject(self, row: Any, reason: str) -> None:
+        """Writes a skipped row to rejected.jsonl with its reason; the executor counts it."""
+        self.rejected.append({"node": self.node, "iteration": self.iteration, "row": row, "reason": reason})
+
+
+class Component:
+    """Base of all nodes. Subclasses define `Config`, `run`, and what else they need.
+
+    Class attributes:
+        paper: arXiv id or name of the source, "" when there is none.
+        placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts.
+            "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
+            replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they run
+            beside the generation of later iterations.
+        final_pass: run once more after the last iteration, on the final weights, with `context.iteration ==
+            context.iterations`.
+    """
+
+    paper: ClassVar[str] = ""
+    placement: ClassVar[Placement] = "replica"
+    final_pass: ClassVar[bool] = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """No settings."""
+
+    config: Any
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
+        self.context = Context()
+
+    @classmethod
+    def ranks_per_replica(cls, config: Any) -> int:
+        """Processes that hold one replica of this (collective) node's model, known from its settings before anything loads."""
+        return 1
+
+    def setup(self, context: Context) -> None:
+        """Loads models and files. Overriders call `super().setup(context)` first."""
+        self.context = context
+
+    def initial(self) -> dict[str, Any]:
+        """Output name → value before the first iteration, for outputs that may be read with `@k`. Called after setup."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart: a nested dict of tensors, numbers, strings, lists."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; called after `setup`."""
+
+    @classmethod
+    def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
+        """Replica nodes: what `load_state_dict` gets in replica `replica` of `replicas`.
+
+        Args:
+            states: what the replicas gave that made the checkpoint, in order; a single one where all gave the same.
+        """
+        return states[replica if replica < len(states) else 0]
+
+    def save_shards(self, folder: Path) -> None:
+        """Collective nodes: writes this rank's part of a state too large for one process into `folder`; called on all ranks.
+
+        The folder belongs to a checkpoint that is still being written aside, and is the same for all ranks. What
+        `state_dict` gives is saved besides, by rank 0; `state_dict` is called on all ranks first.
+        """
+
+    def load_shards(self, folder: Path) -> None:
+        """Collective nodes: takes back what `save_shards` wrote, perhaps by another number of ranks; called on all ranks.
+
+        Follows `load_state_dict`.
+        """
+
+    def close(self) -> None:
+        """Releases processes, files and memory."""

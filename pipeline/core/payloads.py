@@ -1,0 +1,505 @@
+"""What travels on wires: frozen dataclasses whose tensors no receiver may change.
+
+A *batch* has one row per prompt or trajectory and a `uid` that is unique in a run. Fields of a batch are, by their
+value: a `Tensor` whose first dimension is the rows, a `Jagged` with one row per row, a list with one Python value per
+row, a dict of named `Jagged` columns, or a plain number or string that belongs to the whole batch. Arrow and Parquet
+conversion (`pipeline.run.recording`) follows from that and from nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import AlignmentError, CreditgraphError
+from pipeline.core.jagged import Jagged
+
+FINISH_REASONS = ("stop", "eos", "length", "thoughts", "final")
+
+
+class Payload:
+    """Anything that may travel on a wire. `origin` ("node.output") is set by the executor and used in error texts."""
+
+    origin: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch(Payload):
+    """Rows with unique ids.
+
+    Attributes:
+        uid: int64 [N], unique in a run.
+    """
+
+    uid: Tensor
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            rows = _num_rows(value)
+            if rows is not None and rows != len(self.uid):
+                raise AlignmentError(
+                    f"{type(self).__name__}.{name}: {rows} rows, but uid has {len(self.uid)}; every field needs one "
+                    "row per uid."
+                )
+
+    def __len__(self) -> int:
+        return len(self.uid)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def select(self, index: Tensor) -> Self:
+        """Rows by an int64 index or a bool mask [N], in the order of the index."""
+        if index.dtype == torch.bool:
+            index = index.nonzero(as_tuple=True)[0]
+        fields = {f.name: _select(getattr(self, f.name), index) for f in dataclasses.fields(self)}
+        return type(self)(**fields)
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Stacks rows in order. Batch-wide numbers must agree; columns must have the same names."""
+        if not batches:
+            raise AlignmentError(f"{cls.__name__}.concat: no batches; wanted at least one.")
+        fields = {
+            f.name: _concat(f"{cls.__name__}.{f.name}", [getattr(b, f.name) for b in batches])
+            for f in dataclasses.fields(cls)
+        }
+        return cls(**fields)
+
+    def index_of(self, uid: Tensor) -> Tensor:
+        """int64 [M]: the row of each given uid; raises AlignmentError when one is missing."""
+        order = torch.argsort(self.uid)
+        place = torch.searchsorted(self.uid[order], uid)
+        found = order[place.clamp(max=max(len(order) - 1, 0))] if len(order) else torch.zeros_like(uid)
+        if len(uid) and (len(order) == 0 or not torch.equal(self.uid[found], uid)):
+            missing = set(uid.tolist()) - set(self.uid.tolist())
+            raise AlignmentError(
+                f"{self.origin or type(self).__name__}: no row for uid {sorted(missing)[:3]}… ({len(missing)} "
+                "missing); "
+                "wanted every referenced uid. Wire both inputs to the same iteration and population."
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prompts(Batch):
+    """Problems to solve.
+
+    Attributes:
+        tokens: Jagged int32, the prompt as the model sees it.
+        text: the same before tokenisation.
+        answer: reference answer, "" when there is none.
+        metadata: per-row dict of JSON values: task name, source row, choices, tests, ….
+    """
+
+    tokens: Jagged
+    text: list[str]
+    answer: list[str]
+    metadata: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trajectories(Batch):
+    """Sampled responses.
+
+    Attributes:
+        prompt_uid: int64 [N], row of `Prompts` this answers.
+        group: int64 [N], trajectories whose outcomes are compared with each other share it.
+        parent: int64 [N], uid of the trajectory whose prefix was inherited, −1 for none.
+        prompt_tokens: Jagged int32.
+        response_tokens: Jagged int32, inherited prefix included, stop strings and EOS included.
+        inherited: int64 [N], number of leading response tokens copied from the parent.
+        engine_logprobs: Jagged float32 over response tokens, nats, at the sampling temperature, before top-p/top-k
+            truncation.
+        entropies: Jagged float32 over response tokens, nats, of the same distribution.
+        thought_ends: Jagged int32, exclusive end of each thought as an index into the response tokens.
+        policy_version: int64 [N], version of the weights that sampled the new tokens; the oldest where several did.
+        finish_reason: one of FINISH_REASONS per row.
+        text: decoded response, special tokens kept.
+        temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
+        token_versions: Jagged int32 over response tokens, version of the weights that sampled each, of a sampler that
+            carries rollouts over iterations; None where `policy_version` says it all.
+    """
+
+    prompt_uid: Tensor
+    group: Tensor
+    parent: Tensor
+    prompt_tokens: Jagged
+    response_tokens: Jagged
+    inherited: Tensor
+    engine_logprobs: Jagged
+    entropies: Jagged
+    thought_ends: Jagged
+    policy_version: Tensor
+    finish_reason: list[str]
+    text: list[str]
+    temperature: float = 1.0
+    token_versions: Jagged | None = None
+
+    @classmethod
+    def concat(cls, batches: Sequence[Self]) -> Self:
+        """Stacks rows in order; where some batches have `token_versions`, the others get theirs from `policy_version`."""
+        if any(b.token_versions is not None for b in batches):
+            batches = [b.replace(token_versions=b.versions_by_token()) for b in batches]
+        return super().concat(batches)
+
+    def versions_by_token(self) -> Jagged:
+        """`token_versions`, or `policy_version` for every token of its row."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return self.response_tokens.spread(self.policy_version.to(self.response_tokens.values.device, torch.int32))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rewards(Batch):
+    """Outcome of each trajectory.
+
+    Attributes:
+        value: float32 [N].
+        correct: bool [N].
+        valid: bool [N], False where verification failed (exception, time-out, NaN): such a trajectory gets zero credit.
+        detail: per-row reason, "" when there is nothing to say.
+    """
+
+    value: Tensor
+    correct: Tensor
+    valid: Tensor
+    detail: list[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepErrors(Batch):
+    """First wrong step of each (failed) trajectory.
+
+    Attributes:
+        step: int64 [N], 1-based thought index.
+        source: per row, how it was found: "boxed", "step", "default", "uniform", "oracle".
+    """
+
+    step: Tensor
+    source: list[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Segments(Batch):
+    """Segment boundaries of each response.
+
+    Attributes:
+        ends: Jagged int32, exclusive ends, strictly increasing; the last one is the response length.
+    """
+
+    ends: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SegmentValues(Batch):
+    """Estimated value at segment boundaries.
+
+    Attributes:
+        values: Jagged float32 with (number of segments + 1) entries per row: the start, then each segment end.
+    """
+
+    values: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Credit(Batch):
+    """What reaches the objective.
+
+    Attributes:
+        advantage: Jagged float32 over response tokens.
+        mask: Jagged bool over response tokens, True where the token is trained on.
+        columns: further Jagged columns over response tokens that the objective named in the graph reads.
+    """
+
+    advantage: Jagged
+    mask: Jagged
+    columns: dict[str, Jagged] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenLogprobs(Batch):
+    """What a learner makes of sampled tokens; less the engine's log-probs, the log-ratio between the two.
+
+    Attributes:
+        logprobs: Jagged float32 over response tokens [nats], at the batch's temperature; NaN where none was computed.
+    """
+
+    logprobs: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainReport(Payload):
+    """What one learner iteration did. `metrics` are plain floats, `seconds` per phase."""
+
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter(Payload):
+    """What an engine must know of a LoRA adapter beside its tensors: B·A · alpha / rank is added to each adapted linear layer.
+
+    Attributes:
+        rank: of every layer's pair of matrices A [rank, in] and B [out, rank].
+        alpha: numerator of the scale.
+        targets: last parts of the adapted layers' names, such as "q_proj".
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Weights(Payload):
+    """What a learner publishes and an engine loads: HF-named tensors, or a folder that holds them; with neither, the model's own.
+
+    Attributes:
+        version: number of learner iterations behind these weights; 0 is the initial model.
+        tensors: name → tensor (a snapshot the learner never changes), or None when `path` is given.
+        path: folder with safetensors in Hugging Face layout, or None.
+        adapter: `tensors` are then those of a LoRA adapter on the model's own weights, under PEFT's names; or None.
+    """
+
+    version: int
+    tensors: dict[str, Tensor] | None = None
+    path: str | None = None
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtLimits:
+    """Thought-by-thought generation: after each stop string a new thought begins, until the last one.
+
+    Attributes:
+        stop: string that closes a thought; kept in the response.
+        final: a thought that contains this string is the last one.
+        max_tokens: tokens per thought; a thought that reaches it is closed there without the stop string.
+        max_thoughts: number of thoughts, inherited ones not counted.
+    """
+
+    stop: str = "</thought>"
+    final: str = "\\boxed{"
+    max_tokens: int = 256
+    max_thoughts: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 is greedy (log-probs and entropies are then those of temperature 1).
+        top_p, top_k: truncation of the draw; 1.0 and 0 switch it off. Log-probs are those before truncation.
+        max_tokens: response budget in tokens.
+        stop: strings that end a response; kept in it.
+        thoughts: thought-by-thought limits, or None for one plain response.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    thoughts: ThoughtLimits | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Progress:
+    """What earlier requests with the same seeds have sampled for rows that now go on; empty rows have just begun.
+
+    Attributes:
+        tokens: Jagged int32, sampled so far.
+        thought_ends: Jagged int32, exclusive ends of the thoughts closed so far, as indices into `tokens`.
+    """
+
+    tokens: Jagged
+    thought_ends: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """A batch of generation requests, one row per sample; equal rows of `tokens` share their prefill.
+
+    With `progress` a row goes on where it was paused, in the midst of its thought and of its random stream: `tokens`
+    stays what came before its first sampled token, and all limits count the whole row.
+
+    Attributes:
+        tokens: Jagged int32, everything before the first sampled token (prompt, and an inherited prefix if any).
+        seed: int64 [N], one keyed seed per row (`Stream.seeds`); token t of a row depends on nothing else.
+        sampling: shared by the batch.
+        max_tokens: optional int64 [N], per-row response budget that overrides `sampling.max_tokens`.
+        max_thoughts: optional int64 [N], per-row limit that overrides `sampling.thoughts.max_thoughts`.
+        progress: optional, what the rows have sampled before; only for policies that `continues` is true of.
+        pause: optional int64 [N], new tokens after which a row that has not ended is left as it is ("paused");
+            likewise.
+    """
+
+    tokens: Jagged
+    seed: Tensor
+    sampling: Sampling
+    max_tokens: Tensor | None = None
+    max_thoughts: Tensor | None = None
+    progress: Progress | None = None
+    pause: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Completions:
+    """Answer to `Requests`, row for row.
+
+    Attributes:
+        tokens: Jagged int32, sampled tokens (EOS and stop strings included); of a row that went on, the new ones.
+        logprobs, entropies: Jagged float32, see `Trajectories`.
+        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits. Of a
+            row that went on all of its ends, counted from its very first sampled token.
+        finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts),
+            "paused".
+        text: decoded sampled tokens, special tokens kept.
+    """
+
+    tokens: Jagged
+    logprobs: Jagged
+    entropies: Jagged
+    thought_ends: Jagged
+    finish_reason: list[str]
+    text: list[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """Teacher-forced log-probs and entropies [nats] over the scored tokens, Jagged float32."""
+
+    logprobs: Jagged
+    entropies: Jagged
+
+
+class Policy(Payload, ABC):
+    """A language model that samples. A handle: it travels on wires but is not recorded."""
+
+    version: int
+    tokenizer: Any  # a Hugging Face fast tokenizer
+    continues: ClassVar[bool] = False
+    """whether `generate` knows `Requests.progress` and `Requests.pause`"""
+
+    @abstractmethod
+    def generate(self, requests: Requests) -> Completions:
+        """Samples one completion per row."""
+
+    @abstractmethod
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Log-probs and entropies of `tokens` [N rows] given `context` [N rows], both Jagged int32, teacher-forced."""
+
+    def score_branches(
+        self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
+    ) -> Scores:
+        """Scores row b of `tokens` as what follows the first `at[b]` tokens of trunk `row[b]`; branches do not see each other.
+
+        Engines that can run a trunk once for all its branches override this; the results are the same.
+
+        Args:
+            trunk: Jagged int32 [R rows].
+            row: int64 [B], trunk of each branch.
+            at: int64 [B], 1 to the trunk's length.
+            tokens: Jagged int32 [B rows].
+            temperature: of the softmax.
+        """
+        return self.score(trunk.slice_rows(torch.zeros_like(at), at, row), tokens, temperature)
+
+    def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
+        """Gradient × input embedding of each `context` token: how much it moves the summed log-prob of the row's `tokens`, float32.
+
+        Raises CreditgraphError for an engine without gradients, which is the default.
+        """
+        raise CreditgraphError(
+            f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; wanted an engine that can attribute "
+            "a log-prob to "
+            "its context. Use engine.local, or value.answer_likelihood in place of value.gradient_attribution."
+        )
+
+
+class Judge(Payload, ABC):
+    """Decides whether a response is right. A handle, like `Policy`; the same row judged twice costs once."""
+
+    @abstractmethod
+    def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """One reward per trajectory, aligned with it. Never raises for a bad row: that row is `valid=False` with the reason."""
+
+
+def known_entropies(entropies: Tensor, reader: str) -> Tensor:
+    """The entropies, or CreditgraphError when an engine left some out (NaN). `reader` names what wants them."""
+    unknown = int(entropies.isnan().sum())
+    if unknown:
+        raise CreditgraphError(
+            f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; wanted all of them. "
+            "Use engine.local or engine.vllm, or a method that reads no entropies."
+        )
+    return entropies
+
+
+def check_aligned(left: Batch, right: Batch) -> None:
+    """Raises AlignmentError, naming both origins, unless both batches have the same uids in the same order."""
+    if torch.equal(left.uid, right.uid):
+        return
+    a, b = (x.origin or type(x).__name__ for x in (left, right))
+    only_a, only_b = set(left.uid.tolist()) - set(right.uid.tolist()), set(right.uid.tolist()) - set(left.uid.tolist())
+    what = (
+        "the same rows in another order"
+        if not only_a and not only_b
+        else f"{len(only_a)} rows only in {a}, {len(only_b)} only in {b}"
+    )
+    raise AlignmentError(
+        f"{a} ({len(left)} rows) and {b} ({len(right)} rows) describe different populations: {what}; "
+        "wanted the same uids in the same order. Wire both inputs from the same population."
+    )
+
+
+def _num_rows(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else None
+    if isinstance(value, Jagged | list):
+        return len(value)
+    if isinstance(value, dict):
+        for column in value.values():
+            if isinstance(column, Jagged):
+                return len(column)
+    return None
+
+
+def _select(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if isinstance(value, Jagged):
+        return value.select(index)
+    if isinstance(value, list):
+        return [value[i] for i in index.tolist()]
+    if isinstance(value, dict):
+        return {k: v.select(index) for k, v in value.items()}
+    return value
+
+
+def _concat(place: str, values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if isinstance(first, Jagged):
+        return Jagged.concat(values)
+    if isinstance(first, list):
+        return [x for v in values for x in v]
+    if isinstance(first, dict):
+        if any(v.keys() != first.keys() for v in values):
+            raise AlignmentError(
+                f"{place}: batches with columns {[sorted(v) for v in values]}; wanted the same columns in all."
+            )
+        return {k: Jagged.concat([v[k] for v in values]) for k in first}
+    if any(v != first for v in values):
+        raise AlignmentError(f"{place}: values {values} differ between batches; wanted one value for all.")
+    return first

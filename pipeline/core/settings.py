@@ -1,0 +1,254 @@
+"""Typed settings: a plain dictionary from YAML becomes a component's `Config`, or a list of sentences saying why not."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pipeline.core.errors import did_you_mean
+
+_FAILED = object()
+
+
+def build_config(config_class: type, values: Mapping[str, Any] | None, place: str) -> tuple[Any, list[str]]:
+    """Builds a settings dataclass from plain values.
+
+    Unknown and missing keys, wrong types at any depth and what `__post_init__` objects to are all collected; a user's
+    mistake never raises.
+
+    Args:
+        config_class: a dataclass, possibly with nested dataclasses.
+        values: setting → value, as read from YAML; None means no settings.
+        place: what the sentences start with, such as the node's name.
+
+    Returns:
+        (config, []) or (None, problems).
+    """
+    problems: list[str] = []
+    config = _build(config_class, {} if values is None else values, place, problems)
+    return (None, problems) if problems else (config, [])
+
+
+def type_text(hint: Any) -> str:
+    """A type as it is shown to a user.
+
+    >>> type_text(Literal["std", "mean"]), type_text(tuple[int, ...]), type_text(float | None)
+    ("'std' or 'mean'", 'tuple[int, ...]', 'float or None')
+    """
+    origin, args = get_origin(hint), get_args(hint)
+    if hasattr(hint, "__metadata__"):
+        return type_text(args[0])
+    if origin is Literal:
+        return " or ".join(repr(a) for a in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(a) for a in args)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(type_text(a) for a in args)}]"
+    if hint is Ellipsis:
+        return "..."
+    if hint is types.NoneType or hint is None:
+        return "None"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _build(config_class: type, values: Any, place: str, problems: list[str]) -> Any:
+    if isinstance(values, config_class):
+        return values
+    if not isinstance(values, Mapping):
+        problems.append(f"{place}: found {_shown(values)}; wanted settings as 'name: value' pairs.")
+        return _FAILED
+    if not dataclasses.is_dataclass(config_class):
+        problems.append(
+            f"{place}: the component's Config is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it."
+        )
+        return _FAILED
+    try:
+        hints = _hints(config_class)
+    except (NameError, TypeError) as error:
+        problems.append(
+            f"{place}: the types of {config_class.__qualname__} cannot be read ({error}); define them at module level."
+        )
+        return _FAILED
+    fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
+    count = len(problems)
+    for key in values:
+        if key not in fields:
+            hint = did_you_mean(str(key), fields) if fields else " There are no settings here."
+            problems.append(f"{place}.{key}: unknown setting.{hint}")
+    arguments = {}
+    for name, f in fields.items():
+        if name in values:
+            arguments[name] = _convert(hints[name], values[name], f"{place}.{name}", problems)
+        elif f.default is MISSING and f.default_factory is MISSING:
+            problems.append(f"{place}.{name}: missing; wanted {type_text(hints[name])}.")
+    if len(problems) > count:
+        return _FAILED
+    try:
+        return config_class(**arguments)
+    except ValueError as error:
+        problems.append(f"{place}: {error}")
+        return _FAILED
+
+
+def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
+    """Walks dataclasses and containers by hand, so that unknown keys are found at any depth; pydantic converts the leaves."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and types.NoneType in args:
+            return None
+        for member in args:
+            nested = dataclasses.is_dataclass(member) and isinstance(value, Mapping | member)
+            listed = get_origin(member) in (list, tuple, dict) and isinstance(value, list | tuple | dict)
+            if nested or listed:
+                return _convert(member, value, place, problems)
+    elif dataclasses.is_dataclass(hint):
+        return _build(hint, value, place, problems)  # type: ignore[arg-type]
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        return _convert_sequence(hint, value, place, problems)
+    elif origin is dict and isinstance(value, Mapping):
+        keys = [_convert(args[0], k, place, problems) for k in value]
+        return dict(zip(keys, [_convert(args[1], v, f"{place}.{k}", problems) for k, v in value.items()], strict=True))
+    return _convert_leaf(hint, value, place, problems)
+
+
+def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str, problems: list[str]) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is list or args[-1] is Ellipsis:
+        members = [args[0]] * len(value)
+    elif len(args) == len(value):
+        members = list(args)
+    else:
+        problems.append(f"{place}: found {len(value)} values; wanted {len(args)}, {type_text(hint)}.")
+        return _FAILED
+    return origin(
+        _convert(m, v, f"{place}[{i}]", problems) for i, (m, v) in enumerate(zip(members, value, strict=True))
+    )
+
+
+def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
+    if isinstance(value, bool) and not _takes_bool(hint):
+        problems.append(f"{place}: found {_shown(value)}; wanted {type_text(hint)}.")
+        return _FAILED
+    from pydantic import ValidationError  # 0.2 s, and only needed once there are settings to check
+
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        reason = ""
+        if error.errors()[0]["type"] in (
+            "value_error",
+            "greater_than",
+            "greater_than_equal",
+            "less_than",
+            "less_than_equal",
+        ):
+            reason = f" ({error.errors()[0]['msg'].lower()})"
+        choices = [
+            a for h in (hint, *get_args(hint)) if get_origin(h) is Literal for a in get_args(h) if isinstance(a, str)
+        ]
+        close = did_you_mean(value, choices) if isinstance(value, str) else ""
+        near = close if close.startswith(" Did") else ""
+        problems.append(f"{place}: found {_shown(value)}; wanted {type_text(hint)}{reason}.{near}")
+        return _FAILED
+
+
+def _takes_bool(hint: Any) -> bool:
+    args = get_args(hint)
+    if get_origin(hint) is Literal:
+        return any(isinstance(a, bool) for a in args)
+    return hint in (bool, Any, object) or any(_takes_bool(a) for a in args)
+
+
+@cache
+def _hints(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class, include_extras=True)
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One documented setting.
+
+    Attributes:
+        name: field name; dotted for a field of a nested dataclass.
+        type: its annotation as written.
+        default: its default as written, "" when it must be given.
+        doc: the string after the field.
+    """
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+def describe_settings(config_class: type) -> list[Setting]:
+    """The settings of a class with the documentation string after each field, read from its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
+    return settings_in(next(n for n in tree.body if isinstance(n, ast.ClassDef)))
+
+
+def settings_in(node: ast.ClassDef) -> list[Setting]:
+    """The settings of a dataclass in parsed source; nothing is imported.
+
+    A field without a string after it takes its line from the "Attributes:" part of the class docstring.
+    """
+    found = []
+    lines = re.findall(
+        r"^ *([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE
+    )
+    listed = {name.strip(): text for names, text in lines for name in names.split(",")}
+    for place, item in enumerate(node.body):
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        if "ClassVar" in ast.unparse(item.annotation):
+            continue
+        after = node.body[place + 1] if place + 1 < len(node.body) else None
+        doc = listed.get(item.target.id, "")
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            doc = inspect.cleandoc(after.value.value)
+        found.append(Setting(item.target.id, annotation_text(item.annotation), _default_text(item.value), doc))
+    return found
+
+
+def annotation_text(annotation: ast.expr) -> str:
+    """An annotation as written, with the choices of a Literal spelt out."""
+    text = (
+        annotation.value
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+        else ast.unparse(annotation)
+    )
+    if text.startswith("Literal[") and text.endswith("]") and " | " not in text:
+        return " | ".join(part.strip() for part in text[len("Literal[") : -1].split(","))
+    return text
+
+
+def _default_text(value: ast.expr | None) -> str:
+    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] == "field":
+        for keyword in value.keywords:
+            if keyword.arg == "default":
+                return ast.unparse(keyword.value)
+            if keyword.arg == "default_factory":
+                factory = keyword.value
+                return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
+        return ""
+    return "" if value is None else ast.unparse(value)

@@ -1,0 +1,159 @@
+"""Sockets of a component class, read from the signature of `run` and the fields of what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pipeline.core.component import same_rows
+from pipeline.core.errors import ConfigError
+from pipeline.core.settings import type_text
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One input or output.
+
+    Attributes:
+        name: parameter or field name.
+        types: accepted (input) or possible (output) classes.
+        is_list: takes several wires.
+        required: must be wired (outputs: always True).
+        same_rows: name of the input whose rows it has, or None.
+    """
+
+    name: str
+    types: tuple[Any, ...]
+    is_list: bool = False
+    required: bool = True
+    same_rows: str | None = None
+
+    @property
+    def type_text(self) -> str:
+        """The type as shown to a user."""
+        inner = " or ".join(type_text(t) for t in self.types)
+        return f"list[{inner}]" if self.is_list else inner
+
+    def accepts(self, output: Socket) -> bool:
+        """Whether a wire from `output` may end here (subclasses may)."""
+        return all(any(_fits(given, wanted) for wanted in self.types) for given in output.types)
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Inputs and outputs of a component class, by name."""
+
+    inputs: dict[str, Socket]
+    outputs: dict[str, Socket]
+
+
+@cache
+def sockets_of(component: type) -> Sockets:
+    """Reads the sockets of a component class; raises ConfigError, naming the class, when `run` does not follow the contract."""
+    run = getattr(component, "run", None)
+    if run is None:
+        raise ConfigError(f"{component.__name__}: no method 'run'; a component defines run(self, *, …) -> Outputs.")
+    try:
+        hints = get_type_hints(run, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ConfigError(
+            f"{component.__name__}.run: its annotations cannot be read ({error}); import the types at module level."
+        ) from error
+    inputs = {}
+    for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            raise ConfigError(f"{component.__name__}.run: '{name}' is not keyword-only; write run(self, *, {name}: …).")
+        if name not in hints:
+            raise ConfigError(f"{component.__name__}.run: input '{name}' has no annotation; write its payload type.")
+        inputs[name] = _read(name, hints[name], parameter.default is inspect.Parameter.empty)
+    returned = hints.get("return")
+    if returned is types.NoneType:
+        return Sockets(inputs, {})
+    if not (isinstance(returned, type) and dataclasses.is_dataclass(returned)):
+        shown = "nothing" if returned is None else type_text(returned)
+        raise ConfigError(
+            f"{component.__name__}.run: returns {shown}; wanted a frozen dataclass with one field per output."
+        )
+    fields = get_type_hints(returned, include_extras=True)
+    outputs = {f.name: _read(f.name, fields[f.name], True) for f in dataclasses.fields(returned)}
+    return Sockets(inputs, outputs)
+
+
+def _read(name: str, hint: Any, required: bool) -> Socket:
+    rows: str | None = None
+    is_list = False
+
+    def strip(h: Any) -> tuple[Any, ...]:
+        nonlocal rows, is_list
+        if hasattr(h, "__metadata__"):
+            rows = next((m.input for m in h.__metadata__ if isinstance(m, same_rows)), rows)
+            return strip(get_args(h)[0])
+        if get_origin(h) in (Union, types.UnionType):
+            return tuple(t for member in get_args(h) if member is not types.NoneType for t in strip(member))
+        if get_origin(h) is list:
+            is_list = True
+            return strip(get_args(h)[0])
+        return (h,)
+
+    return Socket(name, strip(hint), is_list, required, rows)
+
+
+def _fits(given: Any, wanted: Any) -> bool:
+    if wanted is Any or given is Any:
+        return True
+    if isinstance(given, type) and isinstance(wanted, type):
+        return issubclass(given, wanted)
+    return bool(given == wanted)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The output `source.output` of `delay` iterations ago."""
+
+    source: str
+    output: str
+    delay: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}.{self.output}" + (f"@{self.delay}" if self.delay else "")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a checked graph.
+
+    Attributes:
+        name: unique in the graph.
+        use: registered component or "module:Class", as written.
+        cls: the component class.
+        config: its checked settings.
+        wires: input socket → its wires, one for a single input, any number for a list; unwired optional inputs are
+            absent.
+        settings: the settings as written.
+    """
+
+    name: str
+    use: str
+    cls: type
+    config: Any
+    wires: dict[str, list[Wire]]
+    settings: dict[str, Any]
+
+    @property
+    def sockets(self) -> Sockets:
+        """Inputs and outputs of the class."""
+        return sockets_of(self.cls)
+
+    @property
+    def all_wires(self) -> list[tuple[str, Wire]]:
+        """(input socket, wire) of every wire that ends here."""
+        return [(socket, wire) for socket, wires in self.wires.items() for wire in wires]
+
+    @property
+    def placement(self) -> str:
+        """Placement: "replica" or "collective", see `Component`."""
+        return str(getattr(self.cls, "placement", "replica"))

@@ -1,0 +1,310 @@
+"""From the command line's overrides to a checked experiment: hydra composes, this module judges.
+
+A configuration has the reserved sections `run`, `model`, `data`, `nodes`, `recipe`. Every other top-level
+section carries the name of a node and is merged over that node: `use` replaces its component, the rest are settings. So
+``learner.optimizer.lr=1e-4`` and ``engine=vllm`` work on any graph.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import ROOT
+from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+
+if TYPE_CHECKING:
+    from pipeline.core.component import ModelSpec
+    from pipeline.core.graph import Graph
+    from pipeline.run.run_settings import RunSettings
+
+_UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra takes as they are
+CONFIG_DIR = ROOT / "configs"
+RESERVED = ("run", "model", "data", "nodes", "recipe")
+PRIMARY = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A checked configuration: everything needed to build an executor, and the plain dict it came from."""
+
+    run: RunSettings
+    model: ModelSpec
+    data: dict[str, dict[str, Any]]
+    graph: Graph
+    resolved: dict[str, Any] = field(repr=False)
+
+    @property
+    def run_path(self) -> Path:
+        """The run directory."""
+        return Path(self.run.root) / self.run.name
+
+
+def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
+    """Where groups and recipes are looked up: the shipped folder, ./configs of the user, and --config-dir folders."""
+    dirs = [CONFIG_DIR]
+    here = Path.cwd() / "configs"
+    for folder in [here, *(Path(e).expanduser().resolve() for e in extra)]:
+        if folder.is_dir():
+            if folder.resolve() not in [d.resolve() for d in dirs]:
+                dirs.append(folder)
+        elif folder != here:
+            raise ConfigError(f"--config-dir: no folder '{folder}'; wanted one that holds graph/ or recipe/ files.")
+    return dirs
+
+
+def list_choices(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
+    """Choice name → file of a config group ("recipe", "graph", "model", …)."""
+    found: dict[str, Path] = {}
+    for folder in dirs:
+        for file in sorted((folder / group).glob("*.yaml")):
+            found.setdefault(file.stem, file)
+    return found
+
+
+def list_groups(dirs: Sequence[Path]) -> set[str]:
+    """Names of all config groups."""
+    return {p.name for d in dirs for p in d.iterdir() if p.is_dir() and any(p.glob("*.yaml"))}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One command-line override, parsed."""
+
+    text: str
+    key: str
+    value: str
+    is_group: bool
+
+
+def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Override]:
+    """Splits overrides into group choices and settings; all mistakes in one ConfigError."""
+    groups = list_groups(dirs)
+    problems, parsed = [], []
+    for text in overrides:
+        bare = text.lstrip("+~")
+        key, equals, value = bare.partition("=")
+        group = key.partition("@")[0]
+        if not equals and not text.startswith("~"):
+            problems.append(f"override '{text}': no '='; wanted key=value, for example run.seed=1 or recipe=toy_srpo.")
+            continue
+        is_group = group in groups and "." not in key
+        if is_group:
+            known = list_choices(group, dirs)
+            problems += [
+                f"override '{text}': no {group} named '{choice}'.{did_you_mean(choice, known)}"
+                for choice in value.split(",")
+                if choice not in known and choice not in ("null", "") and not choice.startswith("[")
+            ]
+        parsed.append(Override(text, key, value, is_group))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return parsed
+
+
+def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
+    """The same overrides in hydra's grammar: settings may be new keys, because the component's `Config` judges them."""
+    out = []
+    has_recipe = any(item.key == "recipe" for item in parsed)
+    for item in parsed:
+        if item.key == "graph" and not has_recipe and not item.text.startswith(("+", "~")):
+            out.append(f"+{item.text}")  # without a recipe nothing in the defaults names a graph that could be replaced
+        elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
+            out.append(item.text)
+        else:
+            out.append(f"++{item.key}={_quoted(item.value)}")
+    paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
+    return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
+
+
+def _quoted(value: str) -> str:
+    """The value as hydra's grammar has it; a plain text with characters that it keeps for itself (the = in a run's name) gets quotes."""
+    if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
+        return value
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Composes a plain resolved dict from overrides such as ["recipe=toy_srpo", "run.seed=1"].
+
+    Raises:
+        ConfigError: unknown group choice, override without '=', or a YAML file that does not compose.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    dirs = search_dirs(config_dirs)
+    parsed = parse_overrides(overrides, dirs)
+    GlobalHydra.instance().clear()
+    try:
+        with warnings.catch_warnings(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            warnings.simplefilter("ignore")
+            composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {' '.join(overrides)}: {_first_lines(error)}") from error
+    return finish(values, parsed)
+
+
+def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
+    """Adds the recipe's name and, when none was given, a name for the run."""
+    recipe = next((o.value for o in parsed if o.key == "recipe"), None)
+    values["recipe"] = recipe
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and not run.get("name"):
+        changed = [o for o in parsed if o.key != "recipe" and o.key.partition(".")[0] not in ("run", "hydra")]
+        parts = [recipe or "run", *(f"{o.key.rpartition('.')[2]}={o.value}" for o in changed), f"s{run.get('seed', 0)}"]
+        run["name"] = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", "-".join(parts))[:120]
+    return values
+
+
+def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The graph with the sections named like nodes merged in, and the problems found on the way."""
+    nodes = values.get("nodes")
+    if not isinstance(nodes, dict) or not nodes:
+        unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
+        return {"nodes": {}}, [
+            *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
+            "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (creditgraph graph --list shows both).",
+        ]
+    problems: list[str] = []
+    merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
+    for section, settings in values.items():
+        if section in RESERVED:
+            continue
+        spec = merged.get(section)
+        if spec is None and section in nodes:
+            continue
+        if section not in nodes:
+            if not _is_choice(settings):
+                problems.append(
+                    f"section '{section}': no such node in this graph.{did_you_mean(section, [*nodes, *RESERVED])}"
+                )
+        elif not isinstance(settings, dict):
+            problems.append(
+                f"section '{section}': found {settings!r}; wanted settings of the node, for example "
+                f"{section}.setting=value."
+            )
+        elif isinstance(spec, dict):
+            own = dict(settings)
+            if "use" in own:
+                spec["use"] = own.pop("use")
+            spec["config"] = deep_merge(spec.get("config") or {}, own)
+    return {"nodes": merged}, problems
+
+
+def _is_choice(settings: Any) -> bool:
+    """Whether a section only chooses a component, as the engine and learner groups do; harmless in a graph without that node."""
+    return isinstance(settings, dict) and set(settings) <= {"use"}
+
+
+def deep_merge(base: Any, over: Any) -> Any:
+    """`over` merged into `base`; mappings merge key by key, anything else replaces.
+
+    >>> deep_merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
+    {'a': {'x': 1, 'y': 3}}
+    """
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{k: deep_merge(base.get(k), v) for k, v in over.items()}}
+    return over
+
+
+def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
+    """Checks every section and the graph; all problems in one GraphError."""
+    from pipeline.core.component import ModelSpec
+    from pipeline.core.graph import build_graph
+    from pipeline.core.settings import build_config
+    from pipeline.run.run_settings import RunSettings
+
+    spec, problems = graph_dict(values)
+    built: dict[str, Any] = {}
+    for section, cls in (("run", RunSettings), ("model", ModelSpec)):
+        built[section], found = build_config(cls, values.get(section) or {}, section)
+        problems += found
+    data = values.get("data") or {}
+    if not isinstance(data, dict) or any(not isinstance(v, dict) for v in data.values()):
+        problems.append(f"data: found {data!r}; wanted one mapping per split, such as data.train and data.eval.")
+    graph = None
+    if spec["nodes"]:
+        try:
+            graph = build_graph(spec)
+        except GraphError as error:
+            problems += error.problems
+    if problems:
+        raise GraphError(problems, place)
+    assert graph is not None
+    return Experiment(**built, data=data, graph=graph, resolved=values)
+
+
+def check_shipped(dirs: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Checks every graph and recipe in `dirs`; yields (name, problems)."""
+    from pipeline.core.graph import build_graph
+
+    extra = [d for d in dirs if d != CONFIG_DIR]
+    for name, file in list_choices("graph", dirs).items():
+        try:
+            build_graph(read_yaml(file))
+            yield f"graph {name}", []
+        except (ConfigError, GraphError) as error:
+            yield f"graph {name}", getattr(error, "problems", [str(error)])
+    recipes = list(list_choices("recipe", dirs))
+    # Composing is hydra's pure Python, a tenth of a second each; the classes are imported by now, so forked children
+    # start at once.
+    with ProcessPoolExecutor(min(len(recipes) or 1, os.cpu_count() or 1), mp_context=get_context("fork")) as pool:
+        yield from pool.map(partial(_check_recipe, extra), recipes)
+
+
+def _check_recipe(config_dirs: list[Path], name: str) -> tuple[str, list[str]]:
+    try:
+        build_experiment(compose([f"recipe={name}"], config_dirs))
+    except (ConfigError, GraphError) as error:
+        return f"recipe {name}", getattr(error, "problems", [str(error)])
+    return f"recipe {name}", []
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML mapping, or a ConfigError with file and line."""
+    import yaml
+
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {_first_lines(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: found {type(values).__name__}; wanted a mapping.")
+    return values
+
+
+def resolved_section(section: str, file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file of a choice, with what it refers to (`${…}`) read from the configuration that it is a section of.
+
+    Raises:
+        ConfigError: the file is no YAML mapping, or refers to what is not there.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole = OmegaConf.create({**values, section: read_yaml(file)})
+    try:
+        found: dict[str, Any] = OmegaConf.to_container(whole[section], resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{file}: {_first_lines(error)}") from error
+    return found
+
+
+def _first_lines(error: BaseException, limit: int = 6) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n  ".join(lines[:limit]) or type(error).__name__

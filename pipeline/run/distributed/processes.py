@@ -1,0 +1,267 @@
+"""The processes of a run, joined by torch.distributed: gloo for control and CPU tensors, NCCL for tensors on GPUs."""
+
+from __future__ import annotations
+
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from pipeline.core.component import Ranks
+from pipeline.core.errors import CreditgraphError
+from pipeline.run.distributed.team import DistributedError, Lane, Rendezvous, Team
+from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
+from pipeline.run.distributed.wire_format import pack, unpack
+from pipeline.run.timeline.timeline import where
+
+START_TIMEOUT = 300.0  # seconds in which all ranks must have started
+
+
+class Processes(Team):
+    """This rank among all. Use as a context manager around everything that ranks do together; an error inside ends all of them.
+
+    Args:
+        meeting: where the ranks meet.
+        ranks: planned ranks.
+        device: "cpu" or "cuda…"; with CUDA, sums of GPU tensors go over NCCL.
+        timeout: seconds that a rank waits for the others in one collective.
+    """
+
+    def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str, timeout: float) -> None:
+        super().__init__(ranks)
+        limit = timedelta(seconds=timeout)
+        _allow_files(ranks.world)
+        self._hosts_store = meeting.hosts_store
+        try:
+            store: Any = TCPStore(
+                meeting.address,
+                meeting.port,
+                None,
+                meeting.hosts_store,
+                timedelta(seconds=START_TIMEOUT),
+                wait_for_workers=False,
+            )
+            prefix = f"creditgraph/{meeting.attempt}"
+            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"{prefix}/groups", store),
+                rank=ranks.rank,
+                world_size=ranks.world,
+                timeout=limit,
+            )
+        except (dist.DistError, RuntimeError, TimeoutError) as error:
+            raise DistributedError(
+                f"rank {ranks.rank}: the {ranks.world} processes did not meet at {meeting.address}:{meeting.port} "
+                "within "
+                f"{START_TIMEOUT:g} s ({str(error).splitlines()[0]}); see that all were started, that this host can be "
+                "reached from the "
+                "others, and that the port is free (MASTER_PORT)."
+            ) from error
+        self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks)
+        self._everyone = dist.new_group(backend="gloo", timeout=limit)
+        self._lanes = {name: _Lane(ranks, limit) for name in ("generation", "learning")}
+
+    def lane(self, name: str) -> Lane:
+        """Communication for one lane."""
+        return self._lanes[name]
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        held = torch.tensor([number])
+        with _collective("agreeing"):
+            dist.all_reduce(held, dist.ReduceOp.MAX, group=self._everyone)
+        return int(held)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return unpack(_broadcast(pack(value) if self.ranks.rank == 0 else None, 0, self._everyone))
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        self.most(0)
+
+    def report(self, error: BaseException) -> None:
+        """Tells the other ranks that this one has failed."""
+        if not _is_loss(error):
+            self._watchdog.report(_text(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self.barrier()
+            except PeerLost as lost:
+                self._end(lost)
+            self._watchdog.close()
+            dist.destroy_process_group()
+            return
+        self._end(error)
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """Says the run's first error, in front of everything else on this rank's last lines, and ends the process."""
+        rank = self.ranks.rank
+        if _is_loss(error):
+            first = self._watchdog.blame() or self._watchdog.report(
+                f"{_text(error)}; all ranks live, so one is stuck or slower than run.timeout allows{self._places()}"
+            )
+        else:
+            first = self._watchdog.report(_text(error))
+            if first.startswith(f"rank {rank} ") and not isinstance(error, CreditgraphError):
+                traceback.print_exception(error)
+        if self._hosts_store:
+            time.sleep(3 * PULSE)  # the others read the error from a store that ends with this process
+        leave(stopped(rank, first), 2 if isinstance(error, CreditgraphError) and not _is_loss(error) else EXIT_CODE)
+
+    def _places(self) -> str:
+        told = where(self.folder) if self.folder else ""
+        return f" ({told})" if told else ""
+
+
+class _Lane(Lane):
+    def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
+        self._ranks = ranks
+        size = ranks.per_replica
+
+        def group(members: list[int]) -> Any:
+            return dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+
+        self._peers = group([r * size + ranks.position for r in range(ranks.num_replicas)])
+        self._leader = ranks.replica * size
+        self._inside = group([self._leader + i for i in range(size)]) if size > 1 else None
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        total = x.detach().clone().contiguous()
+        with _collective("summing over replicas"):
+            dist.all_reduce(total, group=self._peers)
+        return total
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        mine = self._padded(pack(value))
+        slots = [torch.empty_like(mine) for _ in range(self._ranks.num_replicas)] if self._ranks.rank == 0 else None
+        with _collective("collecting on rank 0"):
+            dist.gather(mine, slots, dst=0, group=self._peers)
+        return None if slots is None else [unpack(slot) for slot in slots]
+
+    def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
+        me, replicas, step = self._ranks.replica, self._ranks.num_replicas, 1
+        while step < replicas:
+            if me % (2 * step):
+                with _collective("collecting on rank 0"):
+                    self._send(pack(value), me - step)
+                return None
+            if me + step < replicas:
+                with _collective("collecting on rank 0"):
+                    value = fold(value, unpack(self._receive(me + step)))
+            step *= 2
+        return value
+
+    def among_leaders(self, value: Any) -> list[Any]:
+        return [unpack(data) for data in self._gathered(pack(value))]
+
+    def to_all(self, value: Any) -> list[Any]:
+        if self._inside is None:
+            return self.among_leaders(value)
+        whole = torch.cat(self._gathered(pack(value))) if self._ranks.leader else None
+        return [unpack(data) for data in _broadcast(whole, self._leader, self._inside).chunk(self._ranks.num_replicas)]
+
+    def _send(self, data: Tensor, replica: int) -> None:
+        rank = replica * self._ranks.per_replica + self._ranks.position
+        dist.send(torch.tensor([len(data)]), rank, group=self._peers)
+        dist.send(data, rank, group=self._peers)
+
+    def _receive(self, replica: int) -> Tensor:
+        rank, size = replica * self._ranks.per_replica + self._ranks.position, torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._peers)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, rank, group=self._peers)
+        return data
+
+    def _padded(self, data: Tensor) -> Tensor:
+        """The data as long as that of the replica with most; packed values say themselves where they end."""
+        most = torch.tensor([len(data)])
+        with _collective("exchanging between replicas"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._peers)
+        return torch.cat([data, data.new_zeros(int(most) - len(data))])
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        mine = self._padded(mine)
+        slots = [torch.empty_like(mine) for _ in range(self._ranks.num_replicas)]
+        with _collective("exchanging between replicas"):
+            dist.all_gather(slots, mine, group=self._peers)
+        return slots
+
+
+def _allow_files(world: int) -> None:
+    """gloo connects a rank to every other one in each of its groups; from some 250 ranks on, more than the usual soft
+    limit of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 8 * world
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:
+    """uint8 [bytes] of the rank `source` (None elsewhere), on all ranks of the group."""
+    size = torch.tensor([0 if data is None else len(data)])
+    with _collective(f"waiting for rank {source}"):
+        dist.broadcast(size, source, group=group)
+        data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+        dist.broadcast(data, source, group=group)
+    return data
+
+
+@contextmanager
+def _collective(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo and NCCL have no type of their own for a lost peer
+        raise PeerLost(f"{what} failed: {str(error).splitlines()[0]}") from error
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Whether an error is the consequence of another rank's end, wherever in its chain of causes that shows."""
+    while error is not None:
+        if isinstance(error, PeerLost | dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error", "ProcessGroupNCCL")
+
+
+def _text(error: BaseException) -> str:
+    return (
+        str(error) if isinstance(error, CreditgraphError) else "".join(traceback.format_exception_only(error)).strip()
+    )
+
+
+def run_together(meeting: Rendezvous, ranks: Ranks, device: str, timeout: float, work: Callable[[Team], int]) -> int:
+    """Runs `work` on this rank, together with all others when there are any."""
+    if ranks.world == 1:
+        return work(Team(ranks))
+    try:
+        processes = Processes(meeting, ranks, device, timeout)
+    except DistributedError as error:
+        leave(str(error), 2)
+    with processes:
+        return work(processes)
+    raise AssertionError  # __exit__ ends the process after an error

@@ -1,0 +1,232 @@
+"""Many processes, one run: every rank runs the same graph (SPMD), started by torchrun or srun.
+
+`replica` nodes run on the first rank of each replica, `collective` nodes on all ranks, with the batches of all
+replicas. There is no
+second control plane: ranks agree through collectives of their own, at the same places of the same graph.
+
+    torchrun --nproc-per-node 2 --no-python creditgraph train recipe=toy_grpo
+    srun --ntasks 2 creditgraph train recipe=toy_grpo
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.core.component import MAX_REPLICAS, Ranks
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.graph import Graph
+
+__all__ = ["DistributedError", "Lane", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
+
+_FIRST_PORT, _PORTS = 20000, 20000
+
+
+class DistributedError(CreditgraphError):
+    """Processes that cannot form a run, or a rank that was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Who this process is, and where the ranks meet.
+
+    Attributes:
+        ranks: rank, world and local rank; replicas are planned later.
+        address, port: of the store through which ranks find each other.
+        hosts_store: whether this process serves the store (under torchrun the agent does).
+        attempt: number of restarts before this one; keeps late messages of an earlier attempt apart.
+    """
+
+    ranks: Ranks
+    address: str = "localhost"
+    port: int = 0
+    hosts_store: bool = False
+    attempt: int = 0
+
+
+def rendezvous(environ: Mapping[str, str] | None = None) -> Rendezvous:
+    """Reads torchrun's variables, else those of an srun step, else it is the only process.
+
+    Raises:
+        DistributedError: variables that are missing or contradict each other.
+
+    >>> rendezvous({"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1",
+    ...     "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[007-008]"}).address
+    'node007'
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in env]
+        if missing:
+            found = ", ".join(name for name in (*names, "LOCAL_RANK") if name in env)
+            raise DistributedError(
+                f"environment: found {found}, but not {', '.join(missing)}; wanted all variables that torchrun sets. "
+                "Start with torchrun, or unset RANK and WORLD_SIZE for one process."
+            )
+        rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Rendezvous(
+            ranks=_ranks(rank, world, _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0),
+            address=env["MASTER_ADDR"],
+            port=_number(env, "MASTER_PORT"),
+            hosts_store=rank == 0 and not agent,
+            attempt=_number(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0,
+        )
+    # A batch script has SLURM_PROCID too, but only a task of srun belongs to a step.
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+        rank, world = _number(env, "SLURM_PROCID"), _number(env, tasks)
+        if world > 1:
+            nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+            job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
+            return Rendezvous(
+                ranks=_ranks(rank, world, _number(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else 0),
+                address=env.get("MASTER_ADDR") or first_host(nodes),
+                port=_number(env, "MASTER_PORT") if "MASTER_PORT" in env else _FIRST_PORT + job % _PORTS,
+                hosts_store=rank == 0,
+                attempt=_number(env, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in env else 0,
+            )
+    return Rendezvous(ranks=Ranks())
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list.
+
+    >>> first_host("gpu[003-010,12],login"), first_host("a,b"), first_host("r[1-2]n[05,07]")
+    ('gpu003', 'a', 'r1n05')
+    """
+    depth, end = 0, len(nodes)
+    for i, letter in enumerate(nodes):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            end = i
+            break
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[:end])
+    if not host or "[" in host:
+        raise DistributedError(
+            f"SLURM_STEP_NODELIST: found '{nodes}'; wanted a node list such as node[01-04]. Set MASTER_ADDR to rank "
+            "0's host."
+        )
+    return host
+
+
+def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
+    """Cuts the ranks into replicas as the graph's collective nodes ask for.
+
+    Raises:
+        DistributedError: the number of processes does not fit.
+    """
+    sizes = [
+        (n, int(getattr(n.cls, "ranks_per_replica", _one)(n.config)))
+        for n in graph.nodes
+        if n.placement == "collective"
+    ]
+    size = max((s for _, s in sizes), default=1)
+    owner = next((f"'{n.name}' ({n.use})" for n, s in sizes if s == size), "the graph")
+    odd = [f"'{n.name}' takes {s}" for n, s in sizes if s not in (1, size)]
+    if odd:
+        raise DistributedError(
+            f"processes per replica: {owner} takes {size}, {odd[0]}; wanted one number. Give both the same parallel "
+            "sizes."
+        )
+    if ranks.world % size:
+        below = ranks.world // size * size
+        fits = f"{below} or {below + size}" if below else f"{size}, or a multiple of it"
+        raise DistributedError(
+            f"{owner}: one replica takes {size} processes, but the run has {ranks.world}; wanted a multiple. Start "
+            f"{fits}, for example "
+            f"torchrun --nproc-per-node {size} --no-python creditgraph train …, or change the parallel sizes."
+        )
+    replicas = ranks.world // size
+    if replicas > MAX_REPLICAS:
+        raise DistributedError(
+            f"{replicas} replicas; wanted at most {MAX_REPLICAS}. Use more processes per replica or fewer processes."
+        )
+    return Ranks(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, num_replicas=replicas)
+
+
+class Lane:
+    """Communication of one lane; for one rank there is nobody to talk to. Values are what a checkpoint can hold."""
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks with this position in every replica."""
+        return x
+
+    def to_first(self, value: Any) -> list[Any] | None:
+        """Leaders only: on rank 0 the values of all replicas in order, on other leaders None."""
+        return [value]
+
+    def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
+        """Leaders only: on rank 0 the values of all replicas, folded pair by pair in the order of replicas; on other leaders None.
+
+        A rank sends one value and takes in at most log2(replicas).
+        """
+        return value
+
+    def among_leaders(self, value: Any) -> list[Any]:
+        """Leaders only: the values of all replicas in order, on every leader."""
+        return [value]
+
+    def to_all(self, value: Any) -> list[Any]:
+        """All ranks: the values of all replicas in order; only leaders' `value` counts."""
+        return [value]
+
+
+class Team:
+    """All processes of a run as one of them sees them. This one is a run of one process; `pipeline.run.distributed.processes` has the other."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
+        self.folder: Path | None = None  # run directory, for what the ranks say of themselves there
+
+    def lane(self, name: str) -> Lane:
+        """Communication for one lane, so that lanes that overlap never interleave."""
+        return Lane()
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers. Main thread only, like the next two."""
+        return number
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value."""
+        return value
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+    def report(self, error: BaseException) -> None:
+        """Tells the other ranks that this one has failed; for a thread whose error does not end the process by itself."""
+
+
+def _ranks(rank: int, world: int, local_rank: int) -> Ranks:
+    if not 0 <= rank < world:
+        raise DistributedError(
+            f"environment: rank {rank} of {world} processes; wanted 0 to {world - 1}. Check RANK and WORLD_SIZE."
+        )
+    return Ranks(rank=rank, world=world, local_rank=local_rank)
+
+
+def _one(config: Any) -> int:
+    return 1
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise DistributedError(
+            f"environment: {name} is '{env[name]}'; wanted a number. Start with torchrun or srun."
+        ) from None
+
+
+def host() -> str:
+    """Name of this host, for messages."""
+    return socket.gethostname()

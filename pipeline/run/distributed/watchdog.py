@@ -1,0 +1,118 @@
+"""The first error of a run of many processes, told to all of them, so that no rank waits for one that is gone.
+
+A rank that fails writes why into the store that all ranks share. Ranks that wait in a collective see its connection
+break; ranks that compute, or wait for somebody who waits, are told by a thread of theirs that watches the store. Ranks
+that live count up a number there, which tells who died without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+from pipeline.core.component import Ranks
+from pipeline.run.distributed.team import DistributedError, host
+
+PULSE = 1.0  # seconds between signs of life
+SILENCE = 4 * PULSE  # without one for this long a rank is dead
+GRACE = 5.0  # seconds a rank has to end by itself once another has failed
+ERROR = "first_error"
+EXIT_CODE = 1
+
+
+class PeerLost(DistributedError):
+    """A collective failed, because another rank is gone or too slow."""
+
+
+class Watchdog:
+    """Watches the other ranks from a thread of its own.
+
+    Args:
+        store: of the run; the watchdog alone uses this connection.
+        ranks: this rank.
+    """
+
+    def __init__(self, store: Any, ranks: Ranks) -> None:
+        self._store, self._ranks = store, ranks
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._found: str | None = None  # kept, because the store may end before this rank does
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._done.set()
+        self._thread.join()
+
+    def report(self, text: str) -> str:
+        """Makes `text` the run's first error, unless there is one; returns the first one, with the rank in front."""
+        mine = f"rank {self._ranks.rank} ({host()}): {text}"
+        try:
+            with self._lock:
+                # An empty expected value writes only where nothing is.
+                return str(self._store.compare_set(ERROR, "", mine).decode())
+        except Exception:
+            return mine
+
+    def first(self) -> str | None:
+        """The first error of the run, when there is one."""
+        with self._lock:
+            if self._found is None and self._store.check([ERROR]):
+                self._found = self._store.get(ERROR).decode()
+            return self._found
+
+    def blame(self) -> str:
+        """After a broken collective: the first error, once it is known, else which ranks are silent. Raises nothing."""
+        if self._found is not None:
+            return self._found
+        try:
+            before = self._pulses()
+            end = time.monotonic() + SILENCE
+            while time.monotonic() < end:
+                if (found := self.first()) is not None:
+                    return found
+                time.sleep(PULSE / 4)
+            silent = [rank for rank, (old, new) in enumerate(zip(before, self._pulses(), strict=True)) if old == new]
+        except Exception as error:
+            return f"rank 0: the store is gone ({type(error).__name__}), and with it the process that served it; look into its log"
+        if silent:
+            names = ", ".join(f"rank {rank}" for rank in silent)
+            return self.report(
+                f"{names} died without a word (killed, or out of memory?); look into the log of that host"
+            )
+        return ""
+
+    def _pulses(self) -> list[int]:
+        with self._lock:
+            return [self._store.add(f"pulse/{rank}", 0) for rank in range(self._ranks.world)]
+
+    def _watch(self) -> None:
+        try:
+            while not self._done.wait(PULSE):
+                with self._lock:
+                    self._store.add(f"pulse/{self._ranks.rank}", 1)
+                if (found := self.first()) is not None:
+                    break
+            else:
+                return
+        except Exception:
+            found = "rank 0: the store is gone, and with it the process that served it; look into its log"
+        if not self._done.wait(GRACE):
+            leave(stopped(self._ranks.rank, found))
+
+
+def stopped(rank: int, first: str) -> str:
+    """What a rank says that ends because of another."""
+    return first if first.startswith(f"rank {rank} ") else f"{first}\n(rank {rank} stops because of it)"
+
+
+def leave(text: str, code: int = EXIT_CODE) -> NoReturn:
+    """Says why and ends the process at once: threads may be inside collectives that never return."""
+    sys.stdout.flush()
+    sys.stderr.write(f"creditgraph: {text}\n")
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,68 @@
+"""Values as bytes for sending: a JSON header and raw tensor buffers, as in a checkpoint; never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.core.payloads import Batch
+from pipeline.run.checkpoint import Encoded, decode, encode
+
+
+def pack(value: Any, place: str = "value") -> Tensor:
+    """A value (see `pipeline.run.checkpoint`) as uint8 [bytes].
+
+    >>> unpack(pack({"a": [1, torch.tensor([2.5])]}))
+    {'a': [1, tensor([2.5000])]}
+    """
+    return pack_encoded(encode(value, place, copy=False))
+
+
+def pack_encoded(state: Encoded) -> Tensor:
+    """An encoded value as uint8 [bytes]: 8 bytes length of the header, the header, then every tensor from a multiple of 8 on."""
+    about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()]
+    header = json.dumps({"tree": state.tree, "tensors": about}).encode()
+    header += b" " * (-len(header) % 8)
+    front = len(header).to_bytes(8, "little") + header
+    parts = [torch.frombuffer(bytearray(front), dtype=torch.uint8)]
+    for tensor in state.tensors.values():
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+        parts += [raw, raw.new_zeros(-len(raw) % 8)]
+    return torch.cat(parts)
+
+
+def unpack_encoded(data: Tensor) -> Encoded:
+    """What `pack_encoded` was given."""
+    size = int.from_bytes(data[:8].numpy().tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].numpy().tobytes())
+    tensors, at = {}, 8 + size
+    for name, kind, shape in header["tensors"]:
+        dtype = getattr(torch, kind)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        tensors[name] = data[at : at + count].clone().view(dtype).reshape(shape)
+        at += count + -count % 8
+    return Encoded(header["tree"], tensors)
+
+
+def unpack(data: Tensor) -> Any:
+    """What `pack` was given; tensors are on the CPU."""
+    return decode(unpack_encoded(data))
+
+
+def join(values: Sequence[Any]) -> Any:
+    """What all replicas have together: batches concatenated in order (parts without rows add nothing), lists item by item, of anything
+    else the first replica's."""
+    first = values[0]
+    if isinstance(first, list):
+        return [join([v[i] for v in values]) for i in range(len(first))]
+    if not isinstance(first, Batch):
+        return first
+    filled = [v for v in values if len(v)]
+    joined = first if not filled else filled[0] if len(filled) == 1 else type(first).concat(filled)
+    if joined.origin != first.origin:
+        object.__setattr__(joined, "origin", first.origin)
+    return joined

@@ -1,0 +1,160 @@
+"""Where the numbers of a run go: metrics.jsonl always; `pipeline/app/trackers.py` has wandb and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pipeline.run.run_directory import writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbSettings:
+    """Mirroring to Weights & Biases."""
+
+    mode: Literal["disabled", "offline", "online"] = "offline"
+    """offline writes below the run directory (send it later with `wandb sync`); online sends while running"""
+    project: str = "creditgraph"
+    """project name"""
+    entity: str = ""
+    """user or team; "" takes the account's default"""
+    name: str = ""
+    """display name; "" takes the run's name"""
+    checkpoints: bool = False
+    """also keep every checkpoint as an artifact; offline, each is copied to wandb's staging folder"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorboardSettings:
+    """Mirroring to TensorBoard (pip install 'creditgraph[tensorboard]')."""
+
+    enabled: bool = False
+    """write event files to tensorboard/ in the run directory"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """Tables of rollouts for wandb and TensorBoard."""
+
+    every: int = 10
+    """iterations between tables, of those that are recorded; 0 writes none"""
+    rows: int = 16
+    """rollouts per table, evenly spaced over those of the iteration"""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.rows < 1:
+            raise ValueError(f"every {self.every} and rows {self.rows}: wanted every ≥ 0 and rows ≥ 1.")
+
+
+class Sink(Protocol):
+    """Takes one iteration's metrics at a time, from one thread."""
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Records the metrics of an iteration."""
+
+    def sync(self) -> None:
+        """Makes everything logged so far durable; what was recorded so far is written by then."""
+
+    def close(self) -> None:
+        """Ends the sink."""
+
+
+class JsonLines:
+    """A .jsonl file, one object per line, flushed per line; NaN and infinities are null.
+
+    On opening, lines of iterations after `last_iteration` and a half-written last line are cut off.
+    """
+
+    def __init__(self, path: Path, last_iteration: int = -1) -> None:
+        self.path = path
+        with writing(path):
+            cut_lines(path, last_iteration)
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Appends rows."""
+        with writing(self.path):
+            self._file.writelines(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
+            self._file.flush()
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Appends {"iteration": …, name: value, …}."""
+        self.write([{"iteration": iteration, **metrics}])
+
+    def sync(self) -> None:
+        """Flushes to the disk."""
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        with writing(self.path):
+            self._file.close()
+
+
+class FanOut:
+    """Hands everything to several sinks."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self.sinks = list(sinks)
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Logs in every sink."""
+        for sink in self.sinks:
+            sink.log(iteration, metrics)
+
+    def sync(self) -> None:
+        """Syncs every sink."""
+        for sink in self.sinks:
+            sink.sync()
+
+    def close(self) -> None:
+        """Closes every sink."""
+        for sink in self.sinks:
+            sink.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; null becomes NaN, a half-written last line is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        rows.append({k: math.nan if v is None else v for k, v in row.items()})
+    return rows
+
+
+def cut_lines(path: Path, last_iteration: int) -> None:
+    """Cuts a .jsonl file before its first line that is unreadable or belongs to a later iteration."""
+    if not path.exists():
+        return
+    good = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                keep = line.endswith(b"\n") and int(json.loads(line)["iteration"]) <= last_iteration
+            except (ValueError, KeyError, TypeError):
+                keep = False
+            if not keep:
+                break
+            good += len(line)
+    if good < path.stat().st_size:
+        os.truncate(path, good)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinities as None, what JSON lacks as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value if isinstance(value, str | int | bool | None) else str(value)

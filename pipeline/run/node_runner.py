@@ -1,0 +1,185 @@
+"""One node of a running graph: builds its component, runs it, checks what it returns, collects what it logs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from pipeline.core.component import Component, Context
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.payloads import Payload
+from pipeline.core.sockets import Node
+from pipeline.run.checkpoint import Encoded, encode, is_storable
+from pipeline.run.timeline.timeline import phase_of
+
+
+class ContractError(CreditgraphError):
+    """A component does not keep to its own declaration."""
+
+
+class NodeFailure(RuntimeError):
+    """A component raised an exception; names the node and the iteration, and has the exception as its cause."""
+
+
+@dataclass
+class NodeReport:
+    """What a node logged in one iteration; metric names are complete ("node/name", "seconds/node"). `counts` are sums over replicas."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    counts: set[str] = field(default_factory=set)
+
+
+@dataclass
+class LaneReport:
+    """What one lane did in one iteration: node → report, and the seconds the lane itself took and waited."""
+
+    nodes: dict[str, NodeReport] = field(default_factory=dict)
+    overhead: float = 0.0
+    waited: float = 0.0
+
+
+class NodeRunner:
+    """A node, its component and its context."""
+
+    def __init__(self, node: Node, context: Context) -> None:
+        self.node = node
+        self.context = context
+        self.component: Any = None
+        self.seconds = 0.0
+        self.phase = phase_of(node.use, node.placement)
+
+    def setup(self) -> None:
+        """Builds the component and lets it load its models and files."""
+        with self._named("setup"), self.context.trace.span(self.node.name, "setup"):
+            self.component = self.node.cls(self.node.config)
+            self.component.setup(self.context)
+
+    def initial(self) -> dict[str, Any]:
+        """The component's values before the first iteration."""
+        with self._named("initial()"):
+            return dict(self.component.initial())
+
+    def snapshot(self, copy: bool) -> Encoded | None:
+        """The component's state, or None when it has none."""
+        with self._named("state_dict()"):
+            state = self.component.state_dict()
+            return encode(state, f"{self.node.name}: state_dict()", copy) if state else None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Gives a state back to the component."""
+        with self._named("load_state_dict()"):
+            self.component.load_state_dict(state)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether the component writes a part of its state from every rank."""
+        return (
+            self.node.placement == "collective"
+            and getattr(self.node.cls, "save_shards", None) is not Component.save_shards
+        )
+
+    def save_shards(self, folder: Path) -> None:
+        """Lets the component write this rank's part into its folder below `folder`."""
+        with self._named("save_shards()"):
+            (folder / self.node.name).mkdir(parents=True, exist_ok=True)
+            self.component.save_shards(folder / self.node.name)
+
+    def load_shards(self, folder: Path) -> None:
+        """Gives the component its folder below `folder`, when a checkpoint has one."""
+        if (folder / self.node.name).is_dir():
+            with self._named("load_shards()"):
+                self.component.load_shards(folder / self.node.name)
+
+    def close(self) -> None:
+        """Closes the component, if it was built."""
+        if self.component is not None:
+            self.component.close()
+
+    def run(self, iteration: int, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Runs one iteration; returns output name → value."""
+        self.context.iteration = iteration
+        begin = perf_counter()
+        with self._named(f"iteration {iteration}"), self.context.trace.span(self.node.name, self.phase, iteration):
+            result = self.component.run(**inputs)
+        self.seconds = perf_counter() - begin
+        return self._checked(result, iteration)
+
+    def harvest(self) -> NodeReport:
+        """Takes what the node logged since the last call; after its readers have run, because a handle it gave out may log too."""
+        name, context = self.node.name, self.context
+        metrics = {f"{name}/{k}": v for k, v in context.metrics.items()}
+        counts = {f"{name}/{k}" for k in context.counts} | {f"rejected/{name}"}
+        rejected = list(context.rejected)
+        if rejected:
+            metrics[f"rejected/{name}"] = float(len(rejected))
+        metrics[f"seconds/{name}"] = self.seconds
+        context.metrics.clear()
+        context.counts.clear()
+        context.rejected.clear()
+        return NodeReport(metrics, rejected, self.seconds, counts)
+
+    def _checked(self, result: Any, iteration: int) -> dict[str, Any]:
+        sockets = self.node.sockets.outputs
+        place = f"{self.node.name} ({self.node.use}), iteration {iteration}"
+        if result is None and not sockets:
+            return {}
+        if not dataclasses.is_dataclass(result) or {f.name for f in dataclasses.fields(result)} != set(sockets):
+            raise ContractError(
+                f"{place}: run returned {_described(result)}; wanted its declared outputs "
+                f"{', '.join(sockets) or 'None'}. "
+                "Return an instance of the dataclass that run is annotated with."
+            )
+        outputs = {}
+        for name, socket in sockets.items():
+            value = getattr(result, name)
+            items = value if socket.is_list and isinstance(value, list) else [value]
+            for item in items:
+                if not any(
+                    wanted is Any or not isinstance(wanted, type) or isinstance(item, wanted) for wanted in socket.types
+                ):
+                    raise ContractError(
+                        f"{place}: output '{name}' is {_described(item)}; wanted {socket.type_text}, as declared."
+                    )
+            outputs[name] = set_origin(value, f"{self.node.name}.{name}")
+        return outputs
+
+    def _named(self, what: str) -> _Named:
+        return _Named(f"{self.node.name} ({self.node.use}), {what}")
+
+
+class _Named:
+    """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, CreditgraphError):
+            error.args = (f"{self.place}: {error}", *error.args[1:])
+        elif isinstance(error, Exception):
+            raise NodeFailure(f"{self.place}: {type(error).__name__}: {error}") from error
+
+
+def set_origin(value: Any, origin: str) -> Any:
+    """Marks a payload with the output it came from; one that passes through another node unchanged is copied (not its tensors)."""
+    if not isinstance(value, Payload) or value.origin == origin:
+        return value
+    if value.origin:
+        if not is_storable(type(value)):
+            return value
+        value = copy.copy(value)
+    object.__setattr__(value, "origin", origin)
+    return value
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,208 @@
+"""Which nodes run on this rank, and how values, metrics and states of several replicas become one.
+
+Batches of all replicas are concatenated in the order of replicas, so a collective node, a record and a checkpoint see
+one batch, whatever number of replicas made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pipeline.core.errors import ConfigError
+from pipeline.core.graph import Graph
+from pipeline.core.payloads import Batch, Payload, Weights
+from pipeline.core.sockets import Node, Wire
+from pipeline.run.checkpoint import Encoded, decode, encode, is_storable
+from pipeline.run.distributed.team import Lane, Team
+from pipeline.run.distributed.wire_format import join
+from pipeline.run.metrics import plain
+from pipeline.run.node_runner import NodeReport, set_origin
+from pipeline.run.values import Values, as_inputs
+
+InFlight = dict[tuple[str, str, int], Any]
+
+
+class Placement:
+    """A graph on the ranks of a team.
+
+    Attributes:
+        nodes: those that run on this rank: all on a leader, collective ones elsewhere.
+        first: whether this is rank 0, which alone writes the run directory.
+    """
+
+    def __init__(self, graph: Graph, team: Team) -> None:
+        self.graph, self.team, self.ranks = graph, team, team.ranks
+        self.first = self.ranks.rank == 0
+        self.nodes = tuple(n for n in graph.nodes if self.ranks.leader or n.placement == "collective")
+        self.many = self.ranks.num_replicas > 1
+        self._lanes: dict[str, Lane] = {name: team.lane(name) for name in ("generation", "learning")}
+        self._lane_of = graph.lanes()
+        for node in graph.nodes:
+            self._refuse_handles(node)
+
+    def lane(self, node: str) -> Lane:
+        """Communication of a node's lane."""
+        return self._lanes[self._lane_of[node]]
+
+    def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
+        """What a node gets; a collective node the batches of all replicas."""
+        if node.placement != "collective" or self.ranks.world == 1:
+            return values.gather(node, iteration)
+
+        def remote(wire: Wire) -> bool:
+            return self.graph[wire.source].placement == "replica"
+
+        local = values.read(node, iteration, lambda wire: not remote(wire))
+        sent = values.read(node, iteration, remote) if self.ranks.leader else {}
+        wires = [(socket, wire) for socket, wire in node.all_wires if remote(wire)]
+        if wires:
+            parts = self.lane(node.name).to_all([sent[wire] for _, wire in wires] if self.ranks.leader else [])
+            for (_, wire), *found in zip(wires, *parts, strict=True):
+                local[wire] = set_origin(join(found), f"{wire.source}.{wire.output}")
+        return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
+
+    def recorded(self, node: Node, value: Any) -> Any:
+        """What rank 0 records of an output: a batch of all replicas, else its own value. Every leader calls it."""
+        if not self.many or node.placement == "collective" or not _is_sendable(value):
+            return value
+        parts = self.lane(node.name).to_first(value)
+        return None if parts is None else set_origin(join(parts), value.origin)
+
+    def merge(self, reports: dict[str, NodeReport]) -> dict[str, NodeReport]:
+        """Rank 0: the reports with those of all replicas' `replica` nodes merged in; elsewhere what came in. Every leader calls it.
+
+        Counts are summed, seconds are those of the slowest replica, and other numbers are averaged over the replicas
+        that have them. A report that is no node's is merged too.
+        """
+        if not self.many or not self.ranks.leader:
+            return reports
+        mine = {n: r for n, r in reports.items() if n not in self.graph or self.graph[n].placement == "replica"}
+        packed = {
+            n: [{k: [v, 1] for k, v in r.metrics.items()}, plain(r.rejected), r.seconds, sorted(r.counts)]
+            for n, r in mine.items()
+        }
+        folded = self._lanes["learning"].fold_to_first(packed, _fold)
+        return reports if folded is None else reports | {name: _unpacked(*folded[name]) for name in mine}
+
+    # Checkpoints
+
+    def states(self, snapshots: Mapping[str, Encoded]) -> dict[str, Encoded]:
+        """Rank 0: the states of all replicas, "node.NAME", and "node.NAME@replica" where another replica's differs. All leaders call it."""
+        if not self.many or not self.ranks.leader:
+            return dict(snapshots)
+        mine = {g: s for g, s in snapshots.items() if self.graph[g.removeprefix("node.")].placement == "replica"}
+        lane = self._lanes["learning"]
+        digests = lane.among_leaders({group: _digest(state) for group, state in mine.items()})
+        odd = {group for group in mine for other in digests if other.get(group) != digests[0].get(group)}
+        if not odd:
+            return dict(snapshots)
+        parts = lane.to_first({group: decode(state) for group, state in mine.items() if group in odd}) or []
+        others = {f"{g}@{r}": encode(s, g) for r, part in enumerate(parts) if r for g, s in part.items()}
+        return dict(snapshots) | others
+
+    def in_flight(self, values: list[tuple[str, str, int, Any]]) -> dict[str, Encoded]:
+        """Rank 0: the values on `@k` wires as groups "values", and "values@replica" for those of other replicas. All leaders call it."""
+        held = {(node, output, tag): value for node, output, tag, value in values}
+        groups = {"values": encode(held, "values in flight", copy=False)}
+        if not self.many or not self.ranks.leader:
+            return groups
+        own = {k: v for k, v in held.items() if self.graph[k[0]].placement == "replica"}
+        if not own:
+            return groups
+        parts = self._lanes["learning"].to_first(own) or []
+        return groups | {
+            f"values@{r}": encode(part, "values in flight", copy=False) for r, part in enumerate(parts) if r
+        }
+
+    def wanted(self, group: str) -> bool:
+        """Whether this rank reads a group of a checkpoint."""
+        name, _, replica = group.partition("@")
+        if name == "values":
+            return self.ranks.leader or not replica
+        node = name.removeprefix("node.")
+        return node not in self.graph or self.ranks.leader or self.graph[node].placement == "collective"
+
+    def states_of(self, groups: dict[str, Any]) -> dict[str, Any]:
+        """Node → state for this replica."""
+        found = {g.removeprefix("node."): s for g, s in groups.items() if g.startswith("node.") and "@" not in g}
+        for name, state in found.items():
+            if name in self.graph and self.graph[name].placement == "replica":
+                others = [groups[f"node.{name}@{r}"] for r in range(1, len(groups)) if f"node.{name}@{r}" in groups]
+                cls: Any = self.graph[name].cls
+                found[name] = cls.state_for([state, *others], self.ranks.replica, self.ranks.num_replicas)
+        return found
+
+    def values_of(self, groups: dict[str, Any]) -> InFlight:
+        """Values in flight for this replica. When their number has changed, the first one gets the batches of all, the others no rows."""
+        held: InFlight = dict(groups.get("values", {}))
+        others = [groups[f"values@{r}"] for r in range(1, len(groups)) if f"values@{r}" in groups]
+        made = 1 + len(others)
+        for key, value in held.items():
+            if key[0] not in self.graph or self.graph[key[0]].placement == "collective":
+                continue
+            parts = [value, *(o[key] for o in others)]
+            if made == self.ranks.num_replicas:
+                held[key] = parts[self.ranks.replica]
+            elif isinstance(value, Batch):
+                whole = join(parts)
+                held[key] = set_origin(whole if self.ranks.replica == 0 else whole.select(whole.uid[:0]), value.origin)
+        return held
+
+    def _refuse_handles(self, node: Node) -> None:
+        if node.placement != "collective" or self.ranks.world == 1:
+            return
+        for socket, wire in node.all_wires:
+            source = self.graph[wire.source]
+            types = source.sockets.outputs[wire.output].types
+            if source.placement == "replica" and any(
+                isinstance(t, type) and issubclass(t, Payload) and not is_storable(t) for t in types
+            ):
+                raise ConfigError(
+                    f"{node.name}.{socket}: wire '{wire}' brings a handle to a collective node, but handles cannot be "
+                    "sent to "
+                    f"{self.ranks.world} ranks; wanted a batch. Run it as one process, or make the reader a replica "
+                    "node."
+                )
+
+
+def _is_sendable(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(is_storable(type(v)) and not isinstance(v, Weights) for v in items)
+
+
+def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Reports of two groups of replicas as one: node → [metric → [sum, or most of seconds; replicas that have it], rejected, …]."""
+    found = {}
+    for node, (metrics, rejected, seconds, counts) in first.items():
+        others, more, longer, further = second[node]
+        both = dict(metrics)
+        for name, (value, number) in others.items():
+            mine = both.get(name)
+            if mine is None:
+                both[name] = [value, number]
+            else:
+                both[name] = [max(mine[0], value) if name.startswith("seconds/") else mine[0] + value, mine[1] + number]
+        found[node] = [both, rejected + more, max(seconds, longer), sorted({*counts, *further})]
+    return found
+
+
+def _unpacked(
+    metrics: dict[str, list[float]], rejected: list[dict[str, Any]], seconds: float, counts: list[str]
+) -> NodeReport:
+    known = set(counts)
+    means = {
+        k: value if k in known or k.startswith("seconds/") else value / number for k, (value, number) in metrics.items()
+    }
+    return NodeReport(means, rejected, seconds, known)
+
+
+def _digest(state: Encoded) -> str:
+    found = hashlib.sha256(json.dumps(state.tree).encode())
+    for tensor in state.tensors.values():
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,350 @@
+"""Payloads as Arrow tables and Parquet files, bit for bit, and the writer that records chosen outputs of a run.
+
+A row of a batch is a row of the table. A tensor is a column, a `Jagged` a list column over the same memory, a list of
+strings a string column, a list of other JSON values a string column of JSON text, and named columns ("columns.returns")
+one list column each. What belongs to the whole batch, the class and the tensor types are in the schema's metadata under
+"creditgraph". pandas, DuckDB and `datasets` read the files as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import ConfigError, DataError, RunError, did_you_mean
+from pipeline.core.graph import Graph
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Judge, Payload, Policy, Weights
+from pipeline.core.trace import NO_TRACE, Trace
+from pipeline.run.checkpoint import class_name, is_storable, payload_class
+from pipeline.run.run_directory import writing
+from pipeline.run.timeline.timeline import BRIEF
+
+KEY = b"creditgraph"
+FORMAT = 1
+_HALF = {torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """Which outputs are written to the run directory."""
+
+    every: int = 1
+    """iterations between records; 0 records nothing"""
+    outputs: list[str] | str = "all"
+    """outputs as node.output, or "all" """
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every {self.every}: wanted 0 (nothing) or more.")
+        if isinstance(self.outputs, str) and self.outputs != "all":
+            raise ValueError(f"outputs {self.outputs!r}: wanted a list such as [sampler.trajectories], or 'all'.")
+
+
+def to_arrow(payload: Any) -> pa.Table:
+    """A payload as a table. Tensors on the CPU are not copied (but bool and half-precision ones).
+
+    Raises:
+        DataError: a field that has no column form; names it.
+    """
+    if not is_storable(type(payload)) or isinstance(payload, Weights):
+        raise DataError(f"{_place(payload)}: a {type(payload).__name__} is a handle and cannot be recorded.")
+    cls: Any = type(payload)
+    hints = _hints(cls)
+    columns: dict[str, pa.Array] = {}
+    fields: dict[str, Any] = {}
+    for f in dataclasses.fields(payload):
+        fields[f.name] = _pack(
+            f"{_place(payload)}.{f.name}", f.name, getattr(payload, f.name), hints.get(f.name), columns
+        )
+    note = {"format": FORMAT, "class": class_name(type(payload)), "origin": payload.origin, "fields": fields}
+    return pa.table(columns or {"empty": pa.array([True])}, metadata={KEY: json.dumps(note)})
+
+
+def from_arrow(table: pa.Table, place: str = "table") -> Any:
+    """The payload a table was made of.
+
+    Raises:
+        DataError: the table was not made by `to_arrow`, or by a later version of it.
+    """
+    try:
+        note = json.loads((table.schema.metadata or {})[KEY])
+    except (KeyError, ValueError):
+        raise DataError(
+            f"{place}: not a recorded payload (no 'creditgraph' entry in its schema); wanted a file from a run's "
+            "record/ folder."
+        ) from None
+    if note["format"] > FORMAT:
+        raise DataError(
+            f"{place}: record format {note['format']}, this version reads up to {FORMAT}; update creditgraph."
+        )
+    try:
+        cls = payload_class(note["class"])
+    except RunError as error:
+        raise DataError(f"{place}: {error}") from None
+    known = {f.name for f in dataclasses.fields(cls)}
+    values = {name: _unpack(name, how, table) for name, how in note["fields"].items() if name in known}
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values and f.default is f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise DataError(
+            f"{place}: has no {', '.join(missing)}, which {cls.__name__} needs; it was recorded by another version."
+        )
+    payload = cls(**values)
+    if note["origin"]:
+        object.__setattr__(payload, "origin", note["origin"])
+    return payload
+
+
+def write_payload(path: Path, payload: Payload) -> None:
+    """Writes one Parquet file aside and renames it."""
+    table = to_arrow(payload)
+    aside = path.with_name(f".tmp-{path.name}")
+    texts = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+    with writing(path):
+        try:
+            # Dictionaries only for text: they may merge float NaNs of different bits.
+            pq.write_table(
+                table, aside, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=False
+            )
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def read_payload(path: Path) -> Any:
+    """Reads a file of `write_payload`; raises DataError when it is missing, half-written or foreign."""
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except FileNotFoundError:
+        there = sorted(p.name for p in path.parent.glob("*.parquet")) if path.parent.exists() else []
+        hint = (
+            f"recorded there: {there[0]} to {there[-1]}"
+            if there
+            else "nothing is recorded there; check run.record.outputs"
+        )
+        raise DataError(f"{path}: no such record; {hint}.") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}); it is half-written or foreign. "
+            "Remove it."
+        ) from error
+    return from_arrow(table, str(path))
+
+
+class Recorder:
+    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a thread of its own.
+
+    An error of the writer is raised by the next call. Handles (Policy, Judge) and Weights leave a small JSON note
+    instead.
+    """
+
+    def __init__(self, path: Path, settings: RecordSettings, graph: Graph, trace: Trace = NO_TRACE) -> None:
+        self._path, self._trace = path, trace
+        self._every = settings.every
+        everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
+        self._wanted = everything if settings.outputs == "all" else set(settings.outputs)
+        for name in sorted(self._wanted - everything):
+            raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
+        self._thread: threading.Thread | None = None
+
+    def wants(self, node: str, output: str, iteration: int) -> bool:
+        """Whether an output of this iteration is recorded."""
+        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._wanted
+
+    def put(self, node: str, output: str, iteration: int, value: Any) -> None:
+        """Hands a value to the writer, when it is one to record."""
+        name = f"{node}.{output}"
+        if not self.wants(node, output, iteration):
+            return
+        self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+            self._thread.start()
+        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is far behind
+            self._queue.put(lambda: self._write(name, iteration, value))
+
+    def flush(self) -> None:
+        """Waits until everything handed over is written."""
+        self._queue.join()
+        self._check()
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._check()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, name: str, iteration: int, value: Any) -> None:
+        path = self._path / name / f"{iteration:06d}.parquet"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._trace.span(name, "recording", iteration):
+            self._put(path, iteration, value)
+
+    def _put(self, path: Path, iteration: int, value: Any) -> None:
+        if isinstance(value, Policy | Judge | Weights):
+            note = {
+                "class": class_name(type(value)),
+                "iteration": iteration,
+                "version": getattr(value, "version", None),
+            }
+            with writing(path):
+                path.with_suffix(".json").write_text(json.dumps(note), encoding="utf-8")
+        else:
+            write_payload(path, value)
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _pack(place: str, name: str, value: Any, hint: Any, columns: dict[str, pa.Array]) -> dict[str, Any]:
+    """Adds the columns of one field; returns how to read them back."""
+    if isinstance(value, Tensor) and value.dim() == 1:
+        columns[name] = pa.array(_to_numpy(place, value))
+        return {"kind": "tensor", "dtype": _dtype_name(value)}
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return {"kind": "number", "dtype": _dtype_name(value), "value": value.item()}
+    if isinstance(value, Jagged):
+        columns[name] = _list_array(place, value)
+        return {"kind": "jagged", "dtype": _dtype_name(value.values)}
+    if isinstance(value, list):
+        if hint == list[str] and (text := _text_array(value)) is not None:
+            columns[name] = text
+            return {"kind": "text"}
+        columns[name] = pa.array([_json(place, v) for v in value], pa.string())
+        return {"kind": "json"}
+    if isinstance(value, dict) and value and all(isinstance(v, Jagged) for v in value.values()):
+        for key, column in value.items():
+            columns[f"{name}.{key}"] = _list_array(f"{place}.{key}", column)
+        return {"kind": "columns", "dtypes": {key: _dtype_name(v.values) for key, v in value.items()}}
+    if hint == dict[str, float] and value:
+        for key, number in value.items():
+            columns[f"{name}.{key}"] = pa.array([float(number)], pa.float64())
+        return {"kind": "numbers", "names": list(value)}
+    return {"kind": "batch", "value": json.loads(_json(place, value))}
+
+
+def _unpack(name: str, how: dict[str, Any], table: pa.Table) -> Any:
+    kind = how["kind"]
+    if kind == "tensor":
+        return _to_tensor(_column(table, name), how["dtype"])
+    if kind == "number":
+        return torch.tensor(how["value"], dtype=getattr(torch, how["dtype"]))
+    if kind == "jagged":
+        return _to_jagged(_column(table, name), how["dtype"])
+    if kind == "text":
+        return table.column(name).to_pylist()
+    if kind == "json":
+        return [json.loads(v) for v in table.column(name).to_pylist()]
+    if kind == "columns":
+        return {key: _to_jagged(_column(table, f"{name}.{key}"), dtype) for key, dtype in how["dtypes"].items()}
+    if kind == "numbers":
+        return {key: table.column(f"{name}.{key}")[0].as_py() for key in how["names"]}
+    return how["value"]
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _list_array(place: str, value: Jagged) -> pa.Array:
+    return pa.LargeListArray.from_arrays(
+        pa.array(value.offsets.cpu().numpy()), pa.array(_to_numpy(place, value.values))
+    )
+
+
+def _to_jagged(array: pa.Array, dtype: str) -> Jagged:
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    return Jagged(_to_tensor(array.flatten(), dtype), torch.from_numpy(offsets - offsets[0]))
+
+
+def _to_numpy(place: str, value: Tensor) -> np.ndarray[Any, Any]:
+    value = value.detach().cpu()
+    if value.dtype == torch.bfloat16:
+        # By bits, so that every NaN survives.
+        return (value.contiguous().view(torch.int16).to(torch.int32) << 16).view(torch.float32).numpy()
+    if value.dtype == torch.float16:
+        return value.to(torch.float32).numpy()
+    if value.is_complex() or value.layout != torch.strided:
+        raise DataError(
+            f"{place}: a {value.layout} tensor of {value.dtype} has no column form; wanted a dense real tensor."
+        )
+    return value.numpy()
+
+
+def _to_tensor(array: pa.Array, dtype: str) -> Tensor:
+    target = getattr(torch, dtype)
+    if not len(array):
+        return torch.zeros(0, dtype=target)
+    values = torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False)))
+    if target == torch.bfloat16:
+        return (values.to(torch.float32).view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    return values.to(target)
+
+
+def _text_array(value: list[Any]) -> pa.Array | None:
+    """A string column; None when something is not a string, or not valid Unicode (a lone surrogate)."""
+    try:
+        return pa.array(value, pa.string()) if all(isinstance(v, str) for v in value) else None
+    except (UnicodeEncodeError, pa.ArrowException):
+        return None
+
+
+def _json(place: str, value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{place}: {error}; wanted a tensor of one dimension, a Jagged, or values that JSON can hold."
+        ) from None
+    return text
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _place(payload: Any) -> str:
+    return getattr(payload, "origin", "") or type(payload).__name__

@@ -1,0 +1,134 @@
+"""The `run` section of a configuration, and what a run tells those who started or watch it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from pipeline.core.errors import ConfigError
+from pipeline.run.checkpoint import CheckpointSettings
+from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
+from pipeline.run.recording import RecordSettings
+from pipeline.run.timeline.timeline import TraceSettings
+
+Status = Literal["finished", "interrupted", "preempted"]
+STOPS: tuple[Status | None, ...] = (None, "preempted", "interrupted")
+EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "preempted": 75}
+AGAIN: dict[Status, str] = {
+    "interrupted": "Ctrl-C once more ends it at once",
+    "preempted": "start the run again to continue",
+}
+SIGNALS: dict[int, Status] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The `run` section of a configuration."""
+
+    name: str = "run"
+    """name of the run and of its directory below `root`"""
+    root: str = "runs"
+    """folder that holds run directories"""
+    iterations: int = 100
+    """iterations to run in all; raising it later continues a finished run"""
+    seed: int = 0
+    """key of every random stream"""
+    device: str = "auto"
+    """where models live: cpu, cuda, cuda:1; auto takes CUDA when torch sees it"""
+    threads: int = 1
+    """torch threads on a CPU; 0 leaves torch's own choice (two that compete were seen to be 10 to 20 times slower than
+    one)"""
+    overlap: bool = True
+    """generate later iterations beside learning where the wires allow it; the results are the same"""
+    timeout: float = 1800.0
+    """seconds a rank waits for the others in one exchange before the run ends; above the longest iteration of the
+    slowest rank"""
+    allow_changes: bool = False
+    """continue an earlier run although its graph, model, data or seed differ"""
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    """when the state is saved"""
+    record: RecordSettings = field(default_factory=RecordSettings)
+    """which outputs are written as Parquet"""
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    """when each rank did what"""
+    wandb: WandbSettings = field(default_factory=WandbSettings)
+    """mirroring to Weights & Biases"""
+    tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)
+    """mirroring to TensorBoard"""
+    tables: TableSettings = field(default_factory=TableSettings)
+    """rollouts shown in both"""
+
+    def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or not self.name.isprintable():
+            raise ValueError(f"name {self.name!r}: wanted that of a folder below root.")
+        if self.iterations < 0 or self.iterations >= 1 << 24:
+            raise ValueError(f"iterations {self.iterations}: wanted 0 to {(1 << 24) - 1}.")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout {self.timeout}: wanted seconds above 0.")
+
+
+def resolve_device(name: str, local_rank: int | None = None) -> str:
+    """ "auto" becomes cuda when torch sees it, else cpu; raises ConfigError for a device that is not there.
+
+    With `local_rank`, the rank of several on this host, "cuda" becomes the GPU of that number.
+    """
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"run.device: found '{name}'; wanted auto, cpu, cuda or cuda:N.")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"run.device: found '{name}', but torch sees no CUDA device here; run on a GPU machine or set "
+            "run.device=cpu."
+        )
+    found = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if found != "cuda" or local_rank is None:
+        return found
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"run.device: this is process {local_rank + 1} of its host, which has {torch.cuda.device_count()} GPUs; "
+            "wanted a GPU per "
+            "process. Start fewer processes per host."
+        )
+    return f"cuda:{local_rank}"
+
+
+class Observer(Protocol):
+    """Is told what happens, for a progress display. `node_started` may come from either lane's thread."""
+
+    def node_started(self, node: str, iteration: int) -> None:
+        """A node begins an iteration."""
+
+    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
+        """An iteration is over; `iteration` equals the number of iterations after the final pass."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def node_started(self, node: str, iteration: int) -> None:
+        """Does nothing."""
+
+    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How `Executor.run` ended.
+
+    Attributes:
+        status: "finished", "interrupted" (Ctrl-C) or "preempted" (SIGTERM, SIGUSR1).
+        completed: number of iterations that are done and checkpointed.
+        final: metrics of the final evaluation pass, empty when there was none.
+    """
+
+    status: Status
+    completed: int
+    final: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0, 130 (Ctrl-C) or 75 (preempted: start again to continue)."""
+        return EXIT_CODES[self.status]

@@ -1,0 +1,155 @@
+"""What travels on the wires of a running graph: values tagged with their iteration, shared by the two lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from pipeline.core.sockets import Node, Wire
+from pipeline.core.trace import NO_TRACE, Trace
+
+Output = tuple[str, str]  # (node, output)
+
+
+class Stopped(Exception):
+    """The other lane has failed; this one ends quietly."""
+
+
+def as_inputs(node: Node, found: dict[str, list[Any]]) -> dict[str, Any]:
+    """The keyword arguments of `run`: list sockets get lists, others their one value."""
+    sockets = node.sockets.inputs
+    return {
+        name: values if sockets[name].is_list else values[0]
+        for name, values in found.items()
+        if values or sockets[name].is_list
+    }
+
+
+class Values:
+    """Values by (node, output, iteration). Reading waits until the value exists or a lane has failed.
+
+    `nodes` are those that run on this rank; what they read from others does not come this way.
+
+    A value read only within its iteration is dropped after its last reader. One read with `@k` is kept until `complete`
+    says that iteration + k is over, checkpoint included, so that the values in flight at any cut are at hand.
+    """
+
+    def __init__(self, nodes: Sequence[Node], trace: Trace = NO_TRACE) -> None:
+        self._trace = trace
+        self.changed = threading.Condition()
+        self.error: BaseException | None = None
+        self.completed = -1
+        self._values: dict[tuple[str, str, int], Any] = {}
+        self._readers: Counter[Output] = Counter()
+        self.delays: dict[Output, int] = {}
+        present = {node.name for node in nodes}
+        for node in nodes:
+            for _, wire in node.all_wires:
+                if wire.source not in present:
+                    continue
+                output = (wire.source, wire.output)
+                self._readers[output] += 1
+                if wire.delay:
+                    self.delays[output] = max(self.delays.get(output, 0), wire.delay)
+        self._left: dict[tuple[str, str, int], int] = {}
+        self._waited: defaultdict[int, float] = defaultdict(float)
+
+    def put(self, node: str, output: str, iteration: int, value: Any) -> None:
+        """Stores a value and wakes whoever waits for it; a value nobody reads is not kept."""
+        readers = self._readers[node, output]
+        if readers:
+            with self.changed:
+                self._values[node, output, iteration] = value
+                self._left[node, output, iteration] = readers
+                self.changed.notify_all()
+
+    def gather(self, node: Node, iteration: int) -> dict[str, Any]:
+        """The inputs of `node` for `iteration`, waiting where needed; list sockets get lists."""
+        with self.changed:
+            found = {
+                socket: [self._wait(wire, iteration - wire.delay) for wire in wires]
+                for socket, wires in node.wires.items()
+            }
+        return as_inputs(node, found)
+
+    def read(self, node: Node, iteration: int, wanted: Callable[[Wire], bool]) -> dict[Wire, Any]:
+        """The values of some of a node's wires for `iteration`, waiting where needed."""
+        with self.changed:
+            return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if wanted(wire)}
+
+    def release(self, node: Node, iteration: int) -> None:
+        """`node` has run `iteration`: drops inputs that nobody needs any more."""
+        with self.changed:
+            for _, wire in node.all_wires:
+                key = (wire.source, wire.output, iteration - wire.delay)
+                if key in self._left:
+                    self._left[key] -= 1
+                    if self._left[key] <= 0 and (wire.source, wire.output) not in self.delays:
+                        del self._left[key], self._values[key]
+
+    def complete(self, iteration: int) -> None:
+        """Everything of `iteration` is done and, where due, checkpointed."""
+        with self.changed:
+            self.completed = iteration
+            for key in [k for k in self._values if k[2] + self.delays.get(k[:2], 0) <= iteration]:
+                del self._values[key], self._left[key]
+            self.changed.notify_all()
+
+    def in_flight(self, iteration: int) -> list[tuple[str, str, int, Any]]:
+        """(node, output, iteration, value) of all that later iterations will read with `@k`."""
+        with self.changed:
+            return [
+                (node, output, tag, self._values[node, output, tag])
+                for (node, output), delay in sorted(self.delays.items())
+                for tag in range(iteration + 1 - delay, iteration + 1)
+            ]
+
+    def latest(self, wire: Wire) -> Any:
+        """The newest value of a wire that is read with `@k`."""
+        with self.changed:
+            return self._values[max(k for k in self._values if k[:2] == (wire.source, wire.output))]
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Waits until `ready()`, which is evaluated under the lock; raises `Stopped` when a lane has failed."""
+        with self.changed:
+            if not ready():
+                with self._trace.waiting("the other lane"):
+                    while not ready():
+                        self._sleep()
+            self.check()
+
+    def check(self) -> None:
+        """Raises `Stopped` when a lane has failed."""
+        if self.error is not None:
+            raise Stopped
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error and wakes everyone."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def _wait(self, wire: Wire, iteration: int) -> Any:
+        key = (wire.source, wire.output, iteration)
+        if key not in self._values:
+            with self._trace.waiting(f"{wire.source}.{wire.output}"):
+                while key not in self._values:
+                    self._sleep()
+        return self._values[key]
+
+    def pause(self) -> None:
+        """Waits, under the lock, until something changes; raises `Stopped` when a lane has failed."""
+        self._sleep()
+
+    def waited(self) -> float:
+        """Seconds this thread has spent waiting for the other."""
+        return self._waited[threading.get_ident()]
+
+    def _sleep(self) -> None:
+        self.check()
+        begin = perf_counter()
+        self.changed.wait()
+        self._waited[threading.get_ident()] += perf_counter() - begin

@@ -1,0 +1,189 @@
+"""Pools of real server processes that speak vLLM's dialect and start in milliseconds (fake_vllm.py), with faults on demand."""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.engine.base import Limits
+from components.engine.served.channel import ChannelSettings, FileChannel
+from components.engine.served.dialect import Launch
+from components.engine.served.guard import descendants
+from components.engine.served.member import PoolSettings
+from components.engine.served.pool import ServerPool
+from components.engine.served.rows import Rows
+from components.engine.served.server import Address
+from components.engine.vllm.server import VllmDialect
+from components.text.stops import TokenText
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Requests, Sampling, Weights
+from pipeline.core.streams import counter_seed
+
+FAKE = Path(__file__).with_name("fake_vllm.py")
+SPEC = importlib.util.spec_from_file_location("fake_vllm", FAKE)
+fake = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(fake)
+
+QUICK = {"start_seconds": 60.0, "update_seconds": 30.0, "hang_seconds": 20.0, "stall_seconds": 60.0}
+
+
+class Words:
+    """Token id = code point."""
+
+    def batch_decode(self, rows, **_):
+        return ["".join(map(chr, row)) for row in rows]
+
+    def decode(self, row, **_):
+        return "".join(map(chr, row))
+
+
+class FakeDialect(VllmDialect):
+    """VllmDialect whose servers are `fake_vllm.py`."""
+
+    def __init__(self, folder: Path, options=()):
+        super().__init__(
+            model="fake", dtype="float32", length=512, device="cpu", forbidden=[], eos=[1], stream_tokens=3
+        )
+        self.folder, self.options = folder, list(options)
+
+    def launch(self, port: int, identity: str) -> Launch:
+        index = identity.split("-")[1]
+        own = ["--fault", str(self.folder / f"fault-{index}.json"), "--record", str(self.folder / "record.jsonl")]
+        return Launch(
+            command=[
+                sys.executable,
+                "-S",
+                "-E",
+                str(FAKE),
+                "--port",
+                str(port),
+                "--served-model-name",
+                identity,
+                *own,
+                *self.options,
+            ]
+        )
+
+
+class Fleet:
+    """A started pool with its channel; `generate` checks that every row was answered once and rightly."""
+
+    def __init__(self, folder: Path, servers: int = 3, options=(), addresses=(), channel=None, start=True, **settings):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "shm").mkdir(exist_ok=True)
+        self.channel = FileChannel(ChannelSettings(**(channel or {"path": str(folder / "shm")})), torch.float32)
+        self.settings = PoolSettings(**{**QUICK, **settings})
+        where = list(addresses) or [Address(url="", name=f"server {n}") for n in range(servers)]
+        self.pool = ServerPool(
+            FakeDialect(folder, options), self.settings, where, folder, "engine", self.channel.folders
+        )
+        self.version = 0
+        if start:
+            self.pool.start()
+
+    def fault(self, index: int, kind: str = "", **more) -> None:
+        (self.folder / f"fault-{index}.json").write_text(json.dumps({"kind": kind, **more}))
+
+    def load(self, version: int) -> None:
+        tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
+        self.version = version
+        self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors), early=True))
+        self.channel.retire(version)
+
+    def rows(self, prompts: int, group: int, max_tokens: int = 8, version=None, **sampling) -> Rows:
+        count = prompts * group
+        requests = Requests(
+            tokens=Jagged.from_rows([[3, 4 + i // group] for i in range(count)], torch.int32),
+            seed=torch.arange(100, 100 + count),
+            sampling=Sampling(max_tokens=max_tokens, **sampling),
+        )
+        eos = torch.zeros(fake.VOCABULARY, dtype=torch.bool)
+        limits = Limits(tokens=torch.full((count,), max_tokens), thoughts=torch.full((count,), 50), eos=eos)
+        return Rows(requests, limits, TokenText(Words(), fake.VOCABULARY), Words(), fake.VOCABULARY, version)
+
+    def generate(self, prompts: int = 6, group: int = 4, max_tokens: int = 8, version=None, streamed: bool = False):
+        rows = self.rows(prompts, group, max_tokens, version)
+        taken: list[int] = []
+
+        def advance(row, answer):
+            following = rows.advance(row, answer)
+            if following is None:
+                taken.append(row)
+            return following
+
+        if streamed:
+            self.pool.stream(rows.start(whole=True), rows.feed, rows.again)
+            taken.extend(range(prompts * group))  # `completions` raises for a row that has not ended
+        else:
+            self.pool.generate(rows.start(), advance)
+        assert sorted(taken) == list(range(prompts * group)), "every row once"
+        done = rows.completions()
+        for row in range(prompts * group):
+            assert done.tokens.row(row).tolist() == self.tokens(row, max_tokens)
+        return done
+
+    def tokens(self, row: int, count: int) -> list[int]:
+        """What a server samples for a row."""
+        seed = counter_seed(100 + row, 0)
+        return [fake.token_at(seed, place) for place in range(count)]
+
+    def logprobs(self, version: int, tokens: list[int]) -> list[float]:
+        return [fake.logprob_at(version, token) for token in tokens]
+
+    def records(self):
+        file = self.folder / "record.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def pid(self, index: int) -> int:
+        """Of the server itself, below its guard."""
+        return descendants(self.pool.members[index].process.pid)[0]
+
+    def kill(self, index: int, number=signal.SIGKILL) -> None:
+        os.kill(self.pid(index), number)
+
+    def after(self, seconds: float, work) -> threading.Timer:
+        timer = threading.Timer(seconds, work)
+        timer.start()
+        return timer
+
+    def until(self, ready, seconds: float = 15.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < deadline, [(m.state, m.reason) for m in self.pool.members]
+            time.sleep(0.02)
+
+    def states(self):
+        return [m.state for m in self.pool.members]
+
+    def close(self) -> None:
+        self.pool.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """fleet(servers, **settings) → Fleet; all are closed, and nothing of them may be left."""
+    made = []
+
+    def make(servers=3, **options):
+        made.append(Fleet(tmp_path / f"run{len(made)}", servers, **options))
+        return made[-1]
+
+    yield make
+    pids = [m.process.pid for f in made for m in f.pool.members if m.process is not None]
+    trees = [p for pid in pids for p in (pid, *descendants(pid))]
+    for one in made:
+        one.close()
+    assert not [
+        pid
+        for pid in trees
+        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    ]

@@ -1,0 +1,338 @@
+"""A server that speaks vLLM's HTTP dialect in milliseconds, for faults: `python fake_vllm.py --port P --served-model-name N …`.
+
+Token t of a completion is a function of (weights version, seed, place), so that a test can tell which answers are
+right. `--fault FILE` names a JSON file that is read at every request: {"kind": "garbage"}, {"kind": "500"}, …, and
+tests change it while the server runs.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
+
+VOCABULARY = 50
+
+
+def token_at(seed: int, place: int) -> int:
+    return 2 + (seed * 31 + place * 7) % (VOCABULARY - 2)
+
+
+def logprob_at(version: int, token: int) -> float:
+    return -0.1 - 0.001 * token - 0.01 * (version % 10)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def checksum_of(files: list[str], names: list[str]) -> str:
+    """`components.engine.served.channel.sample_checksum` without torch."""
+    found = {}
+    for file in files:
+        raw = Path(file).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        for name, entry in json.loads(raw[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                dtype = {"F32": "torch.float32", "BF16": "torch.bfloat16"}[entry["dtype"]]
+                found[name] = (dtype, tuple(entry["shape"]), raw[8 + length :][start:end])
+    digest = hashlib.sha256()
+    for name in names:
+        dtype, shape, data = found[name]
+        digest.update(f"{name} {dtype} {shape}".encode())
+        digest.update(data[: 1 << 20])
+        digest.update(data[-(1 << 20) :])
+    return digest.hexdigest()[:32]
+
+
+class State:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.version, self.told, self.checksum, self.installed = -1, "default", "", False
+        self.paused = False
+        self.changed = threading.Condition()
+        self.running: dict[str, dict] = {}
+        self.tokens = 0
+
+    def fault(self) -> dict:
+        try:
+            return json.loads(Path(self.options.fault).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def log(self, **entry) -> None:
+        if self.options.record:
+            with open(self.options.record, "a") as file:
+                file.write(json.dumps({"server": self.options.port, **entry}) + "\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: State
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.route({})
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length") or 0)
+        self.route(json.loads(self.rfile.read(length) or b"{}"))
+
+    def reply(self, body, status=200, raw=None):
+        data = json.dumps(body).encode() if raw is None else raw
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def route(self, body):
+        state, url = self.state, urlparse(self.path)
+        query = {k: v[0] for k, v in parse_qs(url.query).items()}
+        fault = state.fault().get("kind", "")
+        path = url.path
+        if path == "/health":
+            return self.reply({})
+        if path == "/v1/models":
+            return self.reply({"data": [{"id": state.options.served_model_name}]})
+        if path == "/metrics":
+            return self.reply(None, raw=f'vllm:generation_tokens_total{{engine="0"}} {state.tokens}.0\n'.encode())
+        if path == "/weight_info":
+            return self.reply({"weight_version": state.told})
+        if path == "/update_weight_version":
+            state.told = str(int(body["new_version"]) - 1) if fault == "old version" else body["new_version"]
+            return self.reply({"success": True})
+        if path == "/reset_prefix_cache":
+            return self.reply({"success": True})
+        if path == "/abort_requests":
+            if fault == "no aborts":
+                return self.reply({"error": "busy"}, 500)
+            with state.changed:
+                for name in body["request_ids"]:
+                    state.running.get(name.removeprefix("generate-tokens-"), {})["aborted"] = True
+                    state.log(aborted=name)
+                state.changed.notify_all()
+            return self.reply({"status": "aborted"})
+        if path == "/pause":
+            return self.pause(query["mode"])
+        if path == "/resume":
+            with state.changed:
+                state.paused = False
+                state.changed.notify_all()
+            return self.reply({"status": "resumed"})
+        if path == "/collective_rpc":
+            return self.collective(body, fault)
+        if path == "/inference/v1/generate":
+            return self.generate(body, fault)
+        return self.reply({"error": "unknown path"}, 404)
+
+    def pause(self, mode):
+        state = self.state
+        with state.changed:
+            if mode == "abort":
+                for request in state.running.values():
+                    request["aborted"] = True
+                state.changed.notify_all()
+            state.paused = True
+            state.changed.wait_for(lambda: not state.running)
+        self.reply({"status": "paused"})
+
+    def collective(self, body, fault):
+        state = self.state
+        method, arguments = body["method"], body.get("kwargs", {})
+        if method == "creditgraph_install":
+            state.installed = True
+        if method == "creditgraph_load_files":
+            if fault == "die in update":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hang in update":
+                say("loading weights and going nowhere")
+                time.sleep(3600)
+            if fault == "500 in update":
+                return self.reply({"error": "cannot load"}, 500)
+            update = json.loads(arguments["update"])
+            for file in map(Path, update["files"]):
+                while not file.exists():
+                    if (file.parent / "failed").exists():
+                        return self.reply({"error": "no more files"}, 500)
+                    time.sleep(0.001)
+            state.version, state.checksum = update["version"], checksum_of(update["files"], update["sample"])
+            state.log(loaded=update["version"])
+        return self.reply(
+            {"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]}
+        )
+
+    def generate(self, body, fault):
+        state, sampling, name = self.state, body["sampling_params"], body["request_id"]
+        if "prompt_logprobs" in sampling:
+            ids = body["token_ids"]
+            table = [None] + [
+                {str(t): {"logprob": logprob_at(state.version, t)}, "-1": {"logprob": -1.0}} for t in ids[1:]
+            ]
+            spans = [{"version": state.told, "start": 0, "end": 1}]
+            return self.reply({"prompt_logprobs": table, "choices": [{"weight_versions": spans}]})
+        request: dict = {}
+        with state.changed:
+            state.changed.wait_for(lambda: not state.paused)
+            state.running[name] = request
+            version, told = state.version, state.told
+            state.log(running=name)
+        try:
+            self.answer(body, sampling, request, fault, version, told)
+        finally:
+            with state.changed:
+                state.running.pop(name, None)
+                state.changed.notify_all()
+
+    def answer(self, body, sampling, request, fault, version, told):
+        state = self.state
+        seconds = state.fault().get("seconds", state.options.seconds)
+        with state.changed:
+            state.changed.wait_for(lambda: request.get("aborted"), timeout=seconds)
+        if body.get("stream") and fault not in ("500", "400"):
+            return self.stream(body, request, fault, version, told)
+        if fault == "die in generation":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "500":
+            return self.reply({"error": "the engine is dead"}, 500)
+        if fault == "400":
+            return self.reply({"error": {"message": "max_tokens is too large"}}, 400)
+        if fault == "garbage":
+            return self.reply(None, raw=b"<html>gateway</html>")
+        if fault == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            self.close_connection = True
+            return None
+        seed, count = sampling["seed"], sampling["max_tokens"]
+        reason = "length"
+        if request.get("aborted"):
+            count, reason = count // 2, "abort"
+        tokens = [token_at(seed, place) for place in range(count)]
+        choice = self.choice(tokens, reason, fault, version, told, count)
+        with state.changed:
+            state.tokens += count
+        state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
+        return self.reply({"choices": [] if fault == "no completions" else [choice]})
+
+    def choice(self, tokens, reason, fault, version, told, count):
+        """`count`: tokens in all, or None for a part that is not the last."""
+        if fault == "outside vocabulary":
+            tokens = [VOCABULARY + 7, *tokens[1:]]
+        content = [
+            {
+                "token_id": t,
+                "logprob": logprob_at(version, t),
+                "top_logprobs": [{"token_id": t, "logprob": -0.1}, {"token_id": -1, "logprob": -1.5}],
+            }
+            for t in tokens
+        ]
+        if fault == "few log-probs":
+            content = content[: len(tokens) // 2]
+        spans = [{"version": "77" if fault == "wrong version" else told, "start": 0, "end": count}]
+        return {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "weight_versions": None if count is None else spans,
+        }
+
+    def stream(self, body, request, fault, version, told):
+        """Server-sent events: the first token, then parts of the wanted size; between two of them it waits for `part_seconds`."""
+        state, sampling = self.state, body["sampling_params"]
+        seed, count, size = sampling["seed"], sampling["max_tokens"], sampling["stream_interval"]
+        pause = state.fault().get("part_seconds", 0.0)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+
+        def event(choices):
+            data = json.dumps({"choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
+            try:
+                self.wfile.write(f"data: {data}\n\n".encode())
+                self.wfile.flush()
+            except OSError:
+                request["aborted"] = True
+
+        sent = 0
+        while True:
+            with state.changed:
+                state.changed.wait_for(lambda: request.get("aborted"), timeout=pause if sent else 0.0)
+            upto = sent if request.get("aborted") else min(count, sent + size if sent else 1)
+            part = [token_at(seed, place) for place in range(sent, upto)]
+            sent += len(part)
+            with state.changed:
+                state.tokens += len(part)
+            reason = "abort" if request.get("aborted") else "length" if sent == count else None
+            if fault == "cut" and sent > 1:
+                return
+            if fault == "die in generation" and sent > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            event(
+                []
+                if fault == "no completions"
+                else [self.choice(part, reason, fault, version, told, sent if reason else None)]
+            )
+            if reason:
+                state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason, sent=sent)
+                self.wfile.write(b"data: [DONE]\n\n")
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--record", default="")
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--startup", default="")
+    parser.add_argument("--child", action="store_true")
+    options = parser.parse_args()
+    say("loading the model")
+    if options.startup == "die once" and not Path(options.fault + ".died").exists():
+        Path(options.fault + ".died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.startup == "fail":
+        sys.exit("ValueError: no such quantisation")
+    if options.startup == "hang":
+        time.sleep(3600)
+    if options.child:  # a worker of its own with shared memory, which outlives a killed server
+        from multiprocessing.shared_memory import SharedMemory
+
+        memory = SharedMemory(create=True, size=4096)
+        say(f"memory {memory.name}")
+        if os.fork() == 0:
+            os.setpgid(0, 0)
+            while True:
+                time.sleep(1)
+                memory.buf[0] = 1
+    Handler.state = State(options)
+    ThreadingHTTPServer.request_queue_size = 512
+    ThreadingHTTPServer.daemon_threads = True
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+    except OSError as error:
+        sys.exit(f"[Errno {error.errno}] error while attempting to bind on address: address already in use")
+    server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    say("serving")
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

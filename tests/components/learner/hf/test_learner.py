@@ -1,0 +1,440 @@
+import dataclasses
+import math
+import threading
+
+import pytest
+import torch
+
+from components.learner.hf.learner import HFLearner
+from components.learner.hf.model import Lora
+from components.learner.objective import KINDS, KL, Objective
+from components.learner.optimizer import OptimizerSettings
+from pipeline.core.component import Ranks
+from pipeline.core.errors import AlignmentError, DataError
+from pipeline.core.jagged import Jagged
+
+FAST = OptimizerSettings(lr=1e-2)
+REINFORCE = Objective(kind="reinforce", aggregate="seq_mean_token_mean")
+
+
+def run(learner, batch):
+    return learner.run(trajectories=batch[0], credit=batch[1])
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def distance(a, b):
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+def at_own_logprobs(learner, batch, temperature=1.0):
+    """The batch with the engine log-probs that this learner computes itself."""
+    from components.learner.packing.pack import pack
+
+    trajectories, credit = batch
+    packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
+    found = learner.model.logprobs(packed, temperature)[0]
+    return trajectories.replace(
+        engine_logprobs=found.with_values(found.values.detach()), temperature=temperature
+    ), credit
+
+
+def test_run_trains_and_reports(make_learner, make_batch):
+    learner = make_learner(objective=REINFORCE, optimizer=FAST)
+    before = learner.initial()["weights"]
+    trajectories, credit = make_batch()
+    out = run(learner, (trajectories, credit))
+    assert (before.version, out.weights.version) == (0, 1)
+    assert distance(before.tensors, out.weights.tensors) == pytest.approx(1e-2, rel=0.01)
+    metrics = out.report.metrics
+    assert metrics["steps"] == 1
+    assert metrics["lr"] == 1e-2
+    assert metrics["trained_tokens"] == len(trajectories.response_tokens.values)
+    assert metrics["forward_tokens"] == metrics["trained_tokens"] + int((trajectories.prompt_tokens.lengths - 1).sum())
+    assert metrics["pack_waste"] == 0.0
+    assert metrics["zero_credit_rows"] == 0.0
+    assert set(out.report.seconds) == {"forward_backward", "optimizer", "publish"}
+    assert learner.context.metrics["loss"] == metrics["loss"]
+
+
+def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, reference):
+    # One SGD-like look at the gradient: Adam's first moment after one step is (1 − β₁)·g.
+    learner = make_learner(objective=REINFORCE, optimizer=OptimizerSettings(lr=1e-3, grad_clip=0.0))
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(learner.context.model.path).eval()
+    trajectories, credit = make_batch(inherited=2)
+    trajectories = trajectories.replace(temperature=0.7)
+    logprobs, _ = reference.separate_logprobs(
+        model, trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists(), temperature=0.7
+    )
+    terms = [-a * x for a, x in zip(credit.advantage.rows(), logprobs, strict=True)]
+    loss = reference.aggregate_loss(terms, credit.mask.to_lists(), "seq_mean_token_mean")
+    loss.backward()
+    out = run(learner, (trajectories, credit))
+    assert out.report.metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    moments = learner.state_dict()["optimizer"]["moments"]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_token_budget_does_not_matter(make_learner, make_batch, kind):
+    moments, metrics = [], []
+    for budget in (0, 1, 40, 100):
+        learner = make_learner(objective=Objective(kind=kind), optimizer=FAST, micro_batch_tokens=budget)
+        out = run(learner, make_batch())
+        moments.append({n: m["exp_avg"] for n, m in learner.state_dict()["optimizer"]["moments"].items()})
+        metrics.append(out.report.metrics)
+    for i in range(1, 4):
+        assert distance(moments[0], moments[i]) < 1e-6
+        assert metrics[i] == pytest.approx(metrics[0], rel=1e-5, abs=1e-7)
+
+
+def test_same_inputs_same_bits(make_learner, make_batch):
+    a, b = (make_learner(optimizer=FAST, minibatches=2, epochs=2) for _ in range(2))
+    assert same(run(a, make_batch()).weights.tensors, run(b, make_batch()).weights.tensors)
+
+
+def test_ratio_is_one_at_own_logprobs(make_learner, make_batch):
+    for old in ("engine", "recompute"):
+        learner = make_learner(old_logprobs=old)
+        metrics = run(learner, at_own_logprobs(learner, make_batch(), 0.8)).report.metrics
+        assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["mismatch_abs_max"] < 1e-5
+        assert metrics["clip_fraction"] == 0.0
+
+
+def test_mismatch_is_measured_only_at_equal_weights(make_learner, make_batch):
+    # Rows sampled by another version are left out; all are, so the mean is 0/0 = 0 although log-probs differ.
+    metrics = run(make_learner(), make_batch(version=5)).report.metrics
+    assert metrics["mismatch_abs"] == 0.0
+    assert "mismatch_abs_max" not in metrics
+    assert metrics["policy_lag"] == -5.0
+    metrics = run(make_learner(), make_batch(inherited=3)).report.metrics
+    assert metrics["mismatch_abs"] > 0
+
+
+def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_batch):
+    metrics = run(
+        make_learner(old_logprobs="recompute", objective=Objective(importance_cap=2.0)), make_batch()
+    ).report.metrics
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["mismatch_abs"] > 0.1
+    assert 0 < metrics["importance_weight"] <= 2.0
+
+
+# --- mini-batches ---
+
+
+def test_minibatches_count_and_keep_prompts_together(make_learner, make_batch):
+    learner = make_learner(optimizer=FAST, minibatches=2, epochs=3)
+    out = run(learner, make_batch(rows=12))
+    assert out.report.metrics["steps"] == 6
+    assert learner.optimizer.step_count == 6
+    from components.learner.hf.learner import _Pass
+
+    trajectories, credit = make_batch(rows=12)
+    parts = _Pass(learner, trajectories, credit).minibatch_rows(epoch=0)
+    assert sorted(torch.cat(parts).tolist()) == list(range(12))
+    assert [len(p) for p in parts] == [6, 6]
+    prompts = [set(trajectories.prompt_uid[p].tolist()) for p in parts]
+    assert not prompts[0] & prompts[1]
+
+
+def test_more_minibatches_than_prompts_skips_the_empty_ones(make_learner, make_batch):
+    out = run(make_learner(minibatches=4), make_batch(rows=4))
+    assert out.report.metrics["steps"] == 2
+    assert out.report.metrics["skipped_zero_credit"] == 2
+
+
+def test_trained_tokens_accumulate(make_learner, make_batch):
+    learner = make_learner()
+    first = run(learner, make_batch()).report.metrics["trained_tokens"]
+    second = run(learner, make_batch(seed=1)).report.metrics
+    assert second["trained_tokens_total"] == first + second["trained_tokens"]
+
+
+# --- skipped steps ---
+
+
+@pytest.mark.parametrize("how", ["zero", "masked", "empty"])
+def test_batch_without_credit_is_skipped_and_said(make_learner, make_batch, how):
+    learner = make_learner(
+        optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1), objective=Objective(kl=KL(coefficient=0.1))
+    )
+    trajectories, credit = make_batch(zero=how == "zero")
+    if how == "masked":
+        credit = credit.replace(mask=credit.mask.with_values(torch.zeros_like(credit.mask.values)))
+    if how == "empty":
+        nothing = torch.zeros(0, dtype=torch.int64)
+        trajectories, credit = trajectories.select(nothing), credit.select(nothing)
+    before = learner.initial()["weights"]
+    out = run(learner, (trajectories, credit))
+    assert out.report.metrics["skipped_zero_credit"] == 1
+    assert out.report.metrics["steps"] == 0
+    assert same(before.tensors, out.weights.tensors)
+    assert out.weights.version == 1
+    assert learner.optimizer.step_count == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_credit_is_skipped_and_counted(make_learner, make_batch, bad):
+    learner = make_learner(optimizer=FAST)
+    trajectories, credit = make_batch()
+    values = credit.advantage.values.clone()
+    values[3] = bad
+    before = learner.initial()["weights"]
+    out = run(learner, (trajectories, credit.replace(advantage=credit.advantage.with_values(values))))
+    assert out.report.metrics["skipped_nonfinite"] == 1
+    assert same(before.tensors, out.weights.tensors)
+    assert run(learner, (trajectories, credit)).report.metrics["steps"] == 1
+
+
+def test_zero_credit_rows_do_not_change_the_gradient(make_learner, make_batch):
+    moments = []
+    trajectories, credit = make_batch()
+    values = torch.where(credit.advantage.row_ids % 2 == 0, 0.0, credit.advantage.values)
+    credit = credit.replace(advantage=credit.advantage.with_values(values))
+    for skip in (True, False):
+        learner = make_learner(optimizer=FAST, skip_zero_rows=skip)
+        out = run(learner, (trajectories, credit))
+        moments.append({n: m["exp_avg"] for n, m in learner.state_dict()["optimizer"]["moments"].items()})
+        assert out.report.metrics["zero_credit_rows"] == 0.5
+        assert (out.report.metrics["forward_tokens"] < 70) == skip
+    assert distance(*moments) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"minibatches": 2, "epochs": 2, "micro_batch_tokens": 30}, {"old_logprobs": "recompute"}]
+)
+def test_logprobs_as_first_computed_are_given_out(make_learner, make_batch, settings):
+    learner = make_learner(objective=REINFORCE, optimizer=FAST, **settings)
+    batch = make_batch()
+    before = at_own_logprobs(learner, batch)[0].engine_logprobs
+    trajectories, credit = batch
+    nothing = torch.where(credit.advantage.row_ids == 2, 0.0, credit.advantage.values)
+    out = run(learner, (trajectories, credit.replace(advantage=credit.advantage.with_values(nothing))))
+    assert out.logprobs.uid.tolist() == trajectories.uid.tolist()
+    found, skipped = out.logprobs.logprobs, before.row_ids == 2
+    if "old_logprobs" in settings:  # all tokens are computed, before any step
+        assert float((found.values - before.values).abs().max()) < 1e-5
+        return
+    assert bool(found.values[skipped].isnan().all())  # a row without credit is not run
+    assert not bool(found.values[~skipped].isnan().any())
+    gap = (found.values - before.values)[~skipped].abs()
+    if "minibatches" in settings:  # later mini-batches are computed after the first one's step
+        assert 0 < float(gap.max()) < 1
+        assert float(gap.min()) < 1e-5
+    else:
+        assert float(gap.max()) < 1e-5
+
+
+def test_row_without_response_counts_but_is_not_run(make_learner, make_batch):
+    trajectories, credit = make_batch(rows=3)
+    keep = [trajectories.response_tokens.row(i) if i else trajectories.response_tokens.row(i)[:0] for i in range(3)]
+    lengths = torch.tensor([len(k) for k in keep])
+
+    def cut(j):
+        return Jagged.from_lengths(torch.cat([j.row(i)[: len(keep[i])] for i in range(3)]), lengths)
+
+    names = ("response_tokens", "engine_logprobs", "entropies")
+    trajectories = trajectories.replace(**{n: cut(getattr(trajectories, n)) for n in names})
+    credit = credit.replace(advantage=cut(credit.advantage), mask=cut(credit.mask))
+    assert run(make_learner(), (trajectories, credit)).report.metrics["steps"] == 1
+
+
+# --- KL, entropy ---
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=2, alpha=4)])
+def test_reference_is_the_initial_model(make_learner, make_batch, lora):
+    learner = make_learner(objective=Objective(kl=KL(coefficient=0.1)), optimizer=FAST, lora=lora)
+    assert run(learner, make_batch()).report.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert run(learner, make_batch()).report.metrics["kl_reference"] > 1e-3
+
+
+def test_entropy_bonus_raises_entropy(make_learner, make_batch):
+    learner = make_learner(objective=Objective(entropy_bonus=10.0), optimizer=FAST)
+    entropies = [run(learner, make_batch()).report.metrics["entropy"] for _ in range(4)]
+    assert entropies[-1] > entropies[0] + 0.05
+
+
+# --- LoRA, publishing ---
+
+
+def test_lora_publishes_what_peft_merges(make_learner, make_batch):
+    learner = make_learner(lora=Lora(rank=4, alpha=8), optimizer=FAST)
+    trained = learner.model.trainable()
+    assert trained
+    assert all(".lora_" in n for n in trained)
+    initial = learner.initial()["weights"].tensors
+    published = run(learner, make_batch()).weights.tensors
+    assert distance(initial, published) > 1e-3
+    assert same(published, learner.model.published())
+    merged = learner.model._peft.merge_and_unload().state_dict()
+    assert set(merged) - set(published) == {"lm_head.weight"}
+    for name, tensor in published.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=0, atol=0)
+
+
+def test_lora_target_that_does_not_fit(make_learner):
+    with pytest.raises(ValueError, match=r"lora\.target 'nonesuch' does not fit Qwen2ForCausalLM"):
+        make_learner(lora=Lora(rank=2, target="nonesuch"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_published_weights_load_into_a_fresh_model(make_learner, make_batch, tied):
+    from transformers import AutoModelForCausalLM
+
+    learner = make_learner(tied=tied, optimizer=FAST)
+    tensors = run(learner, make_batch()).weights.tensors
+    assert ("lm_head.weight" in tensors) is not tied
+    model = AutoModelForCausalLM.from_pretrained(learner.context.model.path)
+    loaded = model.load_state_dict(tensors, strict=False)
+    assert loaded.unexpected_keys == []
+    assert loaded.missing_keys == (["lm_head.weight"] if tied else [])
+    ids = torch.arange(10)[None]
+    learner.model.causal_lm.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(input_ids=ids).logits, learner.model.causal_lm(input_ids=ids).logits)
+
+
+def test_published_weights_are_a_snapshot(make_learner, make_batch):
+    learner = make_learner(optimizer=FAST)
+    first = run(learner, make_batch()).weights.tensors
+    copy = {n: t.clone() for n, t in first.items()}
+    run(learner, make_batch())
+    assert same(first, copy)
+
+
+# --- resuming ---
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
+    more = {
+        "lora": lora,
+        "dtype": dtype,
+        "minibatches": 2,
+        "optimizer": OptimizerSettings(lr=1e-2, schedule="cosine", warmup=2),
+        "objective": Objective(kl=KL(coefficient=0.1)),
+    }
+    straight, first, second = (make_learner(**more) for _ in range(3))
+    for i in range(4):
+        straight.context.iteration = i
+        wanted = run(straight, make_batch(seed=i))
+    for i in range(2):
+        first.context.iteration = i
+        last = run(first, make_batch(seed=i))
+    second.load_state_dict(first.state_dict())
+    resumed = second.initial()["weights"]
+    assert resumed.version == 2
+    assert same(resumed.tensors, last.weights.tensors)
+    for i in range(2, 4):
+        second.context.iteration = i
+        found = run(second, make_batch(seed=i))
+    assert same(found.weights.tensors, wanted.weights.tensors)
+    assert found.report.metrics == wanted.report.metrics
+
+
+def test_bfloat16_trains(make_learner, make_batch):
+    learner = make_learner(dtype="bfloat16", optimizer=FAST)
+    out = run(learner, make_batch())
+    assert {t.dtype for t in out.weights.tensors.values()} == {torch.bfloat16}
+    assert out.report.metrics["steps"] == 1
+    assert learner.state_dict()["optimizer"]["masters"]["model.norm.weight"].dtype == torch.float32
+
+
+def test_gradient_checkpointing_changes_nothing(make_learner, make_batch):
+    outs = [
+        run(make_learner(optimizer=FAST, gradient_checkpointing=g), make_batch()).weights.tensors for g in (False, True)
+    ]
+    assert distance(*outs) < 1e-6
+
+
+# --- bad input ---
+
+
+def test_misaligned_credit(make_learner, make_batch):
+    trajectories, credit = make_batch()
+    with pytest.raises(AlignmentError, match="the same rows in another order"):
+        run(make_learner(), (trajectories, credit.select(torch.arange(8).flip(0))))
+
+
+def test_row_longer_than_the_context(make_learner, make_batch):
+    learner = make_learner()
+    learner.max_context = 10
+    with pytest.raises(DataError, match="but the model's context is 10"):
+        run(learner, make_batch())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"minibatches": 0}, "minibatches 0, epochs 1"),
+        ({"objective": Objective(importance_cap=2.0)}, "set old_logprobs: recompute"),
+        ({"lora": {"rank": -1}}, None),
+    ],
+)
+def test_wrong_settings(settings, text):
+    if text is None:
+        with pytest.raises(ValueError, match=r"lora.rank is -1"):
+            Lora(rank=-1)
+        return
+    with pytest.raises(ValueError, match=text):
+        HFLearner.Config(**settings)
+
+
+def test_settings_are_few():
+    assert len(dataclasses.fields(HFLearner.Config)) <= 11
+
+
+@pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])
+def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
+    """Two learners on threads, joined by a summing barrier, both given the whole batch, make the steps of one learner."""
+    batch = make_batch()
+    barrier, slots = threading.Barrier(2), [None, None]
+
+    def all_sum_of(rank):
+        def all_sum(x):
+            slots[rank] = x.clone()
+            barrier.wait(timeout=60)
+            total = slots[0] + slots[1]
+            barrier.wait(timeout=60)
+            return total
+
+        return all_sum
+
+    settings = {"objective": REINFORCE, "optimizer": FAST, "old_logprobs": old, "minibatches": minibatches}
+    learners = [make_learner(**settings) for _ in range(2)]
+    outs = [None, None]
+
+    def work(rank):
+        learners[rank].context.all_sum = all_sum_of(rank)
+        learners[rank].context.ranks = Ranks(rank=rank, world=2, num_replicas=2)
+        outs[rank] = run(learners[rank], batch)
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
+    assert same(outs[0].weights.tensors, outs[1].weights.tensors)
+    first, second = (o.report.metrics for o in outs)
+    assert first == second
+    assert first["imbalance_after"] <= first["imbalance_before"]
+    alone = make_learner(**settings)
+    wanted = run(alone, batch).report.metrics
+    split = {"imbalance_before", "imbalance_after", "pack_waste", "forward_tokens", "shared_tokens"}
+    once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
+    assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
+    assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)
+    assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
+    if minibatches == 1:
+        moments = [
+            {n: m["exp_avg"] for n, m in x.state_dict()["optimizer"]["moments"].items()} for x in (alone, learners[0])
+        ]
+        assert distance(*moments) < 1e-6

@@ -1,0 +1,315 @@
+import math
+
+import pytest
+import torch
+
+from components.learner.objective import (
+    KINDS,
+    KL,
+    Inputs,
+    Kind,
+    Meters,
+    Objective,
+    Terms,
+    aggregate,
+    counts,
+    kl_estimate,
+    loss_terms,
+    prepare,
+    weights,
+)
+from pipeline.core.component import identity_sum
+from pipeline.core.jagged import Jagged
+
+AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+
+
+def make_inputs(lengths=(3, 5, 1, 4), seed=0, spread=0.3, on_policy=False, masked=True):
+    g = torch.Generator().manual_seed(seed)
+    base = Jagged.from_lengths(-torch.rand(sum(lengths), generator=g) * 3, torch.tensor(lengths))
+    change = torch.zeros(len(base.values)) if on_policy else spread * torch.randn(len(base.values), generator=g)
+    mask = torch.rand(len(base.values), generator=g) > 0.3 if masked else torch.ones(len(base.values), dtype=torch.bool)
+    return Inputs(
+        logprobs=base.with_values((base.values + change).requires_grad_()),
+        old_logprobs=base,
+        engine_logprobs=base.with_values(base.values + 0.1 * torch.randn(len(base.values), generator=g)),
+        advantage=base.spread(torch.randn(len(lengths), generator=g)),
+        mask=base.with_values(mask),
+        group=torch.arange(len(lengths)) // 2,
+        old_entropies=base.with_values(torch.rand(len(base.values), generator=g)),
+        entropies=base.with_values(torch.rand(len(base.values), generator=g).requires_grad_()),
+        reference_logprobs=base.with_values(base.values + 0.5 * torch.randn(len(base.values), generator=g)),
+    )
+
+
+def one_row(new, old, advantage, **more):
+    def row(values):
+        return Jagged.from_rows([torch.tensor(values, dtype=torch.float32)])
+
+    new = row(new)
+    return Inputs(
+        logprobs=new.with_values(new.values.requires_grad_()),
+        old_logprobs=row(old),
+        engine_logprobs=row(old),
+        advantage=row(advantage),
+        mask=Jagged.from_rows([torch.ones(len(old), dtype=torch.bool)]),
+        group=torch.zeros(1, dtype=torch.int64),
+        old_entropies=row([0.0] * len(old)),
+        **more,
+    )
+
+
+def total(inputs, objective, denominators=None):
+    denominators = counts(inputs.mask, objective) if denominators is None else denominators
+    return aggregate(loss_terms(inputs, objective).loss, inputs.mask, objective, denominators)
+
+
+def gradient(inputs, objective, denominators=None):
+    return torch.autograd.grad(total(inputs, objective, denominators), inputs.logprobs.values)[0]
+
+
+# --- token and reinforce ---
+
+
+def test_token_by_hand():
+    # Ratios 1.5, 0.5, 1.5, 0.5 with A = 1, 1, −1, −1 and clip .2: objectives min(1.5, 1.2), min(.5, .8), min(−1.5,
+    # −1.2), min(−.5, −.8).
+    logs = [math.log(1.5), math.log(0.5)] * 2
+    terms = loss_terms(one_row(logs, [0.0] * 4, [1.0, 1.0, -1.0, -1.0]), Objective(kind="token"))
+    assert terms.loss.values.tolist() == pytest.approx([-1.2, -0.5, 1.5, 0.8])
+    metrics = terms.meters.values()
+    assert metrics["clip_fraction"] == 0.5
+    assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0.25
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["ratio_max"] == pytest.approx(1.5)
+    # k3 of KL(old ‖ new), ρ − 1 − log ρ, mean of (.5 − log 1.5) and (−.5 − log .5)
+    assert metrics["approx_kl"] == pytest.approx((-math.log(1.5) - math.log(0.5)) / 2)
+
+
+def test_dual_clip_by_hand():
+    # Ratio 5, A = −2: without dual clip the loss is 10, with c = 3 it is 6 and has no gradient. A = 2 is untouched by
+    # it: −1.2·2.
+    inputs = one_row([math.log(5)] * 2, [0.0] * 2, [-2.0, 2.0])
+    assert loss_terms(inputs, Objective()).loss.values.tolist() == pytest.approx([10.0, -2.4])
+    dual = Objective(dual_clip=3.0)
+    terms = loss_terms(inputs, dual)
+    assert terms.loss.values.tolist() == pytest.approx([6.0, -2.4])
+    assert gradient(inputs, dual).tolist() == [0.0, 0.0]
+    assert terms.meters.values()["clip_fraction_dual"] == 0.5
+
+
+@pytest.mark.parametrize("dual_clip", [0.0, 1.5])
+def test_token_equals_loop(reference, dual_clip):
+    inputs = make_inputs(spread=0.8)
+    found = loss_terms(inputs, Objective(clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)).loss
+    for row in range(len(found)):
+        args = (inputs.logprobs.row(row), inputs.old_logprobs.row(row), inputs.advantage.row(row))
+        torch.testing.assert_close(found.row(row), torch.stack(reference.token_loss(*args, 0.2, 0.3, dual_clip)))
+
+
+def test_reinforce_by_hand():
+    terms = loss_terms(one_row([-1.0, -2.0], [0.0, 0.0], [0.5, -1.0]), Objective(kind="reinforce"))
+    # −.5·(−1) = .5 and −(−1)(−2) = −2
+    assert terms.loss.values.tolist() == [0.5, -2.0]
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_reinforce_is_token_on_policy(how):
+    more = {"aggregate": how, "constant_length": 8 if how == "constant" else 0}
+    inputs = make_inputs(on_policy=True)
+    a, b = gradient(inputs, Objective(kind="reinforce", **more)), gradient(inputs, Objective(kind="token", **more))
+    torch.testing.assert_close(a, b)
+    assert float(a.abs().sum()) > 0
+
+
+def test_overflowing_ratio_is_finite_and_counted():
+    terms = loss_terms(one_row([0.0, -1.0], [-500.0, -1.0], [-1.0, 1.0]), Objective())
+    assert bool(torch.isfinite(terms.loss.values).all())
+    assert terms.meters.values()["ratio_overflow"] == 0.5
+
+
+# --- optional terms ---
+
+
+def test_kl_by_hand():
+    d = torch.tensor([math.log(2.0), 0.0, -math.log(2.0)])
+    zero = torch.zeros(3)
+    assert kl_estimate(d, zero, "k1").tolist() == pytest.approx(d.tolist())
+    assert kl_estimate(d, zero, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, 0, math.log(2) ** 2 / 2])
+    # e^{−d} − 1 + d: ½ − 1 + log 2, 0, 2 − 1 − log 2
+    assert kl_estimate(d, zero, "k3").tolist() == pytest.approx([math.log(2) - 0.5, 0, 1 - math.log(2)], abs=1e-7)
+
+
+@pytest.mark.parametrize(("estimator", "slope"), [("k1", 1.0), ("k2", math.log(2)), ("k3", 0.5)])
+def test_kl_gradient_by_hand(estimator, slope):
+    # d = log 2: k1' = 1, k2' = d, k3' = 1 − e^{−d} = ½
+    d = torch.tensor([math.log(2.0)], requires_grad=True)
+    kl_estimate(d, torch.zeros(1), estimator).sum().backward()
+    assert float(d.grad) == pytest.approx(slope)
+
+
+def test_kl_estimators_average_to_the_kl():
+    # Over a whole distribution k1 and k3 are exact: Σ p d = Σ p (e^{−d} − 1 + d) = KL.
+    g = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(50, generator=g).softmax(0) for _ in range(2))
+    kl = (p * (p.log() - q.log())).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((p * kl_estimate(p.log(), q.log(), estimator)).sum(), kl)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_term_adds(estimator):
+    inputs = make_inputs()
+    plain = loss_terms(inputs, Objective()).loss.values
+    made = loss_terms(inputs, Objective(kl=KL(coefficient=0.3, estimator=estimator)))
+    penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, estimator)
+    torch.testing.assert_close(made.loss.values, plain + 0.3 * penalty)
+    assert made.meters.values()["kl_reference"] == pytest.approx(
+        float(penalty[inputs.mask.values].mean().detach()), rel=1e-5
+    )
+
+
+def test_entropy_bonus_pulls_on_entropies():
+    inputs = make_inputs()
+    loss = loss_terms(inputs, Objective(entropy_bonus=0.1)).loss.values.sum()
+    assert torch.autograd.grad(loss, inputs.entropies.values)[0].tolist() == pytest.approx([-0.1] * 13)
+
+
+def test_importance_weight_by_hand():
+    # π_old/π_engine = e^{.5} and e^{3}, capped at 2; no gradient through the weight.
+    inputs = one_row([0.0, 0.0], [0.0, 0.0], [1.0, 1.0]).replace(
+        engine_logprobs=Jagged.from_rows([torch.tensor([-0.5, -3.0])])
+    )
+    objective = Objective(kind="reinforce", importance_cap=2.0)
+    assert gradient(inputs, objective).tolist() == pytest.approx([-math.exp(0.5) / 2, -2.0 / 2])
+    metrics = loss_terms(inputs, objective).meters.values()
+    assert metrics["importance_capped"] == 0.5
+
+
+# --- aggregation ---
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+@pytest.mark.parametrize("drop_empty", [False, True])
+def test_aggregate_equals_loop(reference, how, drop_empty):
+    mask = Jagged.from_rows([[True, False, True], [False, False], [True], [True, True, False, True]])
+    values = mask.with_values(torch.randn(10, generator=torch.Generator().manual_seed(0)))
+    objective = Objective(aggregate=how, constant_length=7 if how == "constant" else 0, drop_empty=drop_empty)
+    found = aggregate(values, mask, objective, counts(mask, objective))
+    wanted = reference.aggregate_loss(values.to_lists(), mask.to_lists(), how, objective.constant_length, drop_empty)
+    assert float(found) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("token_mean", 6 / 3),
+        ("seq_mean_token_mean", (1.5 + 3) / 3),
+        ("seq_mean_token_sum", 6 / 3),
+        ("constant", 6 / 12),
+    ],
+)
+def test_aggregate_by_hand(how, wanted):
+    # Rows (1, 2), (3, ·), (·): trained tokens 2, 1, 0; B = 3, Σm = 3, L_max = 4.
+    mask = Jagged.from_rows([[True, True], [True, False], [False]])
+    values = mask.with_values(torch.tensor([1.0, 2.0, 3.0, 50.0, 60.0]))
+    objective = Objective(aggregate=how, constant_length=4 if how == "constant" else 0)
+    assert float(aggregate(values, mask, objective, counts(mask, objective))) == pytest.approx(wanted)
+
+
+def test_drop_empty_by_hand():
+    mask = Jagged.from_rows([[True, True], [False]])
+    values = mask.with_values(torch.tensor([1.0, 2.0, 9.0]))
+    objective = Objective(aggregate="seq_mean_token_mean", drop_empty=True)
+    assert counts(mask, objective).tolist() == [1, 2]
+    assert float(aggregate(values, mask, objective, counts(mask, objective))) == 1.5
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_masked_infinity_does_not_reach_the_loss(how):
+    mask = Jagged.from_rows([[True, False]])
+    values = mask.with_values(torch.tensor([1.0, math.inf], requires_grad=True))
+    objective = Objective(aggregate=how, constant_length=1 if how == "constant" else 0)
+    loss = aggregate(values, mask, objective, counts(mask, objective))
+    assert float(loss.detach()) == 1.0
+    assert torch.autograd.grad(loss, values.values)[0].tolist() == [1.0, 0.0]
+
+
+def test_all_masked_has_weight_zero():
+    mask = Jagged.from_rows([[False, False], [False]])
+    for how in AGGREGATES:
+        objective = Objective(aggregate=how, constant_length=1 if how == "constant" else 0)
+        assert weights(mask, objective, counts(mask, objective)).values.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_cut_does_not_matter(how, kind):
+    objective = Objective(
+        kind=kind, aggregate=how, constant_length=6 if how == "constant" else 0, kl=KL(coefficient=0.1)
+    )
+    inputs = prepare(make_inputs(spread=0.5), objective, identity_sum)
+    denominators = counts(inputs.mask, objective)
+    whole_terms = loss_terms(inputs, objective)
+    whole = aggregate(whole_terms.loss, inputs.mask, objective, denominators)
+    meters, loss = Meters(), torch.zeros(())
+    for index in ([3], [0, 2], [1]):
+        part = inputs.select(torch.tensor(index))
+        terms = loss_terms(part, objective)
+        loss = loss + aggregate(terms.loss, part.mask, objective, denominators)
+        meters.merge(terms.meters)
+    torch.testing.assert_close(loss, whole)
+    a, b = (torch.autograd.grad(x, inputs.logprobs.values)[0] for x in (loss, whole))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    wanted = whole_terms.meters.values()
+    assert meters.values() == pytest.approx(wanted)
+    assert set(wanted) >= {"approx_kl", "entropy", "kl_reference"}
+
+
+# --- settings and plug-in ---
+
+
+def _twice(inputs, objective):
+    return Terms(loss=inputs.logprobs.with_values(2 * inputs.columns["mine"].values), meters=Meters())
+
+
+TWICE = Kind(_twice, lambda inputs, objective, all_sum: inputs.replace(columns={"mine": inputs.advantage}))
+
+
+def test_objective_from_outside(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "outside", sys.modules[__name__])
+    objective = Objective(kind="outside:TWICE")
+    inputs = prepare(make_inputs(), objective, identity_sum)
+    torch.testing.assert_close(loss_terms(inputs, objective).loss.values, 2 * inputs.advantage.values)
+    with pytest.raises(ValueError, match="objective 'outside:one_row' is function; wanted a"):
+        prepare(inputs, Objective(kind="outside:one_row"), identity_sum)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"kind": "tokne"}, "kind 'tokne' is not an objective. Did you mean 'token'?"),
+        ({"clip_low": 1.5}, "wanted 0 ≤ clip_low ≤ 1"),
+        ({"dual_clip": 1.1}, "wanted 0 \\(off\\) or a ratio above 1 \\+ clip_high = 1.2"),
+        ({"aggregate": "constant"}, "'constant' divides by B·constant_length"),
+        ({"importance_cap": -1.0}, "importance_cap is -1.0"),
+    ],
+)
+def test_wrong_settings(settings, text):
+    with pytest.raises(ValueError, match=text):
+        Objective(**settings)
+
+
+def test_kl_without_reference():
+    inputs = make_inputs().replace(reference_logprobs=None)
+    with pytest.raises(ValueError, match="gave no reference log-probs"):
+        loss_terms(inputs, Objective(kl=KL(coefficient=0.1)))
+
+
+def test_meters_reduce_over_replicas():
+    meters = Meters()
+    meters.mean("x", torch.tensor([1.0, 3.0]), torch.tensor([True, True]))
+    # A second replica with sum 5 over 3 tokens: (4 + 5) / (2 + 3)
+    assert meters.values(lambda t: t + torch.tensor([[5.0, 3.0]]).double()) == {"x": pytest.approx(9 / 5)}

@@ -1,0 +1,146 @@
+"""The embedded task: problems, solutions, and the oracle that finds the first error."""
+
+import json
+
+import pytest
+
+from components.text import chains
+from components.text.chains import Difficulty
+from pipeline.core.errors import DataError
+
+# 7 * 4 = 28 = 2 (mod 13);  2 + 3 = 5;  5 - 9 = -4 = 9 (mod 13)
+PROBLEM = {
+    "task": "chains",
+    "template": "chains",
+    "question": "7 s1 * 4 s2 + 3 s3 - 9",
+    "modulus": 13,
+    "start": 7,
+    "steps": [["*", 4], ["+", 3], ["-", 9]],
+}
+RIGHT = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 </thought>", "s3 5 - 9 9 \\boxed{ 9 } </thought>"]
+
+
+def test_a_problem_by_hand():
+    assert chains.solution(PROBLEM) == RIGHT
+    assert chains.answer(PROBLEM) == "9"
+    assert chains.prompt_text(PROBLEM) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
+    assert chains.true_facts(PROBLEM) == [(7, "*", 4), (2, "+", 3), (5, "-", 9)]
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "error"),
+    [
+        (RIGHT, 0),
+        (["s1 7 * 4 3 </thought>", *RIGHT[1:]], 1),  # wrong value
+        (
+            [RIGHT[0], "s2 2 + 3 6 </thought>", "s3 6 - 9 10 \\boxed{ 10 } </thought>"],
+            2,
+        ),  # a carried value does not hide the origin
+        ([RIGHT[0], "s2 3 + 3 6 </thought>", RIGHT[2]], 2),  # wrong value before
+        ([RIGHT[0], "s2 2 + 4 6 </thought>"], 2),  # another operand than the problem's
+        ([RIGHT[0], RIGHT[2]], 2),  # a skipped step
+        ([RIGHT[0], "s2 2 + 3 5 \\boxed{ 5 } </thought>"], 2),  # boxed too early
+        ([*RIGHT[:2], "s3 5 - 9 9 </thought>"], 3),  # nothing boxed
+        ([*RIGHT[:2], "s3 5 - 9 9 \\boxed{ 8 } </thought>"], 3),  # another value boxed
+        ([*RIGHT[:2], "s3 5 - 9"], 3),  # cut short
+        (RIGHT[:2], 3),  # the missing thought
+        ([], 1),
+        ([*RIGHT, "s4 9 + 2 11 </thought>"], 4),  # goes on after the end
+        (["s1  7 * 4 2</thought>", " s2 2 + 3 5 </thought>", RIGHT[2] + " <eos>"], 0),  # white space does not matter
+    ],
+)
+def test_first_error_by_hand(thoughts, error):
+    assert chains.first_error(PROBLEM, thoughts) == error
+
+
+def test_a_sound_prefix_can_still_be_solved():
+    assert [chains.prefix_is_sound(PROBLEM, RIGHT[:k]) for k in range(4)] == [True] * 4
+    assert not chains.prefix_is_sound(PROBLEM, ["s1 7 * 4 3 </thought>"])
+    assert not chains.prefix_is_sound(PROBLEM, [*RIGHT, "s4 9 + 2 11 </thought>"])
+
+
+def test_split_thoughts_undoes_joining():
+    assert chains.split_thoughts(" ".join(RIGHT) + " <eos>") == RIGHT
+    assert chains.split_thoughts("s1 7 * 4 2 </thought> s2 2 +") == [RIGHT[0], "s2 2 +"]
+    assert chains.split_thoughts(" <eos>") == []
+
+
+def test_every_corruption_of_a_generated_chain_is_found_where_it_was_made():
+    for index in range(50):
+        problem = chains.generate(3, index, Difficulty(hard_facts=None))
+        thoughts = chains.solution(problem)
+        place = index % (len(thoughts) - 1)
+        words = thoughts[place].split()
+        words[4] = str((int(words[4]) + 1) % 13)
+        thoughts[place] = " ".join(words)
+        assert chains.first_error(problem, thoughts) == place + 1
+
+
+def test_same_key_same_problem_and_json():
+    first = [chains.generate(1, i) for i in range(20)]
+    assert first == [chains.generate(1, i) for i in range(20)] == json.loads(json.dumps(first))
+    assert first != [chains.generate(2, i) for i in range(20)]
+    # Problem 5 does not depend on the problems before it.
+    assert chains.generate(1, 5) == first[5]
+
+
+def test_splits_never_share_a_question():
+    easy = Difficulty(steps=(1, 2), hard_facts=None)  # so few problems exist that splits would collide
+    drawn = {split: {chains.generate(0, i, easy, split)["question"] for i in range(1500)} for split in chains.SPLITS}
+    assert all(len(questions) > 300 for questions in drawn.values())
+    assert not drawn["train"] & drawn["eval"]
+    assert not drawn["train"] & drawn["validation"]
+    assert not drawn["eval"] & drawn["validation"]
+
+
+@pytest.mark.parametrize("bounds", [(1, 1), (0, 0), (3, 5)])
+def test_difficulty_bounds_hold(bounds):
+    hard = chains.load_misconceptions()
+    for index in range(30):
+        problem = chains.generate(0, index, Difficulty(steps=(6, 9), hard_facts=bounds))
+        on_path = [fact in hard for fact in chains.true_facts(problem)]
+        assert bounds[0] <= sum(on_path) <= bounds[1]
+        assert problem["hard_steps"] == [i for i, h in enumerate(on_path, 1) if h]
+        assert 6 <= len(problem["steps"]) <= 9
+
+
+def test_hard_steps_can_be_kept_late():
+    for index in range(20):
+        problem = chains.generate(0, index, Difficulty(hard_facts=(1, 2), hard_after=0.6))
+        assert problem["hard_steps"]
+        assert min(problem["hard_steps"]) > 0.6 * len(problem["steps"])
+
+
+def test_operators_and_modulus_are_settings():
+    problem = chains.generate(0, 0, Difficulty(operators="-", modulus=7, hard_facts=None))
+    assert {operator for operator, _ in problem["steps"]} == {"-"}
+    assert int(chains.answer(problem)) == (problem["start"] - sum(operand for _, operand in problem["steps"])) % 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"steps": (3, 13)}, "steps: found [3, 13]; wanted [fewest, most] between 1 and 12."),
+        ({"steps": (4, 5), "hard_facts": (6, 7)}, "hard_facts: found [6, 7]; wanted [fewest, most]"),
+        ({"operators": "+/"}, "operators: found '+/'; wanted some of '+-*'."),
+        ({"hard_after": 1.0}, "hard_after: found 1.0; wanted a share from 0 to below 1"),
+        ({"hard_facts": None, "hard_after": 0.5}, "hard_after: found 0.5"),
+        ({"modulus": 17}, "modulus: found 17; wanted 2 to 13"),
+    ],
+)
+def test_impossible_difficulty_is_refused(settings, text):
+    with pytest.raises(ValueError, match=r"found") as error:
+        Difficulty(**settings)
+    assert text in str(error.value)
+
+
+def test_unknown_split_and_unmeetable_bounds():
+    with pytest.raises(DataError, match=r"chains: split 'evla' does not exist. Did you mean 'eval'\?"):
+        chains.generate(0, 0, split="evla")
+    with pytest.raises(DataError, match=r"no problem with steps .* in 20000 draws"):
+        chains.generate(0, 0, Difficulty(steps=(2, 2), hard_facts=(1, 1)), hard={})
+
+
+def test_missing_misconceptions_name_the_file(tmp_path):
+    with pytest.raises(DataError, match=r"misconceptions.json: the list of misconceptions cannot be read"):
+        chains.load_misconceptions(tmp_path)

@@ -1,0 +1,233 @@
+"""Learning curves, budgets and verdicts: numbers by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.app.bench.compare_report import analyse, as_json, draw, sentences, table
+from pipeline.app.bench.curves import Curve, default_threshold, judge_difference, next_iterations, read_curve
+from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
+from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
+from pipeline.core.errors import ConfigError
+from pipeline.run.compose import compose
+
+
+def metric_rows():
+    """Iterations of 90 + 10 sampled tokens; evaluations of 500 tokens and 2 s before iterations 0 and 2, and after 4."""
+    rows = []
+    for i in range(4):
+        row = {
+            "iteration": i,
+            "engine/sampled_tokens": 100.0,
+            "sampler/sampled_tokens": 90.0,
+            "localizer/sampled_tokens": 10.0,
+        }
+        row |= {"seconds/iteration": 5.0, "seconds/evaluator": 0.0, "seconds/sampler": 1.0}
+        if i % 2 == 0:
+            row |= {
+                "evaluator/accuracy": 0.2 + 0.1 * i,
+                "engine/sampled_tokens": 600.0,
+                "seconds/evaluator": 2.0,
+                "seconds/iteration": 7.0,
+            }
+        rows.append(row)
+    rows.append({"iteration": 4, "evaluator/accuracy": 0.5, "engine/sampled_tokens": 500.0, "seconds/evaluator": 2.0})
+    return rows
+
+
+def test_tokens_and_seconds_leave_evaluation_out():
+    curve = read_curve(metric_rows())
+    assert curve.tokens.tolist() == [0, 200, 400]
+    assert curve.seconds.tolist() == [0, 10, 20]
+    assert curve.accuracy.tolist() == [0.2, 0.4, 0.5]
+    assert (curve.iterations, curve.total_tokens, curve.total_seconds) == (4, 400, 20)
+
+
+def test_a_node_that_does_not_report_is_made_up_for_by_the_engine():
+    rows = [{k: v for k, v in row.items() if k != "localizer/sampled_tokens"} for row in metric_rows()]
+    # nodes report 90 of the 100 tokens: 90 · 100/90 in iterations with an evaluation
+    assert read_curve(rows).tokens.tolist() == pytest.approx([0, 200, 400])
+
+
+def test_tokens_of_an_evaluator_that_reports_are_not_training():
+    rows = [row | ({"evaluator/sampled_tokens": 500.0} if "evaluator/accuracy" in row else {}) for row in metric_rows()]
+    assert read_curve(rows).tokens.tolist() == [0, 200, 400]
+
+
+def test_an_empty_file_is_a_run_without_iterations():
+    curve = read_curve([])
+    assert curve.iterations == 0
+    assert math.isnan(curve.at(0))
+    assert not is_finished(curve, 1)
+
+
+def line(tokens, accuracy, seconds=None):
+    tokens = np.array(tokens, dtype=float)
+    return Curve(
+        tokens,
+        tokens if seconds is None else np.array(seconds, float),
+        np.array(accuracy, float),
+        len(tokens),
+        tokens[-1],
+        1.0,
+    )
+
+
+def test_interpolation_by_hand():
+    curve = line([0, 100, 200], [0.2, 0.4, 0.8])
+    assert curve.at(150) == pytest.approx(0.6)
+    assert math.isnan(curve.at(201))
+    assert curve.reaches(0.5, 200) == pytest.approx(125)
+    assert math.isnan(curve.reaches(0.5, 120))
+    assert math.isnan(curve.reaches(0.9, 200))
+    assert curve.reaches(0.1, 200) == 0
+
+
+def test_first_crossing_counts_although_accuracy_falls_again():
+    assert line([0, 100, 200, 300], [0.2, 0.6, 0.4, 0.6]).reaches(0.4, 300) == pytest.approx(50)
+
+
+def test_iterations_are_planned_from_the_mean_so_far():
+    assert next_iterations(read_curve([]), 1000, pilot=6) == 6
+    curve = read_curve(metric_rows())  # 100 tokens per iteration, 400 done
+    assert next_iterations(curve, 1000, 6) == 4 + 7  # 6 missing · 1.05 = 6.3 → 7
+    assert next_iterations(curve, 400, 6) == 4
+    assert next_iterations(curve, 401, 6) == 5
+    silent = [
+        row | {"engine/sampled_tokens": 0.0, "sampler/sampled_tokens": 0.0, "localizer/sampled_tokens": 0.0}
+        for row in metric_rows()
+    ]
+    with pytest.raises(ValueError, match="sampled no token in 4 iterations"):
+        next_iterations(read_curve(silent), 1000, 6)
+
+
+def test_verdict_by_hand():
+    # differences .1, .2, .3: mean .2, sd .1, s.e. .0577; t(2) = 2.92 → bar .169
+    better = judge_difference({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
+    assert (better.difference, better.error) == (pytest.approx(0.2), pytest.approx(0.1 / math.sqrt(3)))
+    assert better.word == "above"
+    assert judge_difference({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
+    assert judge_difference({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == "not told apart"
+    assert judge_difference({0: 0.9}, {0: 0.1}).word == "not told apart"  # one seed shows nothing
+
+
+def test_verdict_pairs_by_seed():
+    assert judge_difference({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
+
+
+def test_threshold_is_three_quarters_of_what_the_baseline_gains():
+    assert default_threshold([line([0, 100], [0.2, 0.5]), line([0, 100], [0.2, 0.7])], 100) == pytest.approx(0.5)
+
+
+@pytest.fixture
+def curves():
+    return {
+        "grpo": {0: line([0, 100], [0.2, 0.6]), 1: line([0, 100], [0.2, 0.62])},
+        "good": {0: line([0, 50, 100], [0.2, 0.6, 0.8]), 1: line([0, 50, 100], [0.2, 0.6, 0.82])},
+        "bad": {0: line([0, 100], [0.2, 0.3]), 1: line([0, 100], [0.2, 0.32])},
+        "missing": {0: read_curve([]), 1: read_curve([])},
+    }
+
+
+def test_table_says_who_does_not_beat_the_baseline(curves, tmp_path):
+    rows, bar = analyse(curves, 100, 0.5)
+    assert bar == 0.5
+    assert rows["good"].reached[0] == pytest.approx(37.5)
+    # grpo reaches .5 at 75 and 71.4 tokens, good at 37.5 twice
+    assert rows["good"].speed == pytest.approx((75 + 0.3 / 0.42 * 100) / 2 / 37.5)
+    assert math.isnan(rows["bad"].speed)
+    assert [rows[n].verdict.word for n in ("good", "bad", "missing")] == ["above", "below", "not told apart"]
+    text = table(rows, 100, bar)
+    assert "Above grpo at equal sampled tokens: good." in text
+    assert "Below grpo: bad." in text
+    assert sentences(rows)[1].endswith("missing.")
+    draw(curves, 100, bar, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert as_json(rows, curves)["good"]["curves"][0]["accuracy"] == [0.2, 0.6, 0.8]
+
+
+def write_run(folder, iterations):
+    rows = [
+        {"iteration": i, "engine/sampled_tokens": 100.0, "sampler/sampled_tokens": 100.0, "seconds/iteration": 1.0}
+        for i in range(iterations)
+    ]
+    rows.append({"iteration": iterations, "evaluator/accuracy": 0.5, "engine/sampled_tokens": 500.0})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def fake_launch(calls):
+    def launch(command, log):
+        settings = dict(part.split("=", 1) for part in command[4:] if "=" in part)
+        calls.append(int(settings["run.iterations"]))
+        write_run(Path(settings["run.root"]) / settings["run.name"], calls[-1])
+        return 0
+
+    return launch
+
+
+def test_a_run_goes_on_until_its_curve_covers_the_budget_and_is_then_kept(tmp_path):
+    calls = []
+    plan = Plan(budget=1000, folder=tmp_path, pilot=3)
+    assert train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None) == ""
+    assert calls == [3, 11]  # 300 tokens, then 7 missing iterations · 1.05 → 8 more
+    assert train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None) == ""
+    assert calls == [3, 11]
+    assert plan.curve(BASELINE, 0).at(1000) == pytest.approx(0.5)
+
+
+def test_a_further_seed_is_planned_from_those_before(tmp_path):
+    calls = []
+    plan = Plan(budget=1000, folder=tmp_path, pilot=3)
+    train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None, seeds=[0, 1])
+    train_one(plan, BASELINE, 1, fake_launch(calls), lambda text: None, seeds=[0, 1])
+    assert calls == [3, 11, 11]  # 1.05 · 1000 / 100 = 10.5 → 11 at once
+
+
+def test_a_failing_run_says_where_its_log_is(tmp_path):
+    problem = train_one(Plan(budget=10, folder=tmp_path), BASELINE, 3, lambda command, log: 2, lambda text: None)
+    assert problem == f"exit code 2, see {tmp_path}/logs/grpo-s3.log"
+
+
+def test_commands_are_what_a_user_would_type(tmp_path):
+    plan = Plan(budget=10, folder=tmp_path, overrides=("evaluator.every=5",), config_dirs=("mine",))
+    command = plan.command(Method("x", "toy_grpo", ("learner.minibatches=4",)), 7, 12)
+    assert command[1:4] == ["-m", "creditgraph", "train"]
+    assert command[4:] == [
+        "recipe=toy_grpo", "learner.minibatches=4", "evaluator.every=5", "run.seed=7", f"run.root={tmp_path}", "run.name=x-s7",
+        "run.iterations=12", "--config-dir", "mine",
+    ]  # fmt: skip
+
+
+def test_failures_of_all_runs_are_collected(tmp_path):
+    missing = Method("broken", "no_such_recipe")
+    failed = train_all(Plan(budget=10, folder=tmp_path), [missing], [0], 1, lambda text: None)
+    assert list(failed.found) == ["broken-s0"]
+    assert "no recipe named 'no_such_recipe'" in (tmp_path / "logs" / "broken-s0.log").read_text()
+
+
+def test_methods_are_chosen_by_name_recipe_and_settings():
+    found, missing = choose_methods(["srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4", "grpo"])
+    assert [m.name for m in found] == ["grpo", "srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4"]
+    assert found[3].overrides == ("learner.minibatches=4",)
+    assert missing == []
+    with pytest.raises(ConfigError, match=r"method 'sprro': no recipe 'sprro'.*Did you mean"):
+        choose_methods(["sprro"])
+
+
+def test_every_listed_method_has_a_sound_recipe():
+    found, missing = choose_methods(None)
+    assert missing == []
+    assert found[0] == BASELINE
+    assert len({m.name for m in METHODS}) == len(METHODS)
+    for method in found:
+        method.experiment()
+
+
+def test_a_method_with_settings_in_its_name_composes(tmp_path):
+    method = Method("vineppo,value.continuations=20", "toy_vineppo", ("value.continuations=20",))
+    command = Plan(budget=10, folder=tmp_path).command(method, 0, 3)
+    assert compose(command[4:])["run"]["name"] == "vineppo-value.continuations-20-s0"

@@ -1,0 +1,86 @@
+"""The two commands, in this process."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[4] / "tools"
+
+
+def run(monkeypatch, tool, *arguments):
+    monkeypatch.setattr(sys, "argv", [tool, *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return runpy.run_path(str(TOOLS / tool))["main"]()
+
+
+def write_run(folder, accuracies):
+    folder.mkdir(parents=True)
+    rows = []
+    for i, accuracy in enumerate(accuracies):
+        rows.append(
+            {"iteration": i, "engine/sampled_tokens": 100.0, "sampler/sampled_tokens": 100.0, "seconds/iteration": 1.0}
+        )
+        rows[-1]["evaluator/accuracy"] = accuracy
+    rows.append({"iteration": len(accuracies), "evaluator/accuracy": accuracies[-1] + 0.1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_compare_reports_the_runs_there_are(monkeypatch, tmp_path, capsys):
+    for seed in (0, 1):
+        write_run(tmp_path / f"grpo-s{seed}", [0.2, 0.3, 0.4])
+        write_run(tmp_path / f"srpo-s{seed}", [0.2, 0.5, 0.6 + 0.01 * seed])
+    code = run(
+        monkeypatch,
+        "compare",
+        "--recipes",
+        "srpo",
+        "rrpo",
+        "--seeds",
+        0,
+        1,
+        "--tokens",
+        300,
+        "--out",
+        tmp_path,
+        "--report",
+    )
+    assert code == 0
+    text = capsys.readouterr().out
+    assert "Above grpo at equal sampled tokens: srpo." in text
+    assert "not shown to beat it: rrpo." in text  # it has no runs
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["methods"]["srpo"]["accuracy"] == {"0": pytest.approx(0.7), "1": pytest.approx(0.71)}
+    assert result["methods"]["rrpo"]["accuracy"] == {"0": None, "1": None}
+    assert result["threshold"] == pytest.approx(0.2 + 0.75 * 0.3)
+    assert (tmp_path / "compare.png").exists()
+    assert (tmp_path / "table.md").read_text().startswith("| method |")
+
+
+@pytest.mark.parametrize("tool", ["compare", "creditbench"])
+def test_a_wrong_name_is_told_and_nothing_runs(monkeypatch, tmp_path, capsys, tool):
+    option = "--recipes" if tool == "compare" else "--methods"
+    assert run(monkeypatch, tool, option, "spro", "--out", tmp_path / "out") == 2
+    assert f"{tool}: method 'spro': no recipe 'spro'. Did you mean 'srpo'?" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize(("tool", "arguments"), [("creditbench", ["--samples", "7"]), ("compare", ["--jobs", "0"])])
+def test_impossible_numbers_are_refused(monkeypatch, tool, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, tool, *arguments)
+
+
+def test_creditbench_writes_table_result_and_figure(monkeypatch, tmp_path, capsys):
+    code = run(
+        monkeypatch, "creditbench", "--methods", "drgrpo", "--seeds", 0, "--samples", 2, "--set", "prompts.batch=2", "data.train.size=40",
+        "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0
+    assert "| drgrpo | given |" in capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert list(result["methods"]) == ["true_values", "grpo", "drgrpo"]
+    assert result["settings"]["samples"] == 2
+    assert (tmp_path / "creditbench.png").exists()

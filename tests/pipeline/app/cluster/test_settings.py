@@ -1,0 +1,56 @@
+"""Cluster files and their overrides."""
+
+import pytest
+
+from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
+from pipeline.core.errors import ConfigError, GraphError
+from pipeline.run.compose import CONFIG_DIR, list_choices
+
+
+@pytest.mark.parametrize("name", sorted(list_choices("cluster", [CONFIG_DIR])))
+def test_shipped_clusters_are_sound(name):
+    cluster = load_cluster(name, {})
+    assert cluster.ranks >= 1
+    assert (cluster.servers > 0) == (cluster.placement == "disaggregated")
+
+
+def test_numbers_of_nodes_ranks_and_servers():
+    cluster = load_cluster(
+        "disaggregated", {"nodes": "3", "engine_nodes": "2", "gpus_per_node": "8", "gpus_per_server": "2"}
+    )
+    assert (cluster.all_nodes, cluster.ranks, cluster.servers) == (5, 24, 8)
+    shared = load_cluster(
+        "disaggregated",
+        {"nodes": "1", "engine_nodes": "0", "gpus_per_node": "0", "ranks_per_node": "2", "servers_per_node": "2"},
+    )
+    assert (shared.all_nodes, shared.ranks, shared.servers) == (1, 2, 2)
+
+
+def test_times_as_yaml_reads_them():
+    assert load_cluster("one_node", {"time": "1:30:00"}).time == "01:30:00"
+    assert load_cluster("one_node", {"time": "2-12:00:00"}).time == "2-12:00:00"
+    with pytest.raises(GraphError, match="time 'soon'; wanted hours:minutes:seconds"):
+        load_cluster("one_node", {"time": "soon"})
+
+
+def test_mistakes_get_sentences():
+    with pytest.raises(
+        ConfigError, match=r"cluster=colocatd: no such file in configs/cluster\. Did you mean 'colocated'"
+    ):
+        load_cluster("colocatd", {})
+    with pytest.raises(GraphError, match=r"partitoin: unknown setting\. Did you mean 'partition'"):
+        load_cluster("one_node", {"partitoin": "gpu"})
+    with pytest.raises(ValueError, match="gpus_per_node 0 is a CPU job; wanted ranks_per_node"):
+        Cluster(gpus_per_node=0)
+    with pytest.raises(ValueError, match="8 ranks take 8 GPUs and its engine servers 8, but gpus_per_node is 8"):
+        Cluster(placement="disaggregated")
+    with pytest.raises(ValueError, match="16 ranks take 16 GPUs and its engine servers 0, but gpus_per_node is 8"):
+        Cluster(ranks_per_node=16)
+    assert Cluster(placement="disaggregated", ranks_per_node=4, servers_per_node=4).servers == 4
+    with pytest.raises(ValueError, match="disaggregated, but no engine server"):
+        Cluster(placement="disaggregated", gpus_per_node=0, ranks_per_node=1)
+
+
+def test_overrides_are_split():
+    name, own, rest = split_overrides(["recipe=toy_srpo", "cluster=one_node", "cluster.nodes=2", "run.seed=1"])
+    assert (name, own, rest) == ("one_node", {"nodes": "2"}, ["recipe=toy_srpo", "run.seed=1"])

@@ -1,0 +1,290 @@
+"""The report in a real browser: data opens, filters and keys work, hostile text is inert, no accessibility violation."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.app.report.credit import write_credit
+from pipeline.app.report.page import report_html
+from pipeline.app.report.source import read_run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright axe-core-python")
+axe = pytest.importorskip("axe_core_python.sync_playwright", reason="pip install axe-core-python")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install -y chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield found
+        found.close()
+
+
+class Tab:
+    """A page with what it said on the console."""
+
+    def __init__(self, browser: Any, file: Path, width: int, scheme: str) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.page.on("console", lambda m: self.said.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda e: self.said.append(str(e)))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
+
+
+@pytest.fixture
+def open_tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    tabs: list[Tab] = []
+
+    def open_(html: str, width: int = 1600, scheme: str = "light") -> Tab:
+        file = tmp_path / f"page{len(tabs)}.html"
+        file.write_text(html, encoding="utf-8")
+        tabs.append(Tab(browser, file, width, scheme))
+        return tabs[-1]
+
+    yield open_
+    for tab in tabs:
+        tab.context.close()
+
+
+def violations(page: Any) -> list[tuple[str, Any]]:
+    return [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in axe.Axe().run(page)["violations"]]
+
+
+def too_wide(page: Any, width: int) -> list[str]:
+    """What makes a page scroll sideways."""
+    if page.evaluate("document.documentElement.scrollWidth") <= width:
+        return []
+    script = "w => [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > w && !e.closest('.scroll, .picture'))"
+    return page.evaluate(f"w => ({script})(w).slice(0, 8).map(e => e.outerHTML.slice(0, 150))", width) or ["the page"]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1600, "light"), (1600, "dark"), (360, "light"), (360, "dark")])
+def test_clean_console_no_overflow_and_no_violation(make_run, open_tab, width, scheme):
+    runs = [read_run(make_run("a", trace="sampler")), read_run(make_run("b", "recipe=toy_grpo"))]
+    tab = open_tab(report_html(runs), width, scheme)
+    tab.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    tab.page.locator("#graph-0 g[data-name=advantage]").click()
+    tab.page.wait_for_timeout(300)
+    assert violations(tab.page) == []
+    assert too_wide(tab.page, width) == []
+    assert tab.said == []
+
+
+def test_filters(make_run, open_tab):
+    page = open_tab(report_html([read_run(make_run())])).page
+    count = page.locator("#count")
+    assert count.inner_text() == "8 of 8 rollouts"
+    for box, text, wanted in (
+        ("min-reward", "1", 2),
+        ("max-credit", "-1", 2),
+        ("min-length", "4", 4),
+        ("max-iteration", "0", 4),
+    ):
+        page.fill(f"#{box}", text)
+        assert count.inner_text() == f"{wanted} of 8 rollouts", box
+        page.click("#reset")
+    page.select_option("#outcome", "no reward")
+    assert count.inner_text() == "2 of 8 rollouts"
+    page.fill("#search", "nothing like this")
+    assert count.inner_text() == "0 of 8 rollouts"
+    assert "No rollout matches" in page.locator("#list").inner_text()
+    page.click("#reset")
+    page.select_option("#sort", "credit down")
+    assert "credit +1.00" in page.locator("#list .item").first.inner_text()
+
+
+def test_keyboard_alone(make_run, open_tab):
+    page = open_tab(report_html([read_run(make_run())])).page
+    page.focus("#list")
+    page.keyboard.press("Home")
+    assert page.locator(".item[aria-selected=true]").get_attribute("id") == "r0"
+    page.keyboard.press("ArrowDown")
+    assert page.get_attribute("#list", "aria-activedescendant") == "r1"
+    page.keyboard.press("End")
+    assert page.get_attribute("#list", "aria-activedescendant") == "r7"
+    page.focus(".tokens")
+    page.keyboard.press("End")
+    told = page.inner_text("#readout")
+    assert "Token 3 of 3" in told
+    assert "credit −2.0000" in told
+    assert "log-ratio +0.5000" in told
+    assert "entropy 0.500" in told
+    page.keyboard.press("Home")
+    assert "inherited" in page.inner_text("#readout")
+    page.focus("#graph-0 g[data-name=rewards]")
+    page.keyboard.press("Enter")
+    assert "rewards.outcome" in page.inner_text("#node-0")
+    assert "Rewards, 3 rows" in page.inner_text("#node-0")
+
+
+def test_the_timeline_follows_its_menus(make_run, open_tab):
+    page = open_tab(
+        report_html([read_run(make_run("a", trace="sampler")), read_run(make_run("b", trace="expander"))])
+    ).page
+    chart, numbers = page.locator("#timeline-chart svg"), page.locator("#timeline-numbers")
+    assert page.locator("#timeline-iteration option").all_inner_texts() == ["0 (3.000 s)", "1 (3.000 s)"]
+    assert "sampler" in chart.text_content()
+    page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    assert numbers.locator("tbody tr").all_inner_texts() == [
+        "generation\tgeneration\t2.000\t66.7 %\t1",
+        "generation\twaiting\t0.500\t16.7 %\t1",
+        "main\tlearning\t1.500\t50.0 %\t1",
+    ]
+    page.select_option("#timeline-run", "1")
+    page.wait_for_function("document.querySelector('#timeline-chart svg').textContent.includes('expander')")
+    page.select_option("#timeline-iteration", "0")
+    assert "3.000 s in all" in numbers.inner_text()
+
+
+def test_every_control_is_reached_by_tab(make_run, open_tab):
+    page = open_tab(report_html([read_run(make_run(trace="sampler"))])).page
+    wanted = {
+        "timeline-run",
+        "timeline-iteration",
+        "search",
+        "outcome",
+        "min-reward",
+        "max-credit",
+        "sort",
+        "scale",
+        "reset",
+        "list",
+        "phase-run",
+        "graph-0",
+    }
+    seen = set()
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id"))
+    assert wanted <= seen
+
+
+def test_credit_shows_by_more_than_colour_and_the_tree_leads_on(make_run, open_tab):
+    page = open_tab(report_html([read_run(make_run())])).page
+    page.fill("#max-credit", "-1")
+    page.locator(".item").first.click()
+    negative = page.locator(".tokens .n5")
+    assert negative.count() == 1
+    assert negative.evaluate("e => getComputedStyle(e).borderBottomStyle") == "dotted"
+    assert page.locator(".tokens .off").count() == 2  # inherited
+    tree = page.locator("ul.tree")
+    assert "seed: failed" in tree.inner_text()
+    assert "first error at thought 2 (boxed)" in tree.inner_text()
+    assert "after 1 kept thoughts (2 tokens): reward 0" in tree.inner_text()
+    tree.locator("button", has_text="reward 1").click()
+    assert page.locator(".tokens .p5").count() == 4
+    assert page.evaluate("document.activeElement.tagName") == "H3"
+
+
+def evil_tokenizer(folder: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"[UNK]": 0} | {t: i + 1 for i, t in enumerate(texts)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_hostile_text_is_shown_and_never_runs(make_run, open_tab, tmp_path):
+    texts = [
+        "<script>window.pwned=1</script>",
+        '"><img src=x onerror="window.pwned=1">',
+        "</script><svg onload=window.pwned=1>",
+        "\u202eRLO\u2066",
+        "\x1b[31mred\x07",
+        "{{7*7}}",
+        "y" * 100_000,
+        "line\nbreak\r\t",
+        "<!--<script>",
+        "javascript:window.pwned=1",
+        "é👩‍👩‍👧",
+        "'-alert(1)-'",
+    ]
+    evil_tokenizer(tmp_path / "model", texts)
+    run = make_run(
+        "r", "recipe=toy_srpo", f"model.path={tmp_path / 'model'}", details=[*texts[:2], "\ud800 lone"], trace=texts[1]
+    )
+    (run / "data_card.json").write_text(json.dumps({texts[0]: {texts[1]: texts, texts[3]: texts[4]}}), encoding="utf-8")
+    metrics = {"iteration": 0, texts[0]: 1.0, texts[1]: 2.0, "seconds/<img src=x onerror=window.pwned=1>": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
+    tab = open_tab(report_html([read_run(run)], title=texts[0]), 360)
+    for item in range(3):
+        tab.page.focus("#list")
+        tab.page.keyboard.press("Home" if item == 0 else "ArrowDown")
+        tab.page.focus(".tokens")
+        tab.page.keyboard.press("End")
+    tab.page.locator("#graph-0 g[data-name=rewards]").click()
+    tab.page.wait_for_timeout(300)
+    assert tab.page.evaluate("window.pwned") is None
+    assert too_wide(tab.page, 360) == []
+    assert tab.page.locator("main img, main svg[onload]").count() == 0
+    shown = tab.page.inner_text("body")
+    assert "<script>window.pwned=1</script>" in shown
+    assert not any(c in shown for c in "\u202e\u2066\x1b\x07")
+    assert tab.said == []
+    assert violations(tab.page) == []
+
+
+def test_a_response_of_many_tokens_comes_in_parts(make_run, open_tab):
+    from pipeline.run.recording import write_payload
+
+    run = make_run()
+    import torch
+
+    from pipeline.core.jagged import Jagged
+    from pipeline.run.recording import read_payload
+
+    file = run / "record" / "sampler.trajectories" / "000000.parquet"
+    batch = read_payload(file)
+    tokens = Jagged.from_rows([[5, 6, 9] * 3000, [5]], torch.int32)
+    numbers = tokens.with_values(torch.zeros(len(tokens.values)))
+    ends = Jagged.from_rows([[], []], torch.int32)
+    write_payload(
+        file, batch.replace(response_tokens=tokens, engine_logprobs=numbers, entropies=numbers, thought_ends=ends)
+    )
+    page = open_tab(report_html([read_run(run)])).page
+    page.fill("#min-length", "9000")
+    page.locator(".item").first.click()
+    assert page.locator(".tokens .t").count() == 3000
+    page.locator(".tokens button").click()
+    assert page.locator(".tokens .t").count() == 6000
+    page.focus(".tokens")
+    page.keyboard.press("End")
+    assert page.locator(".tokens .t").count() == 9000
+    assert "Token 9000 of 9000" in page.inner_text("#readout")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1600, "light"), (360, "dark")])
+def test_the_page_of_methods_side_by_side(real_run, open_tab, tmp_path, width, scheme):
+    from pipeline.app.bench.side_by_side import compare
+
+    write_credit(
+        compare(real_run, ["toy_grpo", "toy_rredcot", "toy_treerl"], [], [], None, 2, 4),
+        tmp_path / "credit.html",
+        "<b>t</b>",
+    )
+    tab = open_tab((tmp_path / "credit.html").read_text(encoding="utf-8"), width, scheme)
+    tab.page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    assert violations(tab.page) == []
+    assert too_wide(tab.page, width) == []
+    assert tab.page.inner_text("h1") == "<b>t</b>"
+    assert tab.page.locator(".map svg").count() == 2
+    assert "needs further sampling" in tab.page.inner_text("#methods")
+    assert "true advantage" in tab.page.inner_text("#numbers-0")
+    assert tab.said == []
+
+
+def test_without_recordings_the_page_still_works(make_run, open_tab):
+    tab = open_tab(report_html([read_run(make_run(records=False))]))
+    assert "No rollouts are recorded" in tab.page.inner_text("#rollouts")
+    assert tab.page.locator("[data-curve] svg").count() == 2
+    assert tab.said == []

@@ -1,0 +1,99 @@
+"""`creditgraph credit` on a real run: recorded credit comes back, truth stands beside it, others say what they need."""
+
+import re
+
+import pytest
+import torch
+
+from pipeline.app.bench.side_by_side import TRUTH, compare
+from pipeline.app.cli import main
+from pipeline.app.report.credit import cards, heat_map, write_still
+from pipeline.app.report.pack import unpack
+from pipeline.core.errors import ConfigError, RunError
+from pipeline.run.recording import read_payload
+
+RECIPES = ["toy_grpo", "toy_rredcot", "toy_treerl"]
+
+
+@pytest.fixture(scope="module")
+def found(real_run):
+    return compare(real_run, RECIPES, [], [], None, 4, 8)
+
+
+def test_the_newest_iteration_with_an_exact_policy_is_taken(found):
+    assert found.iteration == 1
+    assert found.notes == []
+
+
+def test_the_runs_own_recipe_gives_its_recorded_credit(found, real_run):
+    credit = read_payload(real_run / "record" / "advantage.credit" / "000001.parquet")
+    rows = credit.index_of(found.trajectories.uid)
+    column = next(c for c in found.columns if c.name == "toy_rredcot")
+    # Its objective is the plain policy gradient: effective credit is the advantage on trained tokens.
+    wanted = torch.where(credit.mask.select(rows).values, credit.advantage.select(rows).values.double(), 0.0)
+    assert torch.allclose(column.credit.values, wanted, atol=1e-5)
+
+
+def test_group_credit_is_flat_and_truth_is_not(found):
+    columns = {c.name: c for c in found.columns}
+    for row in columns["toy_grpo"].credit.rows():
+        assert len(set(row.tolist())) == 1
+    assert any(len(set(row.tolist())) > 1 for row in columns[TRUTH].credit.rows())
+    # The true advantages of a trajectory add up, over thoughts, to its outcome less the value of the prompt: at most 1.
+    assert float(columns[TRUTH].credit.values.abs().max()) <= 1.0
+
+
+def test_trees_need_rollouts_of_their_own(found):
+    column = next(c for c in found.columns if c.name == "toy_treerl")
+    assert column.credit is None
+    assert "it needs further sampling: rollouts of its own (expander.tree)" in column.note
+
+
+def test_cards_and_pictures(found, tmp_path):
+    rows = cards(found)
+    assert len(rows) == 4
+    assert "".join(rows[0]["pieces"]).strip() == found.trajectories.text[0].strip()
+    spec = heat_map(rows[0])
+    assert len(spec["layer"][0]["data"]["values"]) == len(rows[0]["pieces"]) * 3
+    write_still(found, tmp_path / "still.svg")
+    text = (tmp_path / "still.svg").read_text(encoding="utf-8")
+    assert "toy_rredcot" in text
+    assert TRUTH in text
+    with pytest.raises(ConfigError, match=re.escape("wanted .svg or .png")):
+        write_still(found, tmp_path / "still.gif")
+
+
+def test_the_command(real_run, tmp_path, capsys):
+    page = tmp_path / "credit.html"
+    assert (
+        main(["credit", "recipe=toy_grpo,toy_vineppo", str(real_run), "--rows", "2", "--samples", "2", "-o", str(page)])
+        == 0
+    )
+    out = capsys.readouterr()
+    assert "toy_vineppo" in out.out
+    assert "needed further sampling" in out.out
+    header, _ = unpack(re.search(r'id="data-credit">([^<]*)<', page.read_text(encoding="utf-8")).group(1))
+    assert len(header["cards"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["recipe=toy_grpo"], "0 run directories; wanted one"),
+        (["runs/x"], "no recipe; wanted recipe=NAME"),
+        (
+            ["recipe=toy_grpo", "runs/x", "--samples", "3"],
+            "--samples 3: wanted 0 (no true advantage) or an even number",
+        ),
+        (["recipe=toy_grpo", "runs/x", "--rows", "0"], "--rows 0: wanted at least 1"),
+        (["recipe=toy_gpro", "runs/x"], "Did you mean"),
+    ],
+)
+def test_mistakes(arguments, told, capsys):
+    assert main(["credit", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_without_rollouts(make_run):
+    with pytest.raises(RunError, match="is not recorded, so there are no rollouts to judge"):
+        compare(make_run(records=False), ["toy_grpo"], [], [], None, 4, 0)

@@ -1,0 +1,54 @@
+import io
+
+import pytest
+
+from pipeline.app.progress import MetricNames, Progress, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_plain_output_has_one_line_per_iteration():
+    stream = io.StringIO()
+    with Progress(2, stream=stream) as progress:
+        for iteration in range(2):
+            progress.node_started("engine", iteration)
+            progress.node_started("learner", iteration)
+            progress.iteration_done(
+                iteration, {"rewards/mean": 0.25, "engine/sampled_tokens": 3000.0, "seconds/iteration": 2.0}
+            )
+        progress.iteration_done(2, {"evaluator/accuracy": 0.5})
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("iteration 1/2  reward 0.250  tokens/s 1,500  seconds 2.00  eta ")
+    assert lines[2] == "final evaluation  accuracy 0.500"
+    assert len(lines) == 3
+
+
+def test_metrics_that_are_not_logged_are_left_out():
+    stream = io.StringIO()
+    with Progress(10, start=4, names=MetricNames(reward="other/mean"), stream=stream) as progress:
+        progress.iteration_done(4, {"rewards/mean": 0.25})
+    assert stream.getvalue().startswith("iteration  5/10  done  eta ")
+
+
+def test_a_terminal_shows_phase_and_numbers():
+    stream = Terminal()
+    with Progress(8, stream=stream) as progress:
+        progress.node_started("sampler", 0)
+        progress.iteration_done(0, {"rewards/mean": 0.125, "evaluator/accuracy": 0.5, "seconds/iteration": 1.0})
+        progress.node_started("learner", 1)
+        # The accuracy of the last evaluation stays in view.
+        progress.iteration_done(1, {"rewards/mean": 0.375, "seconds/iteration": 1.0})
+    shown = stream.getvalue()
+    for text in ("2/8", "learner", "0.375", "accuracy", "0.500", "eta"):
+        assert text in shown
+    assert progress._live is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (90000, "25h00m")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,340 @@
+"""Graphs of toy components: what a sound one answers, and the text of every problem of an unsound one."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.core.errors import ConfigError, GraphError
+from pipeline.core.graph import Graph, build_graph
+
+Nodes = dict[str, Any]
+
+
+def problems(nodes: Any) -> list[str]:
+    with pytest.raises(GraphError) as caught:
+        build_graph({"nodes": nodes})
+    return caught.value.problems
+
+
+def only(nodes: Nodes) -> str:
+    found = problems(nodes)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def graph(nodes: Nodes) -> Graph:
+    return build_graph({"nodes": nodes})
+
+
+def test_sound_graph_is_sorted_and_typed(srpo: Nodes) -> None:
+    reverse = dict(reversed(srpo.items()))
+    built = graph(reverse)
+    place = {n: i for i, n in enumerate(built.names)}
+    assert set(place) == set(srpo)
+    assert all(place[w.source] < place[n.name] for n in built.nodes for _, w in n.all_wires if not w.delay)
+    assert [str(w) for w in built["buffer"].wires["trajectories"]] == ["sampler.trajectories", "expander.trajectories"]
+    assert str(built["engine"].wires["weights"][0]) == "learner.weights@1"
+    assert built["sampler"].config.group_size == 8
+    assert built["sampler"].settings == {}
+    assert "errors" not in built["sampler"].wires
+
+
+def test_order_follows_the_file_where_wires_leave_a_choice() -> None:
+    nodes = {name: {"use": "graph_toys:Source"} for name in ("c", "a", "b")}
+    assert graph(nodes).names == ["c", "a", "b"]
+
+
+def test_settings_reach_the_config(srpo: Nodes) -> None:
+    srpo["learner"]["config"] = {"objective": "reinforce", "optimizer": {"lr": "1e-4", "betas": [0.8, 0.9]}}
+    config = graph(srpo)["learner"].config
+    assert (config.objective, config.optimizer.lr, config.optimizer.betas) == ("reinforce", 1e-4, (0.8, 0.9))
+
+
+def test_ancestors_sinks_delay_and_unknown_node(srpo: Nodes) -> None:
+    built = graph(srpo)
+    assert built.ancestors(["localizer"], within_iteration=True) == {
+        "localizer",
+        "prompts",
+        "sampler",
+        "engine",
+        "verifier",
+    }
+    assert built.ancestors(["localizer"]) == set(srpo) - {"watch"}
+    assert built.ancestors([]) == set()
+    assert built.sinks == ["watch"]
+    assert built.max_delay == 1
+    assert "learner" in built
+    assert "lerner" not in built
+    assert {(n.name, s) for n, s, _ in built.readers("sampler")} == {
+        ("localizer", "seeds"),
+        ("expander", "seeds"),
+        ("buffer", "trajectories"),
+    }
+    with pytest.raises(ConfigError, match=r"no node 'lerner' in this graph\. Did you mean 'learner'\?"):
+        built["lerner"]
+
+
+def test_lanes_follow_the_learner_within_an_iteration(srpo: Nodes) -> None:
+    srpo["after"] = {"use": "graph_toys:Watch", "in": {"policy": "engine.policy", "report": "learner.report"}}
+    lanes = graph(srpo).lanes()
+    assert {n for n, lane in lanes.items() if lane == "learning"} == {"learner", "after"}
+
+
+@pytest.mark.parametrize(("delay", "overlaps"), [(1, False), (2, True), (3, True)])
+def test_overlap_needs_two_iterations_on_the_way_back(srpo: Nodes, delay: int, overlaps: bool) -> None:
+    srpo["engine"]["in"]["weights"] = f"learner.weights@{delay}"
+    built = graph(srpo)
+    assert built.overlaps is overlaps
+    assert built.max_delay == delay
+
+
+def test_one_lane_alone_does_not_overlap() -> None:
+    assert graph({"prompts": {"use": "graph_toys:Source"}}).overlaps is False
+
+
+def test_subclass_fits_and_any_fits(srpo: Nodes) -> None:
+    srpo["all"] = {"use": "graph_toys:AnyBatch", "in": {"batch": "rewards.rewards"}}
+    srpo["watch"]["in"]["anything"] = "verifier.judge"
+    assert "all" in graph(srpo)
+
+
+def test_null_unwires_an_optional_input(srpo: Nodes) -> None:
+    srpo["sampler"]["in"]["judge"] = None
+    assert "judge" not in graph(srpo)["sampler"].wires
+
+
+def test_one_wire_is_enough_for_a_list(srpo: Nodes) -> None:
+    srpo["buffer"]["in"]["trajectories"] = "sampler.trajectories"
+    srpo.pop("expander")
+    assert len(graph(srpo)["buffer"].wires["trajectories"]) == 1
+
+
+def test_no_nodes() -> None:
+    for description in ({}, {"nodes": None}, {"nodes": []}, None):
+        with pytest.raises(GraphError, match=r"nodes: found none; wanted 'nodes: \{name: \{use"):
+            build_graph(description)
+
+
+def test_unknown_component_names_the_nearest() -> None:
+    assert only({"a": {"use": "advantage.grup"}}).startswith(
+        "a.use: unknown component 'advantage.grup'; wanted a registered name"
+    )
+    assert only({"a": {"use": "advantage.grup"}}).endswith("Did you mean 'advantage.group'?")
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (
+            "graph_toys:Samplr",
+            "a.use: component 'graph_toys:Samplr': no class 'Samplr' in graph_toys. Did you mean 'Sampler'?",
+        ),
+        (
+            "no_such_module:X",
+            "a.use: component 'no_such_module:X': module 'no_such_module' cannot be imported; install it or correct",
+        ),
+        ("broken_toys:X", "a.use: importing 'broken_toys:X' failed with RuntimeError: no such accelerator"),
+        (
+            "graph_toys:NotAComponent",
+            "a.use: graph_toys:NotAComponent is not a component; derive it from creditgraph.Component.",
+        ),
+        ("graph_toys:Positional", "a.use: Positional.run: 'batch' is not keyword-only; write run(self, *, batch: …)."),
+        (None, "a.use: found None; wanted a component name or 'package.module:Class'."),
+        (7, "a.use: found 7; wanted a component name"),
+    ],
+)
+def test_classes_that_cannot_be_used(use: Any, text: str) -> None:
+    assert only({"a": {"use": use}}).startswith(text)
+
+
+def test_entries_that_are_no_nodes() -> None:
+    assert only({"a": "prompts.dataset"}) == "a: found 'prompts.dataset'; wanted '{use: prompts.dataset}'."
+    assert only({"a": [1]}) == "a: found [1]; wanted a mapping with 'use' and, where needed, 'in' and 'config'."
+    assert (
+        only({"a": {"use": "graph_toys:Source", "inn": {}}})
+        == "a.inn: unknown key; a node has 'use', 'in' and 'config'. Did you mean 'in'?"
+    )
+    assert only({"a": {"use": "graph_toys:Source", "in": [1]}}) == "a.in: found [1]; wanted 'input: node.output' pairs."
+    assert (
+        only({"a": {"use": "graph_toys:Source", "config": 3}})
+        == "a: found 3 (int); wanted settings as 'name: value' pairs."
+    )
+
+
+@pytest.mark.parametrize("name", ["A", "1st", "a-b", "a.b", ""])
+def test_bad_names(name: str) -> None:
+    assert only({name: {"use": "graph_toys:Source"}}).startswith(
+        f"{name}: not a node name; wanted lower-case letters, digits and '_'"
+    )
+
+
+def test_reserved_names_and_too_many_nodes() -> None:
+    assert only({"model": {"use": "graph_toys:Source"}}).startswith(
+        "model: this name is reserved for a section of the configuration"
+    )
+    many = {f"n{i}": {"use": "graph_toys:Source"} for i in range(129)}
+    assert only(many) == "nodes: found 129; wanted at most 128."
+
+
+@pytest.mark.parametrize(
+    ("wire", "text"),
+    [
+        ("sampler", "localizer.seeds: found 'sampler'; wanted a wire, 'node.output' or 'node.output@k'."),
+        (3, "localizer.seeds: found 3; wanted a wire"),
+        ("sampler.seeds@x", "localizer.seeds: found 'sampler.seeds@x'; wanted a wire"),
+        (
+            "sampler.seeds@0",
+            "localizer.seeds: wire 'sampler.seeds@0' reads 0 iterations back; wanted k ≥ 1 in '@k', or no '@k' for",
+        ),
+        ("sampler.seeds@-1", "localizer.seeds: wire 'sampler.seeds@-1' reads -1 iterations back; wanted k ≥ 1"),
+        (
+            "samplr.seeds",
+            "localizer.seeds: wire 'samplr.seeds' starts at an unknown node 'samplr'. Did you mean 'sampler'?",
+        ),
+        (
+            "sampler.seed",
+            "localizer.seeds: wire 'sampler.seed': sampler (graph_toys:Sampler) has no output 'seed'. Did you mean 'seeds'?",
+        ),
+        ("rewards.rewards", "localizer.seeds: wire 'rewards.rewards' carries Rewards; wanted Trajectories."),
+        ("watch.x", "localizer.seeds: wire 'watch.x': watch (graph_toys:Watch) has no output 'x'. It has no outputs."),
+        (
+            "sampler.seeds@2",
+            "localizer.seeds: wire 'sampler.seeds@2' reads an earlier iteration, but graph_toys:Sampler defines no initial() "
+            "to start from; remove '@2' or define Sampler.initial.",
+        ),
+        (
+            ["sampler.seeds", "sampler.trajectories"],
+            "localizer.seeds: found 2 wires (sampler.seeds + sampler.trajectories); wanted one, this input is no list.",
+        ),
+        ([], "localizer.seeds: found an empty list; wanted at least one wire."),
+    ],
+)
+def test_wire_texts(srpo: Nodes, wire: Any, text: str) -> None:
+    srpo["localizer"]["in"]["seeds"] = wire
+    assert any(p.startswith(text) for p in problems(srpo)), problems(srpo)
+
+
+def test_unknown_input_and_missing_input_offer_what_fits(srpo: Nodes) -> None:
+    srpo["advantage"]["in"] = {"trajectories": "buffer.trajectories", "reward": "rewards.rewards"}
+    assert problems(srpo) == [
+        "advantage.reward: graph_toys:Advantage has no such input. Did you mean 'rewards'?",
+        "advantage.rewards: not wired; graph_toys:Advantage needs this Rewards. Outputs that fit: rewards.rewards.",
+    ]
+
+
+def test_missing_input_when_nothing_fits() -> None:
+    assert only({"engine": {"use": "graph_toys:Engine"}}) == (
+        "engine.weights: not wired; graph_toys:Engine needs this Weights. No output in this graph fits."
+    )
+    source = {"use": "graph_toys:Source", "in": {"x": "b.batch"}}
+    assert (
+        only({"a": source, "b": {"use": "graph_toys:Source"}})
+        == "a.x: graph_toys:Source has no such input. It has no inputs."
+    )
+
+
+def test_misaligned_wires_name_both_populations(srpo: Nodes) -> None:
+    srpo["advantage"]["in"]["trajectories"] = "sampler.trajectories"
+    assert problems(srpo) == [
+        "advantage: 'rewards' must have the rows of 'trajectories', but rewards.rewards has the rows of buffer.trajectories and "
+        "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population.",
+        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of sampler.trajectories and "
+        "buffer.trajectories has the rows of buffer.trajectories; wire both from the same population.",
+    ]
+
+
+def test_seeds_and_trajectories_of_one_sampler_are_two_populations(srpo: Nodes) -> None:
+    srpo["expander"]["in"]["seeds"] = "sampler.trajectories"
+    assert only(srpo) == (
+        "expander: 'errors' must have the rows of 'seeds', but localizer.errors has the rows of sampler.seeds and "
+        "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population."
+    )
+
+
+def test_rows_of_lists_are_stacked_in_order(srpo: Nodes) -> None:
+    both = ["sampler.trajectories", "expander.trajectories"]
+    srpo["buffer"]["use"] = "graph_toys:Stack"
+    srpo["rewards"] = {"use": "graph_toys:StackOutcome", "in": {"trajectories": both}}
+    assert len(graph(srpo)) == len(srpo)
+    srpo["rewards"]["in"]["trajectories"] = both[::-1]
+    assert problems(srpo)[0] == (
+        "advantage: 'rewards' must have the rows of 'trajectories', but rewards.rewards has the rows of "
+        "expander.trajectories + "
+        "sampler.trajectories and buffer.trajectories has the rows of sampler.trajectories + expander.trajectories; "
+        "wire both from the same population."
+    )
+
+
+def test_rows_of_another_iteration_are_another_population() -> None:
+    nodes = {
+        "s": {"use": "graph_toys:Expander", "in": {}},
+        "r": {"use": "graph_toys:StackOutcome", "in": {"trajectories": "s.trajectories@1"}},
+        "a": {"use": "graph_toys:Advantage", "in": {"trajectories": "s.trajectories", "rewards": "r.rewards"}},
+    }
+    assert any(
+        "rows of s.trajectories@1 and s.trajectories has the rows of s.trajectories;" in p for p in problems(nodes)
+    )
+
+
+def test_cycle_shows_its_path_and_the_wire_to_delay(srpo: Nodes) -> None:
+    srpo["engine"]["in"]["weights"] = "learner.weights"
+    found = only(srpo)
+    assert found.startswith("cycle: engine → sampler → ")
+    assert found.endswith(
+        "learner → engine; read the iteration before, for example 'engine.weights: learner.weights@1'."
+    )
+
+
+def test_cycle_without_initial_and_self_loop() -> None:
+    merge = {"use": "graph_toys:Merge", "in": {"trajectories": ["b.trajectories"]}}
+    nodes = {"a": merge, "b": {"use": "graph_toys:Merge", "in": {"trajectories": "a.trajectories"}}}
+    assert (
+        only(nodes)
+        == "cycle: a → b → a; one of these wires must read the iteration before from a node that defines initial()."
+    )
+    assert only({"a": {"use": "graph_toys:Merge", "in": {"trajectories": "a.trajectories"}}}).startswith(
+        "cycle: a → a; "
+    )
+
+
+def test_two_cycles_are_two_problems() -> None:
+    def loop(a: str, b: str) -> Nodes:
+        return {
+            a: {"use": "graph_toys:Merge", "in": {"trajectories": f"{b}.trajectories"}},
+            b: {"use": "graph_toys:Merge", "in": {"trajectories": f"{a}.trajectories"}},
+        }
+
+    assert [p.partition(";")[0] for p in problems(loop("a", "b") | loop("c", "d"))] == [
+        "cycle: a → b → a",
+        "cycle: c → d → c",
+    ]
+
+
+def test_credit_nobody_reads(srpo: Nodes) -> None:
+    srpo["other"] = {"use": "graph_toys:Advantage", "in": srpo["advantage"]["in"]}
+    assert (
+        only(srpo) == "other.credit: nobody reads this Credit, so it trains nothing; wire it to a learner or remove it."
+    )
+
+
+def test_settings_problems_carry_the_node(srpo: Nodes) -> None:
+    srpo["learner"]["config"] = {"objectiv": "token", "optimizer": {"lr": "fast"}}
+    srpo["prompts"]["config"] = {"x": 1}
+    assert problems(srpo) == [
+        "prompts.x: unknown setting. There are no settings here.",
+        "learner.objectiv: unknown setting. Did you mean 'objective'?",
+        "learner.optimizer.lr: found 'fast' (str); wanted float.",
+    ]
+
+
+def test_all_problems_come_in_one_message(srpo: Nodes) -> None:
+    srpo["prompts"]["use"] = "graph_toys:Sorce"
+    srpo["sampler"]["config"] = {"group_size": "many"}
+    srpo["rewards"]["in"]["judge"] = "verifier.juge"
+    srpo["localizer"]["in"].pop("seeds")
+    with pytest.raises(GraphError) as caught:
+        build_graph({"nodes": srpo}, "configs/graph/x.yaml")
+    text = str(caught.value)
+    assert text.startswith("configs/graph/x.yaml: 4 problems\n  1. prompts.use: ")
+    for part in ("sampler.group_size: found 'many'", "wire 'verifier.juge'", "localizer.seeds: not wired"):
+        assert part in text

@@ -1,0 +1,178 @@
+"""Every logged name has a definition, and every definition is logged by something."""
+
+import ast
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from components.metric_names import DEFINITIONS
+from pipeline.core.metric import EXECUTOR, Metric, definition, tables, undocumented
+from pipeline.core.registry import BUILTIN
+from pipeline.run.compose import build_experiment, compose
+from pipeline.run.executor import Executor
+from pipeline.run.run_directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[3]
+CHEAP = [
+    "prompts.batch=2",
+    "evaluator.num_problems=2",
+    "evaluator.samples=2",
+    "run.iterations=1",
+    "run.checkpoint.every=0",
+]
+RUNS = ("toy_srpo", "toy_dapo", "toy_score")
+FIRST_WORDS = ("mean", "share", "top", "add", "_meter")  # of the learner's meters: the name is their first argument
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> dict[str, tuple[dict[str, str], set[str]]]:
+    """Recipe → (node → component, names in its metrics.jsonl)."""
+    found = {}
+    for recipe in RUNS:
+        overrides = [
+            f"recipe={recipe}",
+            *CHEAP,
+            f"run.root={tmp_path_factory.mktemp('runs')}",
+            "run.wandb.mode=disabled",
+        ]
+        experiment = build_experiment(compose(overrides), recipe)
+        with (
+            RunDirectory.open(experiment.run_path, experiment.resolved) as run,
+            Executor(
+                experiment.graph, experiment.run, model=experiment.model, data=experiment.data, run=run
+            ) as executor,
+        ):
+            executor.setup()
+            executor.restore()
+            executor.run()
+            lines = run.metrics_path.read_text().splitlines()
+        nodes = {node.name: node.use for node in experiment.graph.nodes}
+        found[recipe] = (nodes, set(chain.from_iterable(json.loads(line) for line in lines)))
+    return found
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    for child in ast.walk(node):
+        if isinstance(child, ast.Constant) and isinstance(child.value, str):
+            yield child.value
+
+
+def composed(text: ast.JoinedStr, words: list[str]) -> Iterator[str]:
+    """What an f-string with one hole may become, the hole being filled by the words of its function and the module's constants."""
+    before, after = ["".join(v.value for v in part if isinstance(v, ast.Constant)) for part in halves(text)]
+    if before or after:
+        yield from (before + word + after for word in words)
+
+
+def halves(text: ast.JoinedStr) -> tuple[list[ast.expr], list[ast.expr]]:
+    hole = next((i for i, v in enumerate(text.values) if isinstance(v, ast.FormattedValue)), len(text.values))
+    return text.values[:hole], text.values[hole + 1 :]
+
+
+def written(file: Path) -> tuple[set[str], set[str]]:
+    """(names that certainly are metrics, strings that may be) of a source file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    sure, maybe = set(), set()
+    top = [s for n in tree.body if isinstance(n, ast.Assign) for s in strings(n.value)]
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)):
+        name, owner = call.func.attr, ast.unparse(call.func.value)
+        if (name == "log" and owner.endswith("context")) or (name == "count" and owner.endswith(("self", "engine"))):
+            sure |= {k.arg for k in call.keywords if k.arg}
+        first = (
+            call.args[0].value
+            if call.args and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, str)
+            else None
+        )
+        if first and name in FIRST_WORDS and "meter" in owner + name:
+            sure.add(first)
+        if first and name == "clock":
+            sure.add(f"seconds_{first}")
+        if first and name == "_timed":
+            sure.add(first)
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+        words = [*strings(function), *top]
+        maybe |= set(words)
+        for text in (n for n in ast.walk(function) if isinstance(n, ast.JoinedStr)):
+            maybe |= set(composed(text, words))
+    return sure, maybe
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, tuple[set[str], set[str]]]:
+    files = [f for f in (ROOT / "components").rglob("*.py") if f.name != "metric_names.py"]
+    return {f: written(f) for f in files}
+
+
+def test_every_component_has_an_entry():
+    assert set(DEFINITIONS) == set(BUILTIN)
+    for use, metrics in DEFINITIONS.items():
+        names = [m.name for m in metrics]
+        assert len(names) == len(set(names)), use
+        assert all(m.unit and m.text for m in metrics), use
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_run_logs_documented_names_only(logged, recipe):
+    nodes, names = logged[recipe]
+    assert len(names) > 30
+    assert undocumented(names, DEFINITIONS, nodes) == []
+
+
+def test_names_in_the_source_are_documented(sources):
+    for file, (sure, _) in sources.items():
+        known = {m.name for metrics in DEFINITIONS.values() for m in metrics} | {
+            "mismatch_weight",
+            "mismatch_weight_square",
+        }
+        assert sorted(sure - known) == [], f"{file}: add them to components/metric_names.py and call tools/update_docs"
+
+
+def test_every_definition_is_logged(logged, sources):
+    """By one of the runs; else, for what no cheap run reaches, by a name in the source of the component's folder or of what it shares."""
+    seen = {
+        (use, name.partition("/")[2])
+        for nodes, names in logged.values()
+        for node, use in nodes.items()
+        for name in names
+        if name.startswith(f"{node}/")
+    }
+    for use, metrics in DEFINITIONS.items():
+        folder = Path(*BUILTIN[use].partition(":")[0].split(".")[:2])
+        shared = {"components/learner", "components/sampler", "components/advantage", str(folder)}
+        words = set().union(
+            *(sure | maybe for f, (sure, maybe) in sources.items() if any(f.is_relative_to(ROOT / s) for s in shared))
+        )
+        for metric in metrics:
+            ran = any(metric.fits(name) for which, name in seen if which == use)
+            assert ran or metric.name in words, (
+                f"{use}: nothing logs '{metric.name}'; remove it from components/metric_names.py"
+            )
+
+
+def test_every_number_of_the_executor_is_logged(logged):
+    names = set().union(*(names for _, names in logged.values()))
+    source = "".join((ROOT / "pipeline" / f).read_text() for f in ("node_runner.py", "executor.py"))
+    for metric in EXECUTOR:
+        literal = metric.name.partition("<")[0]
+        assert any(metric.fits(n) for n in names) or f'"{literal}' in source, metric.name
+
+
+def test_search():
+    own = {"a.b": (Metric("x_<k>", "1", "any"), Metric("x_1", "2", "one"))}
+    nodes = {"n": "a.b", "mine": "my.module:Class"}
+    assert definition("n/x_1", own, nodes).unit == "2"
+    assert definition("n/x_7", own, nodes).unit == "1"
+    assert definition("n/y", own, nodes) is None
+    assert definition("seconds/n", own, nodes).unit == "s"
+    assert undocumented(["n/y", "n/x_3", "mine/z", "seconds/n", "other"], own, nodes) == ["n/y", "other"]
+
+
+def test_tables_join_equal_components():
+    one = (Metric("x", "1", "a | b"),)
+    text = tables({"a": one, "b": one, "c": ()})
+    assert "## `a`, `b`\n" in text
+    assert "a &#124; b" in text
+    assert text.endswith("`c`.")

@@ -1,0 +1,92 @@
+"""Names of components: built in, external, and from other packages."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from pipeline.core import registry
+from pipeline.core.component import Component
+from pipeline.core.errors import ConfigError
+from pipeline.core.registry import BUILTIN, known_components, load_class, target_of
+
+
+@pytest.fixture
+def other_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another distribution that registers one new name and one that is taken."""
+
+    def entries(group: str) -> list[EntryPoint]:
+        assert group == "creditgraph.components"
+        return [
+            EntryPoint("advantage.mine", "graph_toys:Advantage", group),
+            EntryPoint("buffer.merge", "graph_toys:Merge", group),
+        ]
+
+    monkeypatch.setattr(registry, "entry_points", entries)
+    known_components.cache_clear()
+    yield
+    known_components.cache_clear()
+
+
+def test_names_resolve() -> None:
+    assert target_of("advantage.group") == BUILTIN["advantage.group"]
+    assert target_of("my_package.credit:Mine") == "my_package.credit:Mine"
+    assert load_class("graph_toys:Sampler").__name__ == "Sampler"
+
+
+@pytest.mark.parametrize("use", sorted(BUILTIN))
+def test_every_built_in_name_loads_a_component(use: str) -> None:
+    assert issubclass(load_class(use), Component)
+
+
+@pytest.mark.usefixtures("other_package")
+def test_entry_points_add_names_but_take_none_over() -> None:
+    assert load_class("advantage.mine").__module__ == "graph_toys"
+    assert target_of("buffer.merge") == BUILTIN["buffer.merge"]
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (
+            "buffer.merg",
+            "unknown component 'buffer.merg'; wanted a registered name or 'package.module:Class'. Did you mean 'buffer.merge'?",
+        ),
+        ("zzz", "unknown component 'zzz'; wanted a registered name or 'package.module:Class'. Known: advantage."),
+        ("a b:C", "unknown component 'a b:C'"),
+        ("graph_toys:", "unknown component 'graph_toys:'"),
+        (
+            "missing_pkg.x:C",
+            "component 'missing_pkg.x:C': module 'missing_pkg' cannot be imported; install it or correct 'missing_pkg.x'.",
+        ),
+        ("graph_toys:Merg", "component 'graph_toys:Merg': no class 'Merg' in graph_toys. Did you mean 'Merge'?"),
+        (
+            "pipeline.core.graph:RESERVED_NAMES",
+            "component 'pipeline.core.graph:RESERVED_NAMES': pipeline.core.graph:RESERVED_NAMES is not a class.",
+        ),
+    ],
+)
+def test_texts(use: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_class(use)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(ConfigError, match="module 'vllm' cannot be imported; install it or correct 'graph_toys'"):
+        load_class("graph_toys:Sampler")
+
+
+def test_listing_imports_nothing() -> None:
+    code = "import sys; from pipeline.core.registry import known_components; known_components(); print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

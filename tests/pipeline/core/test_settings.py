@@ -1,0 +1,195 @@
+"""Settings: what is converted, what is refused, and the text of each refusal."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from pipeline.core.settings import Setting, build_config, describe_settings, type_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """Nested."""
+
+    lr: float = 0.1
+    """step size"""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """decay"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Attributes:
+    plain: told in the class docstring
+    """
+
+    count: int = 1
+    """how many
+    of them"""
+    name: str = "x"
+    flag: bool = False
+    kind: Literal["std", "mean", 3] = "std"
+    """which"""
+    limit: int | None = None
+    inner: Inner = field(default_factory=Inner)
+    maybe: Inner | None = None
+    stop: tuple[str, ...] = ()
+    rates: list[float] = field(default_factory=list)
+    table: dict[str, int] = field(default_factory=dict)
+    several: list[Inner] = field(default_factory=lambda: [Inner()])
+    either: float | Literal["auto"] = "auto"
+    share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    plain: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    model: str
+    size: Literal["s", "m"]
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; wanted at least 1.")
+
+
+class NoDataclass:
+    pass
+
+
+def one(values: Any, config_class: type = Outer) -> str:
+    config, problems = build_config(config_class, values, "node")
+    assert config is None
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def built(values: Any) -> Outer:
+    config, problems = build_config(Outer, values, "node")
+    assert problems == []
+    return config
+
+
+@pytest.mark.parametrize("values", [None, {}])
+def test_defaults(values: Any) -> None:
+    assert built(values) == Outer()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("count", 3, 3),
+        ("count", "3", 3),
+        ("count", 3.0, 3),
+        ("flag", True, True),
+        ("flag", "yes", True),
+        ("kind", "mean", "mean"),
+        ("kind", 3, 3),
+        ("limit", None, None),
+        ("limit", 5, 5),
+        ("inner", {"lr": "1e-4"}, Inner(lr=1e-4)),
+        ("inner", {"betas": [0, 1]}, Inner(betas=(0.0, 1.0))),
+        ("inner", Inner(lr=2.0), Inner(lr=2.0)),
+        ("maybe", {"lr": 3}, Inner(lr=3.0)),
+        ("maybe", None, None),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", [], ()),
+        ("rates", [1, "2e-1"], [1.0, 0.2]),
+        ("table", {"a": 1}, {"a": 1}),
+        ("several", [{"lr": 1}, {}], [Inner(lr=1.0), Inner()]),
+        ("either", "auto", "auto"),
+        ("either", "0.5", 0.5),
+        ("share", 1, 1.0),
+    ],
+)
+def test_converted(name: str, value: Any, wanted: Any) -> None:
+    found = getattr(built({name: value}), name)
+    assert found == wanted
+    assert type(found) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"count": True}, "node.count: found True (bool); wanted int."),
+        ({"count": 1.5}, "node.count: found 1.5 (float); wanted int."),
+        ({"count": "many"}, "node.count: found 'many' (str); wanted int."),
+        ({"count": None}, "node.count: found None (NoneType); wanted int."),
+        ({"count": [1]}, "node.count: found [1] (list); wanted int."),
+        ({"name": 5}, "node.name: found 5 (int); wanted str."),
+        ({"flag": "maybe"}, "node.flag: found 'maybe' (str); wanted bool."),
+        ({"kind": "men"}, "node.kind: found 'men' (str); wanted 'std' or 'mean' or 3. Did you mean 'mean'?"),
+        ({"kind": True}, "node.kind: found True (bool); wanted 'std' or 'mean' or 3."),
+        ({"limit": "no"}, "node.limit: found 'no' (str); wanted int or None."),
+        ({"limit": False}, "node.limit: found False (bool); wanted int or None."),
+        ({"inner": 3}, "node.inner: found 3 (int); wanted settings as 'name: value' pairs."),
+        ({"inner": {"lr": "fast"}}, "node.inner.lr: found 'fast' (str); wanted float."),
+        ({"inner": {"lr": True}}, "node.inner.lr: found True (bool); wanted float."),
+        ({"inner": {"lrr": 1}}, "node.inner.lrr: unknown setting. Did you mean 'lr'?"),
+        ({"inner": {"betas": [1]}}, "node.inner.betas: found 1 values; wanted 2, tuple[float, float]."),
+        ({"inner": {"betas": [1, "b"]}}, "node.inner.betas[1]: found 'b' (str); wanted float."),
+        ({"maybe": {"momentum": 1}}, "node.maybe.momentum: unknown setting. Known: betas, lr."),
+        ({"stop": "x"}, "node.stop: found 'x' (str); wanted tuple[str, ...]."),
+        ({"rates": [1, "b"]}, "node.rates[1]: found 'b' (str); wanted float."),
+        ({"table": {"a": "b"}}, "node.table.a: found 'b' (str); wanted int."),
+        ({"several": [{}, {"lrr": 1}]}, "node.several[1].lrr: unknown setting. Did you mean 'lr'?"),
+        ({"either": "aut"}, "node.either: found 'aut' (str); wanted float or 'auto'. Did you mean 'auto'?"),
+        ({"either": True}, "node.either: found True (bool); wanted float or 'auto'."),
+        ({"share": 2}, "node.share: found 2 (int); wanted float (input should be less than or equal to 1)."),
+        ({"cuont": 1}, "node.cuont: unknown setting. Did you mean 'count'?"),
+        ({3: 1}, "node.3: unknown setting. Known: count, either, flag"),
+        ("abc", "node: found 'abc' (str); wanted settings as 'name: value' pairs."),
+        ([1], "node: found [1] (list); wanted settings as 'name: value' pairs."),
+    ],
+)
+def test_refused(values: Any, text: str) -> None:
+    assert one(values).startswith(text)
+
+
+def test_long_values_are_cut() -> None:
+    text = one({"count": "a" * 500})
+    assert len(text) < 120
+    assert "…" in text
+
+
+def test_every_problem_is_told_at_once() -> None:
+    _, problems = build_config(Needs, {"size": "l", "stepz": 2}, "node")
+    assert problems == [
+        "node.stepz: unknown setting. Did you mean 'steps'?",
+        "node.model: missing; wanted str.",
+        "node.size: found 'l' (str); wanted 's' or 'm'.",
+    ]
+
+
+def test_post_init_speaks_for_the_whole() -> None:
+    assert one({"model": "m", "size": "s", "steps": 0}, Needs) == "node: steps is 0; wanted at least 1."
+
+
+def test_broken_config_classes_are_problems_not_crashes() -> None:
+    assert one({}, NoDataclass).startswith("node: the component's Config is not a dataclass; write @dataclass")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unreadable:
+        x: "Missing" = None  # type: ignore[name-defined]  # noqa: F821
+
+    assert "the types of" in one({"x": 1}, Unreadable)
+    assert "define them at module level" in one({"x": 1}, Unreadable)
+
+
+def test_type_text() -> None:
+    assert type_text(dict[str, int | None]) == "dict[str, int or None]"
+    assert type_text(Annotated[int, "x"]) == "int"
+    assert type_text(tuple[str, ...]) == "tuple[str, ...]"
+
+
+def test_described_from_source() -> None:
+    settings = {s.name: s for s in describe_settings(Outer)}
+    assert settings["count"] == Setting("count", "int", "1", "how many\nof them")
+    assert settings["name"].doc == ""
+    assert settings["kind"].type == "'std' | 'mean' | 3"
+    assert settings["inner"].default == "Inner()"
+    assert settings["several"].default == "[Inner()]"
+    assert settings["plain"].doc == "told in the class docstring"
+    assert {s.name: s.default for s in describe_settings(Needs)} == {"model": "", "size": "", "steps": "1"}

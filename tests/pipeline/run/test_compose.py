@@ -1,0 +1,82 @@
+"""Overrides: what is written after `=` arrives as it is."""
+
+import shlex
+
+import pytest
+
+from pipeline.app.cli import main
+from pipeline.core.errors import GraphError
+from pipeline.run.compose import build_experiment, compose
+
+NAMES = [
+    "plain",
+    "two words",
+    "toy_srpo-group_size=4-s0",
+    "q'uote",
+    'double"quote',
+    "d$x",
+    "br{a}",
+    "ünï",
+    "a#b",
+    "a&b;c",
+]
+NAMES += ["back\\", "b\\'c", "end\\\\'"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_may_have_characters_of_the_override_grammar(name):
+    assert compose(["recipe=toy_grpo", f"run.name={name}"])["run"]["name"] == name
+
+
+VALUES = [
+    ("[1,2]", [1, 2]),
+    ("'1,2'", "1,2"),
+    ('"a=b"', "a=b"),
+    ("{a: 1}", {"a": 1}),
+    ("1e-3", 0.001),
+    ("null", None),
+    ("true", True),
+]
+VALUES += [("${run.seed}", 0), ("", ""), ("x:y", "x:y"), ("a/b.c", "a/b.c")]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_values_that_the_grammar_knows_keep_their_meaning(text, value):
+    assert compose(["recipe=toy_grpo", f"sampler.anything={text}"])["sampler"]["anything"] == value
+
+
+def test_a_run_may_be_named_by_the_name_it_got():
+    changed = ["recipe=toy_grpo", "sampler.group_size=4", "learner.learning_rate=1e-3"]
+    name = compose(changed)["run"]["name"]
+    assert name == "toy_grpo-group_size=4-learning_rate=1e-3-s0"
+    assert compose([*changed, f"run.name={name}"]) == compose(changed)
+
+
+@pytest.mark.parametrize("name", [".", "..", "two\nlines", "bell\a"])
+def test_a_name_that_is_no_folder_is_refused(name):
+    with pytest.raises(GraphError, match="wanted that of a folder below root"):
+        build_experiment(compose(["recipe=toy_grpo", f"run.name={name}"]))
+
+
+def test_an_evaluation_job_has_its_suite_and_its_folders(tmp_path, capsys):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    (mine / "suite").mkdir(parents=True)
+    (mine / "suite" / "small.yaml").write_text("title: Small\n")
+    run.mkdir()
+    (run / "config.yaml").write_text("run: {}\n")
+    asked = ["submit", "--eval", str(run), "cluster=one_node", "--dry-run"]
+    assert main([*asked, "suite=small"]) == 2
+    assert "suite=small: no suite of that name; wanted a file of configs/suite" in capsys.readouterr().err
+    assert main([*asked, "suite=small", "--config-dir", str(mine)]) == 0
+    assert f" eval {run} suite=small --config-dir {mine}" in capsys.readouterr().out
+
+
+def test_a_disaggregated_job_of_changed_settings_can_be_composed_again(tmp_path, capsys):
+    changed = ["recipe=toy_srpo", "engine=vllm", "sampler.group_size=4", f"run.root={tmp_path}"]
+    assert main(["submit", *changed, "cluster=disaggregated", "cluster.nodes=1", "--dry-run"]) == 0
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if " train recipe=toy_srpo " in text]
+
+    words = shlex.split(line.partition(" train ")[2].rstrip(" &"))
+    values = compose([w for w in words if "=" in w])
+    assert values["run"]["name"] == compose(changed)["run"]["name"] == "toy_srpo-engine=vllm-group_size=4-s0"
+    assert values["engine"]["rendezvous"] == str(tmp_path / values["run"]["name"] / "servers")

@@ -1,0 +1,200 @@
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import toy_graph as toy
+import yaml
+
+from pipeline.core.errors import RunError
+from pipeline.run.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
+
+CONFIG = {
+    "run": {"seed": 0, "iterations": 5},
+    "nodes": {"a": {"use": "x", "in": {"p": "b.c"}, "config": {"betas": [0.9, 0.99]}}},
+}
+
+
+def test_a_new_run_gets_its_folders_and_configuration(tmp_path):
+    with RunDirectory.open(tmp_path / "deep" / "r", CONFIG) as run:
+        assert not run.resumed
+        assert yaml.safe_load(run.config_path.read_text()) == CONFIG
+        assert all(p.is_dir() for p in (run.record_path, run.checkpoints_path, run.logs_path))
+
+
+def test_a_second_process_is_refused_and_told_who_runs(tmp_path):
+    with RunDirectory.open(tmp_path / "r", CONFIG):
+        with pytest.raises(RunError) as caught:
+            RunDirectory.open(tmp_path / "r", CONFIG)
+        text = str(caught.value)
+        assert f"{tmp_path / 'r'}: in use by process {os.getpid()} on {socket.gethostname()} since 20" in text
+        assert "wait for it, stop it, or choose another run.name" in text
+    with RunDirectory.open(tmp_path / "r", CONFIG) as run:
+        assert run.resumed
+
+
+def test_a_lock_says_who_has_it_until_it_is_given_back(tmp_path):
+    path = tmp_path / "lock"
+    assert lock_holder(path) == ""
+    with locked(path, "wait"):
+        assert lock_holder(path).startswith(f"process {os.getpid()} on {socket.gethostname()} since ")
+        with (
+            pytest.raises(RunError, match=f"in use by process {os.getpid()} on .*, or take another"),
+            locked(path, "take another"),
+        ):
+            pass
+    assert lock_holder(path) == ""
+
+
+def test_free_settings_may_change_and_are_listed(tmp_path):
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    with RunDirectory.open(tmp_path / "r", {**CONFIG, "run": {"seed": 0, "iterations": 9}}) as run:
+        assert run.changed == ["run.iterations: was 5, now 9"]
+        assert yaml.safe_load(run.config_path.read_text())["run"]["iterations"] == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({**CONFIG, "run": {"seed": 1, "iterations": 5}}, "  run.seed: was 0, now 1"),
+        ({**CONFIG, "nodes": {"a": {**CONFIG["nodes"]["a"], "use": "y"}}}, "  nodes.a.use: was 'x', now 'y'"),
+        ({**CONFIG, "nodes": {**CONFIG["nodes"], "b": {"use": "z"}}}, "  nodes.b: was absent, now {'use': 'z'}"),
+    ],
+)
+def test_another_graph_or_seed_is_refused_unless_told(tmp_path, config, line):
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    with pytest.raises(RunError) as caught:
+        RunDirectory.open(tmp_path / "r", config)
+    assert "holds a run with another configuration:" in str(caught.value)
+    assert line in str(caught.value).splitlines()
+    assert "run.allow_changes=true" in str(caught.value)
+    RunDirectory.open(tmp_path / "r", CONFIG).close()  # the refusal released the lock and kept the configuration
+    RunDirectory.open(tmp_path / "r", config, allow_changes=True).close()
+
+
+def test_tuples_and_lists_are_no_difference(tmp_path):
+    RunDirectory.open(tmp_path / "r", {"nodes": {"b": [1, 2]}}).close()
+    RunDirectory.open(tmp_path / "r", {"nodes": {"b": [1, 2]}}).close()
+    assert differences({"a": 1}, {"a": True}) == [("a", 1, True)]
+
+
+def test_a_broken_configuration_file_is_a_sentence(tmp_path):
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    (tmp_path / "r" / "config.yaml").write_text("a: [")
+    with pytest.raises(RunError, match=r"config\.yaml: cannot be read .*choose another run\.name or remove the run"):
+        RunDirectory.open(tmp_path / "r", CONFIG)
+
+
+def test_a_file_in_the_way_is_a_sentence(tmp_path):
+    (tmp_path / "r").write_text("")
+    with pytest.raises(RunError, match=r"r: cannot be written .*a file stands where a folder is wanted"):
+        RunDirectory.open(tmp_path / "r", CONFIG)
+
+
+def test_os_errors_name_the_path_and_the_next_step(tmp_path):
+    for number, step in (
+        (13, "may not be written"),
+        (30, "read-only"),
+        (28, "disk is full"),
+        (122, "quota"),
+        (5, "correct this"),
+    ):
+        with pytest.raises(RunError, match=f"x: cannot be written .*{step}.*run.root=PATH"), writing(Path("x")):
+            raise OSError(number, os.strerror(number))
+
+
+def test_write_aside_replaces_whole_files(tmp_path):
+    path = tmp_path / "a"
+    write_aside(path, "one")
+    write_aside(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, 1 MB; needs the right to mount."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode
+    ):
+        pytest.skip("mounting a file system is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_read_only_directory_is_a_sentence(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(
+        RunError,
+        match=r"cannot be written \(Read-only file system\): the file system is read-only; choose another place with run\.root=PATH",
+    ):
+        RunDirectory.open(small_disk / "r", CONFIG)
+
+
+def test_a_forbidden_directory_is_a_sentence():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        was_root = os.geteuid() == 0
+        if was_root:
+            os.seteuid(65534)  # root may write anywhere, nobody may not
+        try:
+            with pytest.raises(
+                RunError, match=r"cannot be written \(Permission denied\): it may not be written; choose another place"
+            ):
+                RunDirectory.open(Path(name) / "r", CONFIG)
+        finally:
+            if was_root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize("filled", ["at once", "while running"])
+def test_a_full_disk_ends_the_run_with_a_sentence_and_it_continues_later(small_disk, filled):
+    filler = small_disk / "filler"
+
+    class Fill:
+        def node_started(self, node, iteration): ...
+
+        def iteration_done(self, iteration, metrics):
+            if iteration == 3:
+                fill(filler)
+
+    if filled == "at once":
+        fill(filler)
+    with pytest.raises(
+        RunError, match=r"cannot be written \(No space left on device\): the disk is full; free some space"
+    ):
+        train(small_disk / "r", Fill())
+    filler.unlink()
+    assert train(small_disk / "r", None).completed == 6
+    rows = [json.loads(line) for line in (small_disk / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["iteration"] for r in rows] == [*range(6), 6]
+
+
+def fill(path):
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            pass
+
+
+def train(path, observer):
+    from pipeline.run.checkpoint import CheckpointSettings
+    from pipeline.run.executor import Executor, RunSettings
+
+    settings = RunSettings(iterations=6, checkpoint=CheckpointSettings(every=2))
+    with (
+        RunDirectory.open(path, {}) as run,
+        Executor(toy.make_graph(1), settings, run=run, observer=observer) as executor,
+    ):
+        executor.setup()
+        executor.restore()
+        return executor.run()
