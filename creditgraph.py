@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pipeline.core.payloads import Batch as Batch
     from pipeline.core.payloads import Completions as Completions
     from pipeline.core.payloads import Credit as Credit
-    from pipeline.core.payloads import Judge as Judge
     from pipeline.core.payloads import Payload as Payload
     from pipeline.core.payloads import Policy as Policy
     from pipeline.core.payloads import Prompts as Prompts
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from pipeline.core.payloads import TokenLogprobs as TokenLogprobs
     from pipeline.core.payloads import TrainReport as TrainReport
     from pipeline.core.payloads import Trajectories as Trajectories
+    from pipeline.core.payloads import Verifier as Verifier
     from pipeline.core.payloads import Weights as Weights
 
 ROOT = Path(__file__).resolve().parent

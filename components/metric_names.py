@@ -41,7 +41,7 @@ _EMPTY_BANK = Metric(
 )
 _SEGMENTS = (Metric("segments", "segments", "segments per response"),)
 _STEP_FRACTION = (
-    Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over seeds: 0 is the first thought"),
+    Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"),
 )
 _ENGINE = (
     Metric("sampled_tokens", "tokens", "tokens generated, whoever asked, evaluation included"),
@@ -175,12 +175,12 @@ DEFINITIONS: Definitions = {
             "tokens of older weights whose log-probs were scored again, with `carry.on_continue: rescore`",
         ),
     ),
-    "sampler.seeded": (
+    "sampler.failures": (
         *_LENGTHS,
         Metric("attempts", "responses", "chains sampled per prompt"),
         Metric("discarded", "responses", "chains that are neither in a base group nor a seed"),
-        Metric("fallback_share", "share", "prompts that failed too seldom for seeds and got a larger group instead"),
-        Metric("seeds", "responses", "failed chains given to the localizer"),
+        Metric("fallback_share", "share", "prompts that failed too seldom for failures and got a larger group instead"),
+        Metric("failures", "responses", "failed chains given to the localizer"),
     ),
     "sampler.dynamic": (
         *_LENGTHS,
@@ -259,9 +259,9 @@ DEFINITIONS: Definitions = {
     "value.leave_one_out": (*_COSTS, _EMPTY_BANK),
     "value.gradient_attribution": (*_COSTS, _EMPTY_BANK),
     "localizer.self": (
-        Metric("boxed_share", "share", "seeds whose step was read from a box"),
-        Metric("step_share", "share", "seeds whose step was read from the text"),
-        Metric("default_share", "share", "seeds whose answer named no step"),
+        Metric("boxed_share", "share", "failures whose step was read from a box"),
+        Metric("step_share", "share", "failures whose step was read from the text"),
+        Metric("default_share", "share", "failures whose answer named no step"),
         *_STEP_FRACTION,
         Metric("sampled_tokens", "tokens", "tokens of the answers"),
     ),
@@ -269,9 +269,9 @@ DEFINITIONS: Definitions = {
     "localizer.oracle": _STEP_FRACTION,
     "expander.reset": (
         *_LENGTHS,
-        Metric("inherited_tokens", "tokens", "tokens taken over from seeds"),
+        Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
         Metric("prefix_share", "share", "kept part of a seed, mean"),
-        Metric("empty_prefix_share", "share", "seeds of which nothing is kept"),
+        Metric("empty_prefix_share", "share", "failures of which nothing is kept"),
     ),
     "expander.tree": (
         *_LENGTHS,
@@ -353,12 +353,12 @@ DEFINITIONS: Definitions = {
         Metric("pass_at_<k>", "share", "unbiased estimate that at least one of k samples is right"),
     ),
     "evaluator.resets": (
-        Metric("seeds", "seeds", "seeds with a localised step"),
+        Metric("failures", "failures", "failures with a localised step"),
         *_STEP_FRACTION,
         Metric("correction", "share", "suffixes that end right"),
-        Metric("corrected", "share", "seeds with a suffix that ends right"),
-        Metric("clean", "share", "seeds reset at or before their true first error, so that the prefix holds none"),
-        Metric("exact", "share", "seeds reset at their true first error"),
+        Metric("corrected", "share", "failures with a suffix that ends right"),
+        Metric("clean", "share", "failures reset at or before their true first error, so that the prefix holds none"),
+        Metric("exact", "share", "failures reset at their true first error"),
         Metric("correction_clean", "share", "`correction` of clean prefixes"),
         Metric("corrected_clean", "share", "`corrected` of clean prefixes"),
         Metric("correction_erroneous", "share", "`correction` of prefixes that hold an error"),

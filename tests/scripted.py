@@ -11,7 +11,17 @@ import torch
 
 from pipeline.core.component import Component, Context
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Completions, Judge, Policy, Prompts, Requests, Rewards, Scores, Trajectories, Weights
+from pipeline.core.payloads import (
+    Completions,
+    Policy,
+    Prompts,
+    Requests,
+    Rewards,
+    Scores,
+    Trajectories,
+    Verifier,
+    Weights,
+)
 
 STOP = "</thought>"
 
@@ -93,13 +103,13 @@ class ScriptedPolicy(Policy):
         raise NotImplementedError
 
 
-class ScriptedJudge(Judge):
+class ScriptedVerifier(Verifier):
     """`rule(text)` → value; right at 1 or more. NaN stays NaN; an exception is an invalid row."""
 
     def __init__(self, rule: Callable[[str], float]) -> None:
         self.rule, self.judged = rule, 0
 
-    def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         prompts.index_of(trajectories.prompt_uid)
         values, valid, detail = [], [], []
         for text in trajectories.text:
@@ -128,7 +138,7 @@ class Toolbox:
 
     STOP = STOP
     policy = ScriptedPolicy
-    judge = ScriptedJudge
+    verifier = ScriptedVerifier
     tokenizer = CharTokenizer
 
     @staticmethod

@@ -39,7 +39,7 @@ def fewest_edits(
     """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
 
     Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of
-    equals. A revision equal to its original (a judge that changed its mind) is none.
+    equals. A revision equal to its original (a verifier that changed its mind) is none.
     """
     tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
     parents = trajectories.index_of(revisions.parent).tolist()

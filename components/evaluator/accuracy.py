@@ -14,7 +14,7 @@ from components.prompts.dataset import load_rows, make_prompts
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_fresh
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.payloads import Judge, Policy, Rewards, Sampling, TrainReport
+from pipeline.core.payloads import Policy, Rewards, Sampling, TrainReport, Verifier
 from pipeline.core.streams import Stream
 
 # The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training
@@ -113,17 +113,17 @@ class Accuracy(Component):
         iteration, every = self.context.iteration, self.config.every
         return iteration == 0 or iteration >= self.context.iterations or (every > 0 and iteration % every == 0)
 
-    def run(self, *, policy: Policy, judge: Judge) -> Outputs:
+    def run(self, *, policy: Policy, verifier: Verifier) -> Outputs:
         """Evaluates when due."""
         if not self.due():
             return Outputs(report=TrainReport(metrics={}, seconds={}))
         started = time.perf_counter()
         count, samples = self._count, self.config.samples
-        greedy = self._judged(policy, judge, Sampling(**{**vars(self.config.sampling()), "temperature": 0.0}), 1)
+        greedy = self._judged(policy, verifier, Sampling(**{**vars(self.config.sampling()), "temperature": 0.0}), 1)
         right = self.context.all_sum(greedy.correct.sum().double())
         metrics = {"accuracy": float(right) / max(count, 1), "problems": float(count)}
         if samples:
-            drawn = self._judged(policy, judge, self.config.sampling(), samples)
+            drawn = self._judged(policy, verifier, self.config.sampling(), samples)
             # How many problems have 0, 1 … `samples` right answers, of all replicas.
             histogram = torch.bincount(drawn.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
@@ -131,9 +131,9 @@ class Accuracy(Component):
         self.context.log(**metrics)
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - started}))
 
-    def _judged(self, policy: Policy, judge: Judge, sampling: Sampling, samples: int) -> Rewards:
+    def _judged(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
         rows = torch.arange(len(self._prompts)).repeat_interleave(samples)
         stream = Stream(self.context.seed, self.context.node, "evaluation")
         seed = keyed_seeds(stream, self._prompts.uid, 0, samples).reshape(-1)
         responses = sample_fresh(policy, self._prompts, rows, seed, sampling, self.context.uids(len(rows)))
-        return judge.judge(self._prompts, responses)
+        return verifier.verify(self._prompts, responses)

@@ -27,42 +27,42 @@ def mean_where(values: Tensor, rows: Tensor) -> float | None:
 
 
 def reset_metrics(
-    step: Tensor, count: Tensor, correct: Tensor, seed_row: Tensor, true_step: Tensor | None
+    step: Tensor, count: Tensor, correct: Tensor, failure_row: Tensor, true_step: Tensor | None
 ) -> dict[str, float]:
-    """Shares over seeds [S] and their suffixes [N]; a share of nothing is left out.
+    """Shares over failures [S] and their suffixes [N]; a share of nothing is left out.
 
-    clean: seeds whose step is at or before the true first error, so that the prefix holds no error; exact: equal to it.
-    correction: suffixes that end right; corrected: seeds with at least one such suffix (pass@b). Both also for clean
+    clean: failures whose step is at or before the true first error, so that the prefix holds no error; exact: equal to it.
+    correction: suffixes that end right; corrected: failures with at least one such suffix (pass@b). Both also for clean
     and for erroneous prefixes alone [2605.25507, figure 2].
 
     Args:
         step: int64 [S], localised step, 1-based.
         count: int64 [S], number of thoughts.
         correct: bool [N], outcome of each suffix.
-        seed_row: int64 [N], the seed of each suffix.
+        failure_row: int64 [N], the seed of each suffix.
         true_step: int64 [S], true first error, or None when the task does not tell.
     """
-    seeds = torch.ones(len(step), dtype=torch.bool)
-    has_suffix, corrected = torch.zeros_like(seeds), torch.zeros_like(seeds)
-    has_suffix[seed_row] = True
-    corrected[seed_row[correct]] = True
+    failures = torch.ones(len(step), dtype=torch.bool)
+    has_suffix, corrected = torch.zeros_like(failures), torch.zeros_like(failures)
+    has_suffix[failure_row] = True
+    corrected[failure_row[correct]] = True
     found: dict[str, float | None] = {
-        "seeds": Count(len(step)),
-        "step_fraction": mean_where((step - 1) / count.clamp(min=1), seeds),
-        "correction": mean_where(correct, seeds[seed_row]),
+        "failures": Count(len(step)),
+        "step_fraction": mean_where((step - 1) / count.clamp(min=1), failures),
+        "correction": mean_where(correct, failures[failure_row]),
         "corrected": mean_where(corrected, has_suffix),
     }
     if true_step is not None:
         clean = step <= true_step
-        found |= {"clean": mean_where(clean, seeds), "exact": mean_where(step == true_step, seeds)}
+        found |= {"clean": mean_where(clean, failures), "exact": mean_where(step == true_step, failures)}
         for name, kind in (("clean", clean), ("erroneous", ~clean)):
-            found[f"correction_{name}"] = mean_where(correct, kind[seed_row])
+            found[f"correction_{name}"] = mean_where(correct, kind[failure_row])
             found[f"corrected_{name}"] = mean_where(corrected, has_suffix & kind)
     return {name: value for name, value in found.items() if value is not None}
 
 
 class Resets(Component):
-    """Logs, for the suffixes of each seed, how often they end right, and how often the step they were reset to was a good one.
+    """Logs, for the suffixes of each failure, how often they end right, and how often the step they were reset to was a good one.
 
     The latter needs the true first error: on tasks without an oracle only the former is logged. Suffixes whose reward
     is invalid do not count.
@@ -75,28 +75,28 @@ class Resets(Component):
         self,
         *,
         prompts: Prompts,
-        seeds: Trajectories,
-        errors: Annotated[StepErrors, same_rows("seeds")],
+        failures: Trajectories,
+        errors: Annotated[StepErrors, same_rows("failures")],
         trajectories: Trajectories,
         rewards: Rewards,
     ) -> Outputs:
         """Takes the expander's trajectories and the rewards of any batch that holds them."""
-        check_aligned(seeds, errors)
+        check_aligned(failures, errors)
         rows = rewards.index_of(trajectories.uid)
         suffixes = (trajectories.parent >= 0) & rewards.valid[rows]
         metrics = reset_metrics(
             errors.step,
-            num_thoughts(seeds),
+            num_thoughts(failures),
             rewards.correct[rows][suffixes],
-            seeds.index_of(trajectories.parent[suffixes]),
-            self._true_steps(prompts, seeds),
+            failures.index_of(trajectories.parent[suffixes]),
+            self._true_steps(prompts, failures),
         )
         self.context.log(**metrics)
         return Outputs(report=TrainReport(metrics={k: float(v) for k, v in metrics.items()}, seconds={}))
 
-    def _true_steps(self, prompts: Prompts, seeds: Trajectories) -> Tensor | None:
-        if not len(seeds) or not has_oracle(prompts):
+    def _true_steps(self, prompts: Prompts, failures: Trajectories) -> Tensor | None:
+        if not len(failures) or not has_oracle(prompts):
             return None
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.context.model)
-        return true_first_errors(prompts, seeds, self._tokenizer)
+        return true_first_errors(prompts, failures, self._tokenizer)

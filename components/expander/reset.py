@@ -17,7 +17,7 @@ from pipeline.core.streams import keys_within
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """`suffixes` rows per seed; the group of each is its seed."""
+    """`suffixes` rows per failure; the group of each is its seed."""
 
     trajectories: Trajectories
 
@@ -36,10 +36,10 @@ def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
 
 
 class Reset(Component):
-    """Continues each seed `suffixes` times from the thoughts before its first error, h*.
+    """Continues each failure `suffixes` times from the thoughts before its first error, h*.
 
     The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error; h* = 1 has an empty prefix:
-    fresh rollouts that still form their own group. Use the sampling settings of the sampler that made the seeds.
+    fresh rollouts that still form their own group. Use the sampling settings of the sampler that made the failures.
     """
 
     paper = "2605.25507"
@@ -49,13 +49,13 @@ class Reset(Component):
         """Sampling settings and the number of suffixes."""
 
         mode: Literal["plain", "thought"] = "thought"
-        """thought by thought, as the seeds were made"""
+        """thought by thought, as the failures were made"""
         temperature: float = 0.7
         """of the draw; the sampler's"""
         top_p: float = 0.95
         """keeps the smallest set of tokens with this probability; the sampler's"""
         suffixes: int = 4
-        """continuations per seed: B of the sampler's split AxB"""
+        """continuations per failure: B of the sampler's split AxB"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -64,21 +64,28 @@ class Reset(Component):
 
     config: Config
 
-    def run(self, *, seeds: Trajectories, errors: Annotated[StepErrors, same_rows("seeds")], policy: Policy) -> Outputs:
+    def run(
+        self, *, failures: Trajectories, errors: Annotated[StepErrors, same_rows("failures")], policy: Policy
+    ) -> Outputs:
         """Samples all suffixes in one request batch; equal prefixes share their prefill."""
-        check_aligned(seeds, errors)
+        check_aligned(failures, errors)
         count = self.config.suffixes
-        rows = torch.arange(len(seeds)).repeat_interleave(count)
-        length = reset_length(seeds.thought_ends, errors.step)
-        request_seed = keyed_seeds(self.context.rng(), keys_within(seeds.prompt_uid), 0, count).reshape(-1)
+        rows = torch.arange(len(failures)).repeat_interleave(count)
+        length = reset_length(failures.thought_ends, errors.step)
+        request_seed = keyed_seeds(self.context.rng(), keys_within(failures.prompt_uid), 0, count).reshape(-1)
         made = sample_from_prefix(
-            policy, seeds.select(rows), length[rows], request_seed, self.config.sampling(), self.context.uids(len(rows))
+            policy,
+            failures.select(rows),
+            length[rows],
+            request_seed,
+            self.config.sampling(),
+            self.context.uids(len(rows)),
         )
-        whole = seeds.response_tokens.lengths.clamp(min=1)
+        whole = failures.response_tokens.lengths.clamp(min=1)
         self.context.log(
             **length_metrics(made),
             inherited_tokens=Count(made.inherited.sum()),
-            prefix_share=float((length / whole).sum()) / max(len(seeds), 1),
-            empty_prefix_share=float((length == 0).sum()) / max(len(seeds), 1),
+            prefix_share=float((length / whole).sum()) / max(len(failures), 1),
+            empty_prefix_share=float((length == 0).sum()) / max(len(failures), 1),
         )
         return Outputs(trajectories=made)

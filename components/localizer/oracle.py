@@ -14,9 +14,9 @@ from pipeline.core.payloads import Policy, Prompts, StepErrors, Trajectories
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """One step per seed."""
+    """One step per failure."""
 
-    errors: Annotated[StepErrors, same_rows("seeds")]
+    errors: Annotated[StepErrors, same_rows("failures")]
 
 
 class OracleLocalizer(Component):
@@ -24,8 +24,8 @@ class OracleLocalizer(Component):
 
     _tokenizer: Any = None
 
-    def run(self, *, prompts: Prompts, seeds: Trajectories, policy: Policy | None = None) -> Outputs:
-        """Looks up every seed's first error; raises DataError for a task without an oracle."""
+    def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy | None = None) -> Outputs:
+        """Looks up every failure's first error; raises DataError for a task without an oracle."""
         if not has_oracle(prompts):
             tasks = sorted({str(row.get("task", "unnamed")) for row in prompts.metadata})
             raise DataError(
@@ -35,6 +35,6 @@ class OracleLocalizer(Component):
             )
         if self._tokenizer is None:
             self._tokenizer = policy.tokenizer if policy is not None else load_tokenizer(self.context.model)
-        step = true_first_errors(prompts, seeds, self._tokenizer)
-        self.context.log(step_fraction=float(((step - 1) / num_thoughts(seeds)).sum()) / max(len(seeds), 1))
-        return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=["oracle"] * len(seeds)))
+        step = true_first_errors(prompts, failures, self._tokenizer)
+        self.context.log(step_fraction=float(((step - 1) / num_thoughts(failures)).sum()) / max(len(failures), 1))
+        return Outputs(errors=StepErrors(uid=failures.uid, step=step, source=["oracle"] * len(failures)))

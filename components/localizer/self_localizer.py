@@ -22,9 +22,9 @@ _STEP = re.compile(r"\bstep\s*#?\s*(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """One step per seed."""
+    """One step per failure."""
 
-    errors: Annotated[StepErrors, same_rows("seeds")]
+    errors: Annotated[StepErrors, same_rows("failures")]
 
 
 def parse_step(text: str, count: int) -> tuple[int, str]:
@@ -66,28 +66,28 @@ class SelfLocalizer(Component):
 
     config: Config
 
-    def run(self, *, prompts: Prompts, seeds: Trajectories, policy: Policy) -> Outputs:
-        """Asks once per seed."""
-        texts, tokens = self._ask(prompts, seeds, policy)
-        count = num_thoughts(seeds)
+    def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy) -> Outputs:
+        """Asks once per failure."""
+        texts, tokens = self._ask(prompts, failures, policy)
+        count = num_thoughts(failures)
         found = [parse_step(text, k) for text, k in zip(texts, count.tolist(), strict=True)]
         step = torch.tensor([s for s, _ in found], dtype=torch.int64)
-        source, rows = [how for _, how in found], max(len(seeds), 1)
+        source, rows = [how for _, how in found], max(len(failures), 1)
         self.context.log(
             **{f"{name}_share": source.count(name) / rows for name in SOURCES},
             step_fraction=float(((step - 1) / count).sum()) / rows,
             sampled_tokens=Count(tokens),
         )
-        return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=source))
+        return Outputs(errors=StepErrors(uid=failures.uid, step=step, source=source))
 
-    def _ask(self, prompts: Prompts, seeds: Trajectories, policy: Policy) -> tuple[list[str], int]:
-        """The answer for each seed, and the number of sampled tokens."""
-        if not len(seeds):
+    def _ask(self, prompts: Prompts, failures: Trajectories, policy: Policy) -> tuple[list[str], int]:
+        """The answer for each failure, and the number of sampled tokens."""
+        if not len(failures):
             return [], 0
-        tokenizer, rows = policy.tokenizer, prompts.index_of(seeds.prompt_uid).tolist()
+        tokenizer, rows = policy.tokenizer, prompts.index_of(failures.prompt_uid).tolist()
         asked = [
             localize_prompt(prompts.metadata[row], question_of(prompts, row), steps, tokenizer)
-            for row, steps in zip(rows, thought_texts(seeds, tokenizer), strict=True)
+            for row, steps in zip(rows, thought_texts(failures, tokenizer), strict=True)
         ]
         settings = self.config
         done = policy.generate(
@@ -95,7 +95,7 @@ class SelfLocalizer(Component):
                 tokens=Jagged.from_rows(
                     [tokenizer.encode(text, add_special_tokens=False) for text in asked], torch.int32
                 ),
-                seed=self.context.rng().seeds(keys_within(seeds.prompt_uid)),
+                seed=self.context.rng().seeds(keys_within(failures.prompt_uid)),
                 sampling=Sampling(
                     temperature=settings.temperature,
                     top_p=settings.top_p,

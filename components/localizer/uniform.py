@@ -13,9 +13,9 @@ from pipeline.core.streams import keys_within
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """One step per seed."""
+    """One step per failure."""
 
-    errors: Annotated[StepErrors, same_rows("seeds")]
+    errors: Annotated[StepErrors, same_rows("failures")]
 
 
 class UniformLocalizer(Component):
@@ -24,9 +24,9 @@ class UniformLocalizer(Component):
 
     paper = "2605.25507"
 
-    def run(self, *, seeds: Trajectories, prompts: Prompts | None = None, policy: Policy | None = None) -> Outputs:
-        """Draws one step per seed, keyed by its prompt and its place among the seeds of that prompt."""
-        count = num_thoughts(seeds)
-        step = 1 + self.context.rng().integers(keys_within(seeds.prompt_uid), 0, count)
-        self.context.log(step_fraction=float(((step - 1) / count).sum()) / max(len(seeds), 1))
-        return Outputs(errors=StepErrors(uid=seeds.uid, step=step, source=["uniform"] * len(seeds)))
+    def run(self, *, failures: Trajectories, prompts: Prompts | None = None, policy: Policy | None = None) -> Outputs:
+        """Draws one step per failure, keyed by its prompt and its place among the failures of that prompt."""
+        count = num_thoughts(failures)
+        step = 1 + self.context.rng().integers(keys_within(failures.prompt_uid), 0, count)
+        self.context.log(step_fraction=float(((step - 1) / count).sum()) / max(len(failures), 1))
+        return Outputs(errors=StepErrors(uid=failures.uid, step=step, source=["uniform"] * len(failures)))

@@ -15,7 +15,7 @@ from components.rollouts.second_turn import second_turn, unended
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import revise_prompt
 from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Batch, Judge, Policy, Prompts, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Batch, Policy, Prompts, Rewards, Trajectories, Verifier, check_aligned
 from pipeline.core.streams import keys_within
 
 NOT_ENDED = "the revision did not end within its budget"
@@ -109,7 +109,7 @@ class Compare(Component):
         trajectories: Trajectories,
         rewards: Annotated[Rewards, same_rows("trajectories")],
         policy: Policy,
-        judge: Judge,
+        verifier: Verifier,
     ) -> Outputs:
         """Samples all revisions in one request batch, then judges them."""
         check_aligned(trajectories, rewards)
@@ -124,7 +124,7 @@ class Compare(Component):
         table = keyed_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), 0, settings.references)
         uid = self.context.uids(len(wrong))
         made = second_turn(policy, prompts, firsts, asked, table[wrong, place], settings.sampling(), uid)
-        verdicts = _ended_only(finite_rewards(judge.judge(prompts, made)), made)
+        verdicts = _ended_only(finite_rewards(verifier.verify(prompts, made)), made)
         for row in (~verdicts.valid).nonzero(as_tuple=True)[0].tolist():
             self.context.reject({"revision": int(uid[row]), "trajectory": int(firsts.uid[row])}, verdicts.detail[row])
         self._count(trajectories, rewards, wrong, shown, made, verdicts)

@@ -1,4 +1,4 @@
-"""Outcome rewards: a judge applied to trajectories."""
+"""Outcome rewards: a verifier applied to trajectories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 
 from pipeline.core.component import Component, Count, same_rows
-from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +19,15 @@ class Outputs:
 
 
 class Outcome(Component):
-    """r_i = the judge's verdict on trajectory i.
+    """r_i = the verifier's verdict on trajectory i.
 
     A reward that is NaN or infinite becomes 0 and `valid=False` with the reason, so the trajectory gets no credit.
     Every trajectory that could not be verified is written to rejected.jsonl.
     """
 
-    def run(self, *, judge: Judge, trajectories: Trajectories, prompts: Prompts) -> Outputs:
+    def run(self, *, verifier: Verifier, trajectories: Trajectories, prompts: Prompts) -> Outputs:
         """Judges every row; never fails for a bad one."""
-        rewards = finite_rewards(judge.judge(prompts, trajectories))
+        rewards = finite_rewards(verifier.verify(prompts, trajectories))
         check_aligned(trajectories, rewards)
         for row in (~rewards.valid).nonzero(as_tuple=True)[0].tolist():
             self.context.reject(

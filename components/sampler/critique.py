@@ -15,7 +15,7 @@ from components.rollouts.second_turn import second_turn, unended
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import critique_prompt
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Critique(Component):
 
     config: Config
 
-    def run(self, *, prompts: Prompts, policy: Policy, judge: Judge) -> Outputs:
+    def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples originals in one request batch and refinements in another."""
         settings, stream, size = self.config, self.context.rng(), self.config.originals
         rows = torch.arange(len(prompts)).repeat_interleave(size)
@@ -97,10 +97,10 @@ class Critique(Component):
         originals = sample_fresh(
             policy, prompts, rows, seed[:, :size].reshape(-1), settings.sampling(), self.context.uids(len(rows))
         )
-        rewards = judge.judge(prompts, originals)
+        rewards = verifier.verify(prompts, originals)
         chosen, draws = self._candidates(rewards, len(prompts))
         refined = self._refine(prompts, originals, rewards, policy, chosen, seed[:, size:].reshape(-1)[draws])
-        verdicts = finite_rewards(judge.judge(prompts, refined))
+        verdicts = finite_rewards(verifier.verify(prompts, refined))
         usable = verdicts.valid & ~unended(refined) & (verdicts.correct | (not settings.only_correct))
         best = best_of(verdicts.value, usable, refined.prompt_uid)
         kept = refined.select(best)

@@ -13,7 +13,7 @@ from torch import Tensor
 from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from pipeline.core.component import Component
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
 _FLAT = 1e-8
 
@@ -72,7 +72,7 @@ class Dynamic(Component):
         super().__init__(config)
         self._backlog: Prompts | None = None
 
-    def run(self, *, prompts: Prompts, policy: Policy, judge: Judge) -> Outputs:
+    def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples in waves over the backlog and the new prompts."""
         wanted = self.config.groups
         pool = prompts if self._backlog is None else Prompts.concat([self._backlog, prompts])
@@ -83,7 +83,7 @@ class Dynamic(Component):
         while not waves or (found < wanted and tried < len(pool) and len(waves) < self.config.max_waves):
             share = found / tried if found else 1.0
             rows = torch.arange(tried, min(tried + math.ceil((wanted - found) / share), len(pool)))
-            wave, signal = self._wave(pool, rows, policy, judge)
+            wave, signal = self._wave(pool, rows, policy, verifier)
             waves.append(wave)
             kept.append(rows[signal])
             kept_rows.append(
@@ -108,7 +108,7 @@ class Dynamic(Component):
             prompts=pool.select(used[:wanted]),
         )
 
-    def _wave(self, pool: Prompts, rows: Tensor, policy: Policy, judge: Judge) -> tuple[Trajectories, Tensor]:
+    def _wave(self, pool: Prompts, rows: Tensor, policy: Policy, verifier: Verifier) -> tuple[Trajectories, Tensor]:
         """One group for each of these rows of the pool, and which groups carry a signal."""
         size = self.config.group_size
         seed = keyed_seeds(self.context.rng(), pool.uid[rows], 0, size).reshape(-1)
@@ -116,7 +116,7 @@ class Dynamic(Component):
         wave = sample_fresh(policy, pool, repeated, seed, self.config.sampling(), self.context.uids(len(repeated)))
         if not len(rows):
             return wave, torch.zeros(0, dtype=torch.bool)
-        return wave, has_signal(judge.judge(pool, wave), len(rows))
+        return wave, has_signal(verifier.verify(pool, wave), len(rows))
 
     def state_dict(self) -> dict[str, Any]:
         """The backlog."""

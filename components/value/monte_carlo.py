@@ -13,7 +13,7 @@ from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_f
 from components.value.boundaries import Outputs, boundaries_of
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories, Verifier
 from pipeline.core.streams import Stream, keys_within
 
 
@@ -61,7 +61,7 @@ class MonteCarlo(Component):
         trajectories: Trajectories,
         segments: Annotated[Segments, same_rows("trajectories")],
         rewards: Annotated[Rewards, same_rows("trajectories")],
-        judge: Judge,
+        verifier: Verifier,
         policy: Policy,
     ) -> Outputs:
         """Samples and judges all continuations in one request batch."""
@@ -75,7 +75,7 @@ class MonteCarlo(Component):
         made = sample_from_prefix(
             policy, parents, bounds.place.values[place], seed, self.config.sampling(), self.context.uids(len(place))
         )
-        verdicts = finite_rewards(judge.judge(prompts, made))
+        verdicts = finite_rewards(verifier.verify(prompts, made))
         total, valid = torch.zeros(2, len(bounds.owner), dtype=torch.float64)
         valid.index_add_(0, place, verdicts.valid.double())
         total.index_add_(0, place, torch.where(verdicts.valid, verdicts.value.double(), 0.0))

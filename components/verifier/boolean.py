@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 _TAIL = 2000
 _TRUE, _FALSE = ("yes", "true", "1", "correct"), ("no", "false", "0", "incorrect")
@@ -17,9 +17,9 @@ _WORD = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 def truth_of(answer: str) -> bool | None:
@@ -32,7 +32,7 @@ def truth_of(answer: str) -> bool | None:
     return True if bare in _TRUE else False if bare in _FALSE else None
 
 
-class BooleanJudge(MemoJudge):
+class BooleanVerifier(MemoVerifier):
     """Right when response and reference say the same."""
 
     def __init__(self, free_form: bool) -> None:
@@ -66,7 +66,7 @@ class BooleanJudge(MemoJudge):
 
 
 class Boolean(Component):
-    """Judges yes/no and true/false questions. A last line that says both says neither."""
+    """Verifies yes/no and true/false questions. A last line that says both says neither."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -77,10 +77,10 @@ class Boolean(Component):
         wrong"""
 
     config: Config
-    _judge: BooleanJudge | None = None
+    _judge: BooleanVerifier | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
-            self._judge = BooleanJudge(self.config.free_form)
-        return Outputs(judge=self._judge)
+            self._judge = BooleanVerifier(self.config.free_form)
+        return Outputs(verifier=self._judge)

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
 from components.verifier.exact import normalise
-from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _TAIL = 2000
@@ -22,9 +22,9 @@ _LAST_LINE = re.compile(r"^\W*\(?([A-Z])\)?\W*$")
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 def choices_of(metadata: dict[str, Any]) -> list[str]:
@@ -49,7 +49,7 @@ def letter_of(answer: str, choices: list[str]) -> str | None:
     return LETTERS[texts.index(wanted)] if texts.count(wanted) == 1 and texts.index(wanted) < len(LETTERS) else None
 
 
-class ChoiceJudge(MemoJudge):
+class ChoiceVerifier(MemoVerifier):
     """Right when the response's letter is the reference's."""
 
     def __init__(self, free_form: bool) -> None:
@@ -90,7 +90,7 @@ class ChoiceJudge(MemoJudge):
 
 
 class Choice(Component):
-    """Judges multiple choice by letter. The text of a choice counts as its letter where the prompt's metadata lists "choices"."""
+    """Verifies multiple choice by letter. The text of a choice counts as its letter where the prompt's metadata lists "choices"."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -101,10 +101,10 @@ class Choice(Component):
         wrong"""
 
     config: Config
-    _judge: ChoiceJudge | None = None
+    _judge: ChoiceVerifier | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
-            self._judge = ChoiceJudge(self.config.free_form)
-        return Outputs(judge=self._judge)
+            self._judge = ChoiceVerifier(self.config.free_form)
+        return Outputs(verifier=self._judge)

@@ -11,19 +11,19 @@ from components.sandbox.isolation import Isolation, plain
 from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, Test, TestResult, run_programs
 from components.sandbox.probe import find_isolation
+from components.verifier.base import Item, MemoVerifier, Verdict, unjudged, wrong
 from components.verifier.code_tests import CodeTest, CodeTests, extract_code, read_tests, same_output, same_value
-from components.verifier.judging import Item, MemoJudge, Verdict, unjudged, wrong
 from pipeline.core.component import Component, Context
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 MAX_SOURCE = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class CodeSettings:
             raise ValueError(f"tolerance: found {self.tolerance}; wanted 0 to 1.")
 
 
-class CodeJudge(MemoJudge):
+class CodeVerifier(MemoVerifier):
     """Runs the last Python block of a response on the prompt's tests. Expected outputs never enter the sandbox."""
 
     def __init__(self, settings: CodeSettings, way: Isolation) -> None:
@@ -116,7 +116,7 @@ class CodeJudge(MemoJudge):
 
 
 class Code(Component):
-    """Judges programs by tests: text on standard input, or calls of a function, with limits of time, memory and processes.
+    """Verifies programs by tests: text on standard input, or calls of a function, with limits of time, memory and processes.
 
     A prompt's tests stand in its metadata under "tests". Programs run in bubblewrap; a host that cannot isolate them is
     refused. A program that hangs, breaks its limits or ends its sandbox is wrong with that reason; other programs do
@@ -130,7 +130,7 @@ class Code(Component):
         """What is run, and how it counts."""
 
     config: Config
-    _judge: CodeJudge | None = None
+    _judge: CodeVerifier | None = None
 
     def setup(self, context: Context) -> None:
         """Finds a way to isolate programs, so that a host without one is refused before anything is sampled."""
@@ -139,9 +139,9 @@ class Code(Component):
         way = plain(settings.interpreter, settings.packages)
         if not settings.allow_unsandboxed:
             way = find_isolation(settings.interpreter, settings.packages)
-        self._judge = CodeJudge(settings, way)
+        self._judge = CodeVerifier(settings, way)
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         assert self._judge is not None
-        return Outputs(judge=self._judge)
+        return Outputs(verifier=self._judge)

@@ -12,7 +12,7 @@ from components.rewards.overlong import overlong_punishment
 from components.verifier.pattern import check_pattern
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories
+from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
 from pipeline.core.registry import load_class
 from pipeline.core.settings import build_config
 
@@ -21,9 +21,9 @@ _SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Part:
     """One verifier of the sum."""
 
     use: str = "verifier.math"
-    """component that gives a judge"""
+    """component that returns a verifier"""
     weight: float = 1.0
     """factor of its reward"""
     decides: bool = True
@@ -70,14 +70,14 @@ class Length:
             raise ValueError(f"buffer is {self.buffer}; wanted 0 to max_tokens ({self.max_tokens}).")
 
 
-class CompositeJudge(Judge):
+class CompositeVerifier(Verifier):
     """Σ weight × reward of the parts, plus the format term, minus the length term."""
 
-    def __init__(self, parts: list[tuple[Part, Judge]], form: Format, length: Length) -> None:
+    def __init__(self, parts: list[tuple[Part, Verifier]], form: Format, length: Length) -> None:
         self._parts, self._length, self._weight = parts, length, form.weight
         self._pattern = regex.compile(form.pattern, regex.DOTALL | regex.MULTILINE) if form.pattern else None
 
-    def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory. A row that one part cannot judge is invalid, with that part's reason."""
         count = len(trajectories)
         value, correct, valid = (
@@ -86,8 +86,8 @@ class CompositeJudge(Judge):
             torch.ones(count, dtype=torch.bool),
         )
         details: list[list[str]] = [[] for _ in range(count)]
-        for part, judge in self._parts:
-            rewards = judge.judge(prompts, trajectories)
+        for part, verifier in self._parts:
+            rewards = verifier.verify(prompts, trajectories)
             value += part.weight * rewards.value
             valid &= rewards.valid
             if part.decides:
@@ -147,7 +147,7 @@ class Composite(Component):
 
     config: Config
     _nodes: list[Component] | None = None
-    _judge: CompositeJudge | None = None
+    _judge: CompositeVerifier | None = None
 
     def setup(self, context: Context) -> None:
         """Makes the verifiers and sets them up."""
@@ -164,19 +164,19 @@ class Composite(Component):
             self._nodes.append(node)
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration; runs the verifiers, so that they log their numbers."""
+        """Returns the verifier, the same one every iteration; runs the verifiers, so that they log their numbers."""
         assert self._nodes is not None
-        judges = []
+        verifiers = []
         for part, node in zip(self.config.parts, self._nodes, strict=True):
             outputs = node.run()  # type: ignore[attr-defined]
-            if not isinstance(getattr(outputs, "judge", None), Judge):
+            if not isinstance(getattr(outputs, "verifier", None), Verifier):
                 raise ConfigError(
-                    f"node '{self.context.node}': {part.use} gives no judge; wanted a verifier. Correct use."
+                    f"node '{self.context.node}': {part.use} returns no verifier; wanted a verifier. Correct use."
                 )
-            judges.append((part, outputs.judge))
+            verifiers.append((part, outputs.verifier))
         if self._judge is None:
-            self._judge = CompositeJudge(judges, self.config.format, self.config.length)
-        return Outputs(judge=self._judge)
+            self._judge = CompositeVerifier(verifiers, self.config.format, self.config.length)
+        return Outputs(verifier=self._judge)
 
     def close(self) -> None:
         """Closes the verifiers."""

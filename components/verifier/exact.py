@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 def normalise(answer: str, ignore_case: bool) -> str:
@@ -26,7 +26,7 @@ def normalise(answer: str, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
-class ExactJudge(MemoJudge):
+class ExactVerifier(MemoVerifier):
     """Right when the extracted answer equals the reference after `normalise`."""
 
     def __init__(self, ignore_case: bool) -> None:
@@ -49,7 +49,7 @@ class ExactJudge(MemoJudge):
 
 
 class Exact(Component):
-    """Judges by string equality: for integers, choices and yes/no answers. Fails on equal values in other notation."""
+    """Verifies by string equality: for integers, choices and yes/no answers. Fails on equal values in other notation."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -59,10 +59,10 @@ class Exact(Component):
         """whether "Yes" equals "yes" in the comparison"""
 
     config: Config
-    _judge: ExactJudge | None = None
+    _judge: ExactVerifier | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
-            self._judge = ExactJudge(self.config.ignore_case)
-        return Outputs(judge=self._judge)
+            self._judge = ExactVerifier(self.config.ignore_case)
+        return Outputs(verifier=self._judge)

@@ -10,18 +10,18 @@ from typing import Any
 
 import httpx
 
-from components.verifier.judging import Item, MemoJudge, Verdict, unjudged
+from components.verifier.base import Item, MemoVerifier, Verdict, unjudged
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ExternalSettings:
             raise ValueError("batch and concurrency must be 1 or more, seconds above 0, retries and wait 0 or more.")
 
 
-class ExternalJudge(MemoJudge):
+class ExternalVerifier(MemoVerifier):
     """Sends batches and reads verdicts; a batch that fails for good is unjudged with the reason, and asked again when it comes again."""
 
     def __init__(self, settings: ExternalSettings, client: httpx.Client) -> None:
@@ -129,7 +129,7 @@ def _verdict(result: Any) -> Verdict:
 
 
 class External(Component):
-    """Judges by asking a server, in batches and several at a time.
+    """Verifies by asking a server, in batches and several at a time.
 
     Request: {"items": [{"response", "extracted", "answer", "metadata"}]}. Reply, in the same order: {"results":
     [{"value": number, "correct": bool, "valid": bool, "detail": text}]}; correct defaults to value ≥ 1, valid to true.
@@ -141,20 +141,20 @@ class External(Component):
     class Config(ExternalSettings):
         """Where to ask, and how patiently."""
 
-        url: str = "http://127.0.0.1:8080/judge"
+        url: str = "http://127.0.0.1:8080/verify"
         """address that takes POST requests"""
 
     config: Config
-    _judge: ExternalJudge | None = None
+    _judge: ExternalVerifier | None = None
     _client: httpx.Client | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
             self._client = httpx.Client(limits=httpx.Limits(max_connections=self.config.concurrency))
-            self._judge = ExternalJudge(self.config, self._client)
+            self._judge = ExternalVerifier(self.config, self._client)
         self.context.log(failures=self._judge.failures)
-        return Outputs(judge=self._judge)
+        return Outputs(verifier=self._judge)
 
     def close(self) -> None:
         """Closes the connections."""

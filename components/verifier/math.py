@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.verifier.judging import RIGHT, WRONG, Item, MemoJudge, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, WRONG, Item, MemoVerifier, Verdict, unjudged, wrong
 from components.verifier.math_text import free_answer
 from components.verifier.workers import WorkerPool
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 MAX_ANSWER = 10_000
 _GRACE_SECONDS = 2.0
@@ -21,12 +21,12 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
-class MathJudge(MemoJudge):
+class MathVerifier(MemoVerifier):
     """Right when the extracted answer equals the reference as text, as a number, or by math-verify in a worker.
 
     Attributes:
@@ -98,7 +98,7 @@ def worker_command(memory_gb: float, seconds: float, cpu_seconds: float) -> Sequ
 
 
 class Math(Component):
-    """Judges by mathematical equality: numbers, expressions, sets, intervals, equations, quantities with units, several answers.
+    """Verifies by mathematical equality: numbers, expressions, sets, intervals, equations, quantities with units, several answers.
 
     Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of
     them. One that hangs is ended by the kernel; its item is invalid (zero credit) and the reason is kept. What
@@ -129,19 +129,21 @@ class Math(Component):
                 raise ValueError("seconds, cpu_seconds and memory_gb must be above 0, workers 0 or more.")
 
     config: Config
-    _judge: MathJudge | None = None
+    _judge: MathVerifier | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
             settings = self.config
             count = settings.workers or min(len(os.sched_getaffinity(0)), 8)
             command = worker_command(settings.memory_gb, settings.seconds, settings.cpu_seconds)
             # The worker ends a hanging item itself; the pool's later limit is for a worker that cannot.
-            self._judge = MathJudge(WorkerPool(command, count, settings.seconds + _GRACE_SECONDS), settings.free_form)
-        judge = self._judge
-        self.context.log(worker_restarts=judge.pool.restarts, killed=judge.killed, text_only=judge.text_only)
-        return Outputs(judge=judge)
+            self._judge = MathVerifier(
+                WorkerPool(command, count, settings.seconds + _GRACE_SECONDS), settings.free_form
+            )
+        verifier = self._judge
+        self.context.log(worker_restarts=verifier.pool.restarts, killed=verifier.killed, text_only=verifier.text_only)
+        return Outputs(verifier=verifier)
 
     def close(self) -> None:
         """Ends the worker processes."""

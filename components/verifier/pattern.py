@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import regex
 
+from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
 from components.verifier.exact import normalise
-from components.verifier.judging import RIGHT, Item, MemoJudge, Verdict, unjudged, wrong
 from pipeline.core.component import Component
-from pipeline.core.payloads import Judge
+from pipeline.core.payloads import Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The judge."""
+    """The verifier."""
 
-    judge: Judge
+    verifier: Verifier
 
 
 def check_pattern(pattern: str) -> None:
@@ -29,7 +29,7 @@ def check_pattern(pattern: str) -> None:
         raise ValueError(f"pattern '{pattern}' is not a regular expression ({error}).") from error
 
 
-class RegexJudge(MemoJudge):
+class RegexVerifier(MemoVerifier):
     """Right when the pattern's last match gives the reference, or when it matches at all."""
 
     def __init__(self, pattern: str, compare: bool, ignore_case: bool, seconds: float) -> None:
@@ -61,7 +61,7 @@ class RegexJudge(MemoJudge):
 
 
 class Regex(Component):
-    """Judges by a regular expression: the first group of its last match must equal the reference, or it must just match.
+    """Verifies by a regular expression: the first group of its last match must equal the reference, or it must just match.
 
     For answers behind fixed words ("#### 42") and for formats ("<think>…</think>"). A pattern that backtracks is cut
     off.
@@ -86,11 +86,11 @@ class Regex(Component):
                 raise ValueError("seconds must be above 0.")
 
     config: Config
-    _judge: RegexJudge | None = None
+    _judge: RegexVerifier | None = None
 
     def run(self) -> Outputs:
-        """Gives out the judge, the same one every iteration."""
+        """Returns the verifier, the same one every iteration."""
         if self._judge is None:
             settings = self.config
-            self._judge = RegexJudge(settings.pattern, settings.compare, settings.ignore_case, settings.seconds)
-        return Outputs(judge=self._judge)
+            self._judge = RegexVerifier(settings.pattern, settings.compare, settings.ignore_case, settings.seconds)
+        return Outputs(verifier=self._judge)

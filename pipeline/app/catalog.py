@@ -22,7 +22,7 @@ class Entry:
         target: "module:Class".
         summary: first line of its docstring.
         doc: the whole docstring.
-        takes: input → type as text, for example "Rewards (rows of trajectories)" or "Judge, optional".
+        takes: input → type as text, for example "Rewards (rows of trajectories)" or "Verifier, optional".
         makes: output → type as text.
         settings: documented settings, nested ones with dotted names.
         paper: arXiv id or name of the source, "" without one.

@@ -426,11 +426,11 @@ class Policy(Payload, ABC):
         )
 
 
-class Judge(Payload, ABC):
+class Verifier(Payload, ABC):
     """Decides whether a response is right. A handle, like `Policy`; the same row judged twice costs once."""
 
     @abstractmethod
-    def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory, aligned with it. Never raises for a bad row: that row is `valid=False` with the reason."""
 
 

@@ -23,7 +23,7 @@ BUILTIN: dict[str, str] = {
     "engine.sglang": "components.engine.sglang.engine:SGLangEngine",
     "sampler.chains": "components.sampler.chains:Chains",
     "sampler.partial": "components.sampler.partial:Partial",
-    "sampler.seeded": "components.sampler.seeded:Seeded",
+    "sampler.failures": "components.sampler.failures:Failures",
     "sampler.dynamic": "components.sampler.dynamic:Dynamic",
     "sampler.retry": "components.sampler.retry:Retry",
     "sampler.critique": "components.sampler.critique:Critique",

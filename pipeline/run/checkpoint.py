@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Payload, Policy
+from pipeline.core.payloads import Payload, Policy, Verifier
 from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
@@ -163,7 +163,7 @@ def decode(encoded: Encoded) -> Any:
 
 def is_storable(cls: type) -> bool:
     """Whether values of a payload class can be written to a file; handles such as `Policy` cannot."""
-    handle = issubclass(cls, (Policy, Judge))
+    handle = issubclass(cls, (Policy, Verifier))
     return not handle and issubclass(cls, Payload) and dataclasses.is_dataclass(cls)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from pipeline.core.errors import ConfigError, DataError, RunError, did_you_mean
 from pipeline.core.graph import Graph
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Payload, Policy, Weights
+from pipeline.core.payloads import Payload, Policy, Verifier, Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import class_name, is_storable, payload_class
 from pipeline.run.run_directory import writing
@@ -153,7 +153,7 @@ def read_payload(path: Path) -> Any:
 class Recorder:
     """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a thread of its own.
 
-    An error of the writer is raised by the next call. Handles (Policy, Judge) and Weights leave a small JSON note
+    An error of the writer is raised by the next call. Handles (Policy, Verifier) and Weights leave a small JSON note
     instead.
     """
 
@@ -221,7 +221,7 @@ class Recorder:
             self._put(path, iteration, value)
 
     def _put(self, path: Path, iteration: int, value: Any) -> None:
-        if isinstance(value, Policy | Judge | Weights):
+        if isinstance(value, Policy | Verifier | Weights):
             note = {
                 "class": class_name(type(value)),
                 "iteration": iteration,

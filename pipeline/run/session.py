@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Judge, Policy, Weights
+from pipeline.core.payloads import Batch, Policy, Verifier, Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, Wire
 from pipeline.run import checkpoint
@@ -61,7 +61,7 @@ def open_run(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment
 class Replay:
     """Rebuilds single nodes of a finished run and the values they read.
 
-    Batches come from the run's records. Handles (Policy, Judge) are made anew by their nodes, weights come from the
+    Batches come from the run's records. Handles (Policy, Verifier) are made anew by their nodes, weights come from the
     checkpoint nearest below; `notes` says what stood in for what.
     """
 
@@ -145,7 +145,7 @@ class Replay:
         found = self._recorded(wire.source, wire.output, iteration) if iteration >= 0 else None
         if found is not None:
             return found
-        if any(isinstance(t, type) and issubclass(t, Policy | Judge) for t in types):
+        if any(isinstance(t, type) and issubclass(t, Policy | Verifier) for t in types):
             outputs, _ = self._run(node, iteration)
             for name, value in outputs.items():
                 self._values[wire.source, name, iteration] = value

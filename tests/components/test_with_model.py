@@ -15,7 +15,7 @@ from components.rewards.outcome import Outcome
 from components.rewards.overlong import Overlong
 from components.sampler.chains import Chains
 from components.sampler.dynamic import Dynamic
-from components.sampler.seeded import Seeded
+from components.sampler.failures import Failures
 from components.segmenter.thought import Thoughts
 from components.text import chains
 from components.verifier.exact import Exact
@@ -26,8 +26,8 @@ LIMITS = {"max_tokens": 120, "mode": "thought", "temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
-def judge(tiny):
-    return tiny.start(Exact).run().judge
+def verifier(tiny):
+    return tiny.start(Exact).run().verifier
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,15 @@ def fresh(tiny):
 
 
 @pytest.fixture(scope="module")
-def seeded(tiny, judge):
-    return tiny.start(Seeded, **LIMITS, top_p=1.0).run(prompts=tiny.prompts, policy=tiny.policy, judge=judge)
+def seeded(tiny, verifier):
+    return tiny.start(Failures, **LIMITS, top_p=1.0).run(prompts=tiny.prompts, policy=tiny.policy, verifier=verifier)
 
 
 @pytest.fixture(scope="module")
 def suffixes(tiny, seeded):
-    errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, seeds=seeded.seeds, policy=tiny.policy).errors
+    errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=seeded.failures, policy=tiny.policy).errors
     made = (
-        tiny.start(Reset, **LIMITS, top_p=1.0).run(seeds=seeded.seeds, errors=errors, policy=tiny.policy).trajectories
+        tiny.start(Reset, **LIMITS, top_p=1.0).run(failures=seeded.failures, errors=errors, policy=tiny.policy).trajectories
     )
     return errors, made
 
@@ -68,10 +68,10 @@ def test_engine_numbers_are_those_of_teacher_forcing(tiny, fresh, suffixes):
         torch.testing.assert_close(scores.entropies.values, batch.entropies.values, rtol=0, atol=1e-4)
 
 
-def test_exact_and_math_agree_with_the_task(tiny, fresh, judge):
+def test_exact_and_math_agree_with_the_task(tiny, fresh, verifier):
     node = tiny.start(Math, workers=1)
     try:
-        exact, same = judge.judge(tiny.prompts, fresh), node.run().judge.judge(tiny.prompts, fresh)
+        exact, same = verifier.verify(tiny.prompts, fresh), node.run().verifier.verify(tiny.prompts, fresh)
     finally:
         node.close()
     assert exact.correct.tolist() == same.correct.tolist()
@@ -82,55 +82,55 @@ def test_exact_and_math_agree_with_the_task(tiny, fresh, judge):
             assert correct
 
 
-def test_seeded(tiny, seeded, judge):
-    seeds = judge.judge(tiny.prompts, seeded.seeds)
-    assert len(seeds) > 0
-    assert not seeds.correct.any()
-    with_seed = set(seeded.seeds.prompt_uid.tolist())
+def test_seeded(tiny, seeded, verifier):
+    rewards = verifier.verify(tiny.prompts, seeded.failures)
+    assert len(rewards) > 0
+    assert not rewards.correct.any()
+    with_seed = set(seeded.failures.prompt_uid.tolist())
     for uid in tiny.prompts.uid.tolist():
         assert int((seeded.trajectories.prompt_uid == uid).sum()) == (4 if uid in with_seed else 8)
 
 
-def test_dynamic(tiny, judge):
+def test_dynamic(tiny, verifier):
     node = tiny.start(Dynamic, group_size=4, groups=2, **LIMITS)
-    out = node.run(prompts=tiny.prompts, policy=tiny.policy, judge=judge)
-    correct = judge.judge(out.prompts, out.trajectories).correct.view(-1, 4).sum(1)
+    out = node.run(prompts=tiny.prompts, policy=tiny.policy, verifier=verifier)
+    correct = verifier.verify(out.prompts, out.trajectories).correct.view(-1, 4).sum(1)
     assert len(correct) == len(out.prompts) > 0
     assert ((correct > 0) & (correct < 4)).all()
 
 
 def test_localizers(tiny, seeded):
-    seeds, count = seeded.seeds, seeded.seeds.thought_ends.lengths
+    failures, count = seeded.failures, seeded.failures.thought_ends.lengths
     for kind in (SelfLocalizer, UniformLocalizer, OracleLocalizer):
         settings = {"max_tokens": 120} if kind is SelfLocalizer else {}
-        errors = tiny.start(kind, **settings).run(prompts=tiny.prompts, seeds=seeds, policy=tiny.policy).errors
+        errors = tiny.start(kind, **settings).run(prompts=tiny.prompts, failures=failures, policy=tiny.policy).errors
         assert ((errors.step >= 1) & (errors.step <= count)).all()
-        assert len(errors.source) == len(seeds)
+        assert len(errors.source) == len(failures)
 
 
 def test_reset_prefixes_are_right_up_to_the_error(tiny, seeded, suffixes):
     errors, made = suffixes
-    parents = seeded.seeds.index_of(made.parent)
+    parents = seeded.failures.index_of(made.parent)
     for i, row in enumerate(parents.tolist()):
         kept = int(made.inherited[i])
-        assert torch.equal(made.response_tokens.row(i)[:kept], seeded.seeds.response_tokens.row(row)[:kept])
+        assert torch.equal(made.response_tokens.row(i)[:kept], seeded.failures.response_tokens.row(row)[:kept])
         problem = tiny.prompts.metadata[int(tiny.prompts.index_of(made.prompt_uid[i : i + 1]))]
         prefix = chains.split_thoughts(tiny.policy.tokenizer.decode(made.response_tokens.row(i)[:kept].tolist()))
         assert len(prefix) == int(errors.step[row]) - 1
         assert chains.prefix_is_sound(problem, prefix)
 
 
-def test_from_merge_to_credit(tiny, seeded, suffixes, judge):
+def test_from_merge_to_credit(tiny, seeded, suffixes, verifier):
     errors, made = suffixes
     merged = tiny.start(Merge).run(trajectories=[seeded.trajectories, made]).trajectories
-    rewards = tiny.start(Outcome).run(judge=judge, trajectories=merged, prompts=tiny.prompts).rewards
+    rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=merged, prompts=tiny.prompts).rewards
     shaped = tiny.start(Overlong, max_length=60, buffer=20).run(trajectories=merged, rewards=rewards).rewards
     assert (shaped.value <= rewards.value).all()
     credit = tiny.start(GroupAdvantage, normalize="std_exact").run(trajectories=merged, rewards=rewards).credit
     assert credit.mask.sum().tolist() == (merged.response_tokens.lengths - merged.inherited).tolist()
     report = (
         tiny.start(Resets)
-        .run(prompts=tiny.prompts, seeds=seeded.seeds, errors=errors, trajectories=made, rewards=rewards)
+        .run(prompts=tiny.prompts, failures=seeded.failures, errors=errors, trajectories=made, rewards=rewards)
         .report
     )
     assert report.metrics["clean"] == report.metrics["exact"] == 1
@@ -145,9 +145,9 @@ def test_thought_segments_found_by_text_equal_those_of_the_engine(tiny, fresh):
     assert found.ends.equal(told.ends)
 
 
-def test_accuracy(tiny, judge):
+def test_accuracy(tiny, verifier):
     node = tiny.start(Accuracy, samples=4, num_problems=5, **LIMITS)
-    first, second = (node.run(policy=tiny.policy, judge=judge).report.metrics for _ in range(2))
+    first, second = (node.run(policy=tiny.policy, verifier=verifier).report.metrics for _ in range(2))
     assert first == second
     assert first["problems"] == 5
     assert 0 <= first["mean_at_4"] <= first["pass_at_2"] <= first["pass_at_4"] <= 1

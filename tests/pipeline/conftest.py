@@ -12,23 +12,23 @@ sys.path.insert(0, str(Path(__file__).parent / "toys"))
 SRPO: dict[str, Any] = {
     "prompts": {"use": "graph_toys:Source"},
     "engine": {"use": "graph_toys:Engine", "in": {"weights": "learner.weights@1"}},
-    "verifier": {"use": "graph_toys:Verifier"},
+    "verifier": {"use": "graph_toys:Exact"},
     "sampler": {
         "use": "graph_toys:Sampler",
-        "in": {"prompts": "prompts.batch", "policy": "engine.policy", "judge": "verifier.judge"},
+        "in": {"prompts": "prompts.batch", "policy": "engine.policy", "verifier": "verifier.verifier"},
     },
     "localizer": {
         "use": "graph_toys:Localizer",
-        "in": {"prompts": "prompts.batch", "seeds": "sampler.seeds", "policy": "engine.policy"},
+        "in": {"prompts": "prompts.batch", "failures": "sampler.failures", "policy": "engine.policy"},
     },
     "expander": {
         "use": "graph_toys:Expander",
-        "in": {"seeds": "sampler.seeds", "errors": "localizer.errors", "policy": "engine.policy"},
+        "in": {"failures": "sampler.failures", "errors": "localizer.errors", "policy": "engine.policy"},
     },
     "buffer": {"use": "graph_toys:Merge", "in": {"trajectories": ["sampler.trajectories", "expander.trajectories"]}},
     "rewards": {
         "use": "graph_toys:Outcome",
-        "in": {"trajectories": "buffer.trajectories", "prompts": "prompts.batch", "judge": "verifier.judge"},
+        "in": {"trajectories": "buffer.trajectories", "prompts": "prompts.batch", "verifier": "verifier.verifier"},
     },
     "advantage": {
         "use": "graph_toys:Advantage",

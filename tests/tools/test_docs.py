@@ -55,7 +55,7 @@ def site(tmp_path_factory) -> Path:
 def test_every_component_has_a_page_that_says_what_its_class_says(site):
     for name in BUILTIN:
         assert (site / "components" / f"{name}.html").is_file(), name
-    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "components" / "sampler.seeded.html").read_text()))
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "components" / "sampler.failures.html").read_text()))
     for part in (
         "max_attempts",
         "fresh chains per prompt before it falls back",
@@ -137,7 +137,7 @@ def test_marked_examples_run(page, tmp_path):
 def test_links_work_on_the_site():
     site = Site(
         ROOT,
-        {"sampler.seeded": "components/sampler.seeded.md"},
+        {"sampler.failures": "components/sampler.failures.md"},
         {"flowchart TD": "g"},
         lambda name: f"<svg>{name}</svg>",
     )
@@ -154,10 +154,10 @@ def test_links_work_on_the_site():
         page("[a](https://x.y/z) [b](#here) [c](../../nowhere.py)")
         == "[a](https://x.y/z) [b](#here) [c](../../nowhere.py)"
     )
-    assert page("`sampler.seeded`") == "[`sampler.seeded`](../components/sampler.seeded.md)"
+    assert page("`sampler.failures`") == "[`sampler.failures`](../components/sampler.failures.md)"
     assert (
-        page("# `sampler.seeded`\n```\n`sampler.seeded` [a](../../README.md)\n```")
-        == "# `sampler.seeded`\n```\n`sampler.seeded` [a](../../README.md)\n```"
+        page("# `sampler.failures`\n```\n`sampler.failures` [a](../../README.md)\n```")
+        == "# `sampler.failures`\n```\n`sampler.failures` [a](../../README.md)\n```"
     )
     drawn = page("```mermaid\nflowchart TD\n```")
     assert drawn.split() == [

@@ -22,7 +22,7 @@ from pipeline.app.bench.methods import Method
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
 from pipeline.app.bench.truth import State, Truth, true_values
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.payloads import Judge, Policy, Prompts, Sampling, Trajectories, Weights
+from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment
@@ -114,7 +114,11 @@ class CreditBench:
         ceilings, truths = [], []
         for seed in self.seeds:
             with run_credit(self.baseline, self.weights, seed, reference=True) as run:
-                self.policy, self.judge, self.known = first_of(run, Policy), first_of(run, Judge), dict[State, Tensor]()
+                self.policy, self.verifier, self.known = (
+                    first_of(run, Policy),
+                    first_of(run, Verifier),
+                    dict[State, Tensor](),
+                )
                 shared = self._share(seed, run)
                 truth, thoughts = shared.truth, self._exact_row(shared)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
@@ -172,7 +176,7 @@ class CreditBench:
         prompts: Prompts = first_of(run, Prompts)
         stream = Stream("creditbench", seed)
         sampling, samples = sampling_of(self.baseline), self.options.samples
-        return true_values(self.policy, self.judge, prompts, trajectories, sampling, samples, stream, self.known)
+        return true_values(self.policy, self.verifier, prompts, trajectories, sampling, samples, stream, self.known)
 
     def _method(self, method: Method, shared: _Seed) -> _Found:
         experiment = self.experiments[method.name]

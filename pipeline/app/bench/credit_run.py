@@ -89,7 +89,7 @@ def learner_of(graph: Graph) -> Node:
 
 
 def first_of(run: CreditRun, kind: type) -> Any:
-    """The first output of a kind in graph order, such as the `Policy` or the `Judge`."""
+    """The first output of a kind in graph order, such as the `Policy` or the `Verifier`."""
     for outputs in run.outputs.values():
         for value in outputs.values():
             if isinstance(value, kind):
@@ -182,7 +182,7 @@ def run_credit(
     given_costs: Mapping[str, Cost] | None = None,
     reference: bool = False,
 ) -> Iterator[CreditRun]:
-    """Runs what the learner's inputs need, once; policy and judge are alive within the `with` block.
+    """Runs what the learner's inputs need, once; policy and verifier are alive within the `with` block.
 
     Args:
         experiment: the recipe.

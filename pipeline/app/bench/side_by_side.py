@@ -19,7 +19,7 @@ from pipeline.app.bench.truth import Truth, thought_ends, true_values
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Judge, Policy, Prompts, Sampling, Trajectories
+from pipeline.core.payloads import Credit, Policy, Prompts, Sampling, Trajectories, Verifier
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
@@ -28,7 +28,7 @@ from pipeline.run.session import Replay
 from pipeline.run.values import as_inputs
 
 # Samplers whose chains have no structure of their own, so that any chains may stand in for theirs.
-PLAIN = ("sampler.chains", "sampler.dynamic", "sampler.seeded")
+PLAIN = ("sampler.chains", "sampler.dynamic", "sampler.failures")
 TRUTH = "true advantage"
 
 
@@ -127,7 +127,7 @@ def _compare(
         )
     elif samples:
         replay.notes.append("the task does not know its steps, so no true advantage is shown")
-    rewards = source.judge.judge(source.prompts, trajectories)
+    rewards = source.verifier.verify(source.prompts, trajectories)
     return Comparison(
         iteration=iteration,
         prompts=source.prompts,
@@ -142,13 +142,13 @@ def _compare(
 
 
 class _Source:
-    """The run's side: its rollouts, prompts, policy and judge of one iteration."""
+    """The run's side: its rollouts, prompts, policy and verifier of one iteration."""
 
     def __init__(self, replay: Replay, iteration: int, population: Trajectories) -> None:
         self.replay, self.iteration, self.population = replay, iteration, population
         self.prompts: Prompts = self._first(Prompts)
         self.policy: Policy = self._first(Policy)
-        self.judge: Judge = self._first(Judge)
+        self.verifier: Verifier = self._first(Verifier)
 
     def _first(self, kind: type) -> Any:
         for node in self.replay.graph.nodes:
@@ -184,7 +184,7 @@ def _iteration(replay: Replay, wire: Wire) -> int:
 
 def _choose(source: _Source, rows: int) -> torch.Tensor:
     """Rows of prompts with right and wrong answers first: a wrong and a right one of each, then others in order."""
-    rewards = source.judge.judge(source.prompts, source.population)
+    rewards = source.verifier.verify(source.prompts, source.population)
     by_prompt: dict[int, list[list[int]]] = {}
     for i, (prompt, correct) in enumerate(
         zip(source.population.prompt_uid.tolist(), rewards.correct.tolist(), strict=True)
@@ -200,7 +200,7 @@ def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth |
     if not samples or not has_oracle(source.prompts):
         return None
     stream = Stream(source.replay.experiment.run.seed, "side_by_side", source.iteration)
-    return true_values(source.policy, source.judge, source.prompts, trajectories, source.sampling(), samples, stream)
+    return true_values(source.policy, source.verifier, source.prompts, trajectories, source.sampling(), samples, stream)
 
 
 def _samples_rollouts(node: Node) -> bool:
@@ -278,7 +278,7 @@ def _given(experiment: Experiment, source: _Source) -> dict[tuple[str, str], Any
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
             types = [t for t in socket.types if isinstance(t, type)]
-            for kind, stand_in in ((Policy, source.policy), (Judge, source.judge), (Prompts, source.prompts)):
+            for kind, stand_in in ((Policy, source.policy), (Verifier, source.verifier), (Prompts, source.prompts)):
                 if any(issubclass(t, kind) for t in types):
                     found[node.name, output] = stand_in
             if node in samplers and any(issubclass(t, Trajectories) for t in types):

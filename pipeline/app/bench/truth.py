@@ -13,7 +13,7 @@ from components.rollouts.requests import sample_from_prefix
 from components.rollouts.thoughts import has_oracle, true_first_errors
 from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Policy, Prompts, Sampling, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier
 from pipeline.core.streams import Stream, key_of
 
 STOP = "</thought>"
@@ -63,7 +63,7 @@ def thought_ends(trajectories: Trajectories, policy: Policy) -> Jagged:
 
 def true_values(
     policy: Policy,
-    judge: Judge,
+    verifier: Verifier,
     prompts: Prompts,
     trajectories: Trajectories,
     sampling: Sampling,
@@ -86,11 +86,11 @@ def true_values(
     if samples < 2 or samples % 2:
         raise ValueError(f"true_values: samples is {samples}; wanted an even number of at least 2.")
     ends = thought_ends(trajectories, policy)
-    rewards = finite_rewards(judge.judge(prompts, trajectories))
+    rewards = finite_rewards(verifier.verify(prompts, trajectories))
     known = {} if known is None else known
     states, state_of = _states(trajectories, ends)
     new = [(key, place) for key, place in states.items() if key not in known]
-    sampled = _continue(policy, judge, prompts, trajectories, new, sampling, samples, stream, known)
+    sampled = _continue(policy, verifier, prompts, trajectories, new, sampling, samples, stream, known)
     outcome = torch.stack([known[key] for key in states]) if states else torch.zeros(0, samples, dtype=torch.float64)
     half = samples // 2
     estimates = [outcome.mean(1), outcome[:, :half].mean(1), outcome[:, half:].mean(1)]
@@ -127,7 +127,7 @@ def _states(trajectories: Trajectories, ends: Jagged) -> tuple[dict[State, tuple
 
 def _continue(
     policy: Policy,
-    judge: Judge,
+    verifier: Verifier,
     prompts: Prompts,
     trajectories: Trajectories,
     states: list[tuple[State, tuple[int, int]]],
@@ -146,7 +146,7 @@ def _continue(
     seeds = stream.seeds(torch.tensor(keys).repeat_interleave(samples) + torch.arange(samples).repeat(len(states)))
     uid = torch.arange(len(row), dtype=torch.int64)
     made = sample_from_prefix(policy, trajectories.select(row), length, seeds, sampling, uid)
-    outcome = finite_rewards(judge.judge(prompts, made)).value.double().view(len(states), samples)
+    outcome = finite_rewards(verifier.verify(prompts, made)).value.double().view(len(states), samples)
     known.update({key: outcome[i] for i, (key, _) in enumerate(states)})
     return int((made.response_tokens.lengths - made.inherited).sum())
 

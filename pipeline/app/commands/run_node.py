@@ -50,12 +50,14 @@ def _read_inputs(use: str, assignments: list[str], context: Context, made: list[
     missing = [n for n, s in sockets.items() if s.required and n not in found]
     if missing:
         wanted = ", ".join(f"{n}=… ({sockets[n].type_text})" for n in missing)
-        raise ConfigError(f"{use}: missing input {wanted}; give a Parquet file, or a component for a Policy or Judge.")
+        raise ConfigError(
+            f"{use}: missing input {wanted}; give a Parquet file, or a component for a Policy or Verifier."
+        )
     return {n: values if sockets[n].is_list else values[0] for n, values in found.items()}
 
 
 def _make_handle(use: str, socket: str, context: Context, made: list[NodeRunner]) -> Any:
-    """A policy or judge from a component that needs at most weights; the weights are those of the model folder."""
+    """A policy or verifier from a component that needs at most weights; the weights are those of the model folder."""
     wanted = sockets_of(load_class(use)).inputs
     inputs: dict[str, Any] = {}
     if any(Weights in s.types for s in wanted.values()):

@@ -13,7 +13,7 @@ from components.prompts.store import Row
 from components.verifier.code_tests import CodeTests, read_tests
 from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Judge, Prompts, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories, Verifier
 from pipeline.core.registry import load_class
 
 _ROOM = 1 << 40
@@ -104,12 +104,12 @@ def _ask(checked: Checked, use: str, context: Context) -> None:
     component: Component = load_class(use)()
     component.setup(context)
     try:
-        judge: Judge = component.run().judge  # type: ignore[attr-defined]
+        verifier: Verifier = component.run().verifier  # type: ignore[attr-defined]
         rows = checked.loaded.rows
         for start in range(0, len(rows), 1000):
             part = rows[start : start + 1000]
             uid = torch.arange(start, start + len(part))
-            rewards = judge.judge(_prompts(part, uid), _answers(part, uid))
+            rewards = verifier.verify(_prompts(part, uid), _answers(part, uid))
             for i, row in enumerate(part):
                 if not bool(rewards.correct[i]):
                     checked.refused.append(

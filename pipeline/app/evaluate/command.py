@@ -19,7 +19,7 @@ from pipeline.app.evaluate.items import Chunk, ItemStore
 from pipeline.app.evaluate.measure import Work, measure
 from pipeline.app.evaluate.request import Request, names_in, parse_request
 from pipeline.app.evaluate.scores import TaskScores, mean_results, paired, read_scores, task_results
-from pipeline.app.evaluate.sets import DataChoices, Judges, Problems, load_problems
+from pipeline.app.evaluate.sets import DataChoices, Problems, Verifiers, load_problems
 from pipeline.app.evaluate.subject import Choices, Engines, Subject, open_model_subject, open_run_subject
 from pipeline.app.evaluate.suite import Suite, load_suite
 from pipeline.app.evaluate.tables import comparison_page, results_page, results_table
@@ -76,18 +76,18 @@ def evaluate_suite(arguments: Sequence[str], config_dirs: Sequence[str], fresh: 
     finished: dict[str, dict[str, TaskScores]] = {}
     pages: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        judges, engines = (
-            stack.enter_context(closing(Judges(subjects[0].spec))),
+        verifiers, engines = (
+            stack.enter_context(closing(Verifiers(subjects[0].spec))),
             stack.enter_context(closing(Engines())),
         )
         folders = [stack.enter_context(_locked(subject, suite, request.label)) for subject in subjects]
         # All of them first: a mistake in the last subject shows before the first is asked.
         plans = [
-            prepare(s, suite, f, request, config_dirs, judges, fresh, say)
+            prepare(s, suite, f, request, config_dirs, verifiers, fresh, say)
             for s, f in zip(subjects, folders, strict=True)
         ]
         for plan in plans:
-            _ask_missing(plan, engines, judges, compare, say)
+            _ask_missing(plan, engines, verifiers, compare, say)
             scores = {w.problems.name: read_scores(w.store, w.chunks, w.problems.task) for w in plan.works}
             results = write_results(plan, scores)
             if len(subjects) == 1 or not compare:
@@ -128,7 +128,7 @@ def prepare(
     folder: Path,
     request: Request,
     config_dirs: Sequence[str],
-    judges: Judges,
+    verifiers: Verifiers,
     fresh: bool,
     say: Say,
 ) -> Plan:
@@ -138,7 +138,7 @@ def prepare(
     tokenizer = load_tokenizer(subject.spec)
     sets = load_problems(suite, data, subject.spec, tokenizer)
     for problems in sets:
-        judges.check(problems.verifier, f"tasks.{problems.name}")
+        verifiers.check(problems.verifier, f"tasks.{problems.name}")
     for note in [*subject.notes, *(n for p in sets for n in p.notes)]:
         say(f"note: {note}")
     for problems in sets if fresh else ():
@@ -202,7 +202,7 @@ def _searched(
     return {p.name: report_of(found, where, overlaps[p.name], p.ids) for p in sets}
 
 
-def _ask_missing(plan: Plan, engines: Engines, judges: Judges, compare: bool, say: Say) -> None:
+def _ask_missing(plan: Plan, engines: Engines, verifiers: Verifiers, compare: bool, say: Say) -> None:
     missing = {w.problems.name: w.missing() for w in plan.works}
     for w in plan.works:
         for name in w.store.damaged:
@@ -226,7 +226,7 @@ def _ask_missing(plan: Plan, engines: Engines, judges: Judges, compare: bool, sa
         def told(chunk: Chunk, right: int, name: str = name) -> None:
             say(f"  {name}, {chunk.part} {chunk.first}–{chunk.last - 1}: {right} of {chunk.rows} right")
 
-        measure(w, policy, judges.of(w.problems.verifier, f"tasks.{name}"), told)
+        measure(w, policy, verifiers.of(w.problems.verifier, f"tasks.{name}"), told)
 
 
 def write_results(plan: Plan, scores: Mapping[str, TaskScores]) -> dict[str, Any]:

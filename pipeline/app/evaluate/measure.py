@@ -13,7 +13,7 @@ from components.rollouts.requests import keyed_seeds, sample_fresh
 from components.text.templates import extract_answer
 from pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
 from pipeline.app.evaluate.sets import Problems
-from pipeline.core.payloads import Judge, Policy, Prompts, Rewards, Sampling, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Rewards, Sampling, Trajectories, Verifier
 from pipeline.core.streams import Stream
 
 NODE = "evaluation"
@@ -50,7 +50,7 @@ class Work:
         return [c for c in self.chunks if not self.store.done(c)]
 
 
-def measure(work: Work, policy: Policy, judge: Judge, told: Callable[[Chunk, int], None]) -> None:
+def measure(work: Work, policy: Policy, verifier: Verifier, told: Callable[[Chunk, int], None]) -> None:
     """Asks and judges every missing chunk; `told` gets each chunk and its right answers once it is on disk."""
     problems = work.problems
     greedy = replace(problems.task.sampling(), temperature=0.0, top_p=1.0, top_k=0)
@@ -58,7 +58,7 @@ def measure(work: Work, policy: Policy, judge: Judge, told: Callable[[Chunk, int
         rows = torch.arange(chunk.first, chunk.last).repeat_interleave(chunk.samples)
         sampling = greedy if chunk.part == "greedy" else problems.task.sampling()
         seeds = request_seeds(work, chunk)
-        responses, rewards = ask(policy, judge, problems.prompts, rows, seeds, sampling)
+        responses, rewards = ask(policy, verifier, problems.prompts, rows, seeds, sampling)
         work.store.write(chunk, columns_of(work, chunk, rows, seeds, responses, rewards))
         told(chunk, int(rewards.correct.sum()))
 
@@ -71,11 +71,11 @@ def request_seeds(work: Work, chunk: Chunk) -> Tensor:
 
 
 def ask(
-    policy: Policy, judge: Judge, prompts: Prompts, rows: Tensor, seeds: Tensor, sampling: Sampling
+    policy: Policy, verifier: Verifier, prompts: Prompts, rows: Tensor, seeds: Tensor, sampling: Sampling
 ) -> tuple[Trajectories, Rewards]:
     """One judged response per entry of `rows` [N], prompt rows; a reward that is not finite is 0 and invalid."""
     responses = sample_fresh(policy, prompts, rows, seeds, sampling, torch.arange(len(rows)))
-    return responses, finite_rewards(judge.judge(prompts, responses))
+    return responses, finite_rewards(verifier.verify(prompts, responses))
 
 
 def columns_of(

@@ -17,7 +17,7 @@ from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
 from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
-from pipeline.core.payloads import Judge, Prompts
+from pipeline.core.payloads import Prompts, Verifier
 from pipeline.core.registry import load_class
 from pipeline.core.settings import build_config
 from pipeline.run.compose import compose, deep_merge
@@ -123,7 +123,7 @@ def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelS
         entry["size"] = min(int(entry.get("size") or task.problems), task.problems)
     context = Context(node=name, model=spec)
     rows = load_rows(entry, context, tokenizer, place=f"data.{name}")
-    # A judge remembers verdicts by prompt: no two tasks share a uid.
+    # A verifier remembers verdicts by prompt: no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
     seen: dict[str, int] = {}
     ids = []
@@ -160,32 +160,32 @@ def _verifier(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"use": named} if isinstance(named, str) else dict(named or {})
 
 
-class Judges:
-    """Judges by verifier and settings; equal ones are started once."""
+class Verifiers:
+    """Verifies by verifier and settings; equal ones are started once."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._started: dict[str, tuple[Component, Judge]] = {}
+        self._started: dict[str, tuple[Component, Verifier]] = {}
 
     def check(self, verifier: Mapping[str, Any], place: str) -> None:
         """Raises ConfigError for an unknown component or setting."""
         self._build(verifier, place)
 
-    def of(self, verifier: Mapping[str, Any], place: str) -> Judge:
-        """The judge."""
+    def of(self, verifier: Mapping[str, Any], place: str) -> Verifier:
+        """The verifier."""
         key = json.dumps(verifier, sort_keys=True)
         if key not in self._started:
             component = self._build(verifier, place)
             component.setup(Context(node="verifier", model=self._spec))
             outputs: Any = component.run()  # type: ignore[attr-defined]
-            judges = [
-                v for v in (getattr(outputs, f.name) for f in dataclasses.fields(outputs)) if isinstance(v, Judge)
+            verifiers = [
+                v for v in (getattr(outputs, f.name) for f in dataclasses.fields(outputs)) if isinstance(v, Verifier)
             ]
-            if not judges:
+            if not verifiers:
                 raise ConfigError(
-                    f"{place}: {verifier['use']} makes no judge; wanted a verifier (creditgraph components verifier)."
+                    f"{place}: {verifier['use']} returns no verifier; choose one (creditgraph components verifier)."
                 )
-            self._started[key] = component, judges[0]
+            self._started[key] = component, verifiers[0]
         return self._started[key][1]
 
     def close(self) -> None:

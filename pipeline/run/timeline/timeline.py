@@ -81,7 +81,7 @@ class Agreement(Protocol):
 def phase_of(use: str, placement: str = "replica") -> str:
     """The phase of a node.
 
-    >>> phase_of("sampler.seeded"), phase_of("my.package:Idea"), phase_of("my.package:Trainer", "collective")
+    >>> phase_of("sampler.failures"), phase_of("my.package:Idea"), phase_of("my.package:Trainer", "collective")
     ('generation', 'other', 'learning')
     """
     kind = use.partition(".")[0] if ":" not in use else ""

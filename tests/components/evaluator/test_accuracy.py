@@ -70,7 +70,7 @@ def _greedy_right(context, n):
 def test_greedy_first_then_samples(toolbox):
     node = _node(samples=2, num_problems=4)
     policy = toolbox.policy(_greedy_right)
-    report = node.run(policy=policy, judge=toolbox.judge(lambda text: float(text == "right"))).report
+    report = node.run(policy=policy, verifier=toolbox.verifier(lambda text: float(text == "right"))).report
     assert report.metrics == {"accuracy": 1.0, "problems": 4, "mean_at_2": 0.0, "pass_at_2": 0.0}
     assert node.context.metrics["rejected"] == 0
     assert report.metrics.items() <= node.context.metrics.items()
@@ -85,7 +85,7 @@ def test_when_it_evaluates(toolbox):
     assert [i for i in range(11) if _node(i, every=4).due()] == [0, 4, 8, 10]
     assert [i for i in range(11) if _node(i, every=0).due()] == [0, 10]
     policy = toolbox.policy(_greedy_right)
-    report = _node(3, every=4).run(policy=policy, judge=toolbox.judge(lambda text: 1.0)).report
+    report = _node(3, every=4).run(policy=policy, verifier=toolbox.verifier(lambda text: 1.0)).report
     assert (report.metrics, report.seconds, policy.calls) == ({}, {}, [])
     assert Accuracy.final_pass
 
@@ -93,7 +93,7 @@ def test_when_it_evaluates(toolbox):
 def test_problems_and_seeds_are_the_same_at_every_evaluation(toolbox):
     first, last = (toolbox.policy(_greedy_right) for _ in range(2))
     for iteration, policy in ((0, first), (10, last)):
-        _node(iteration, samples=2).run(policy=policy, judge=toolbox.judge(lambda text: 1.0))
+        _node(iteration, samples=2).run(policy=policy, verifier=toolbox.verifier(lambda text: 1.0))
     for a, b in zip(first.calls, last.calls, strict=True):
         assert torch.equal(a.seed, b.seed)
         assert a.tokens.equal(b.tokens)
@@ -138,7 +138,7 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
     def word(context, n):
         return "abc"[(sum(map(ord, context)) + n) % 3]
 
-    whole = _node(**settings).run(policy=toolbox.policy(word), judge=toolbox.judge(judged)).report.metrics
+    whole = _node(**settings).run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged)).report.metrics
     sums, parts = [], []
     for rank in range(2):
         node = Accuracy(Accuracy.Config(**settings))
@@ -154,7 +154,7 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
         )
         given = []
         node.context.all_sum = lambda x, given=given: given.append(x) or x
-        node.run(policy=toolbox.policy(word), judge=toolbox.judge(judged))
+        node.run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged))
         sums.append(given)
         parts.append(len(node._prompts))
     assert parts == [3, 2]
@@ -162,4 +162,4 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
     both = _node(**settings)
     iterator = iter(totals)
     both.context.all_sum = lambda x: next(iterator)
-    assert both.run(policy=toolbox.policy(word), judge=toolbox.judge(judged)).report.metrics == whole
+    assert both.run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged)).report.metrics == whole

@@ -24,11 +24,11 @@ def test_numbers_by_hand():
         step=torch.tensor([1, 2, 3]),
         count=torch.tensor([4, 4, 4]),
         correct=torch.tensor([True, True, False, True, False, False]),
-        seed_row=torch.tensor([0, 0, 1, 1, 2, 2]),
+        failure_row=torch.tensor([0, 0, 1, 1, 2, 2]),
         true_step=torch.tensor([2, 2, 1]),
     )
     assert metrics == {
-        "seeds": 3,
+        "failures": 3,
         "step_fraction": pytest.approx((0 + 1 / 4 + 2 / 4) / 3),
         "clean": pytest.approx(2 / 3),
         "exact": pytest.approx(1 / 3),
@@ -43,33 +43,33 @@ def test_numbers_by_hand():
 
 def test_without_oracle_only_what_is_known():
     metrics = reset_metrics(torch.tensor([2]), torch.tensor([3]), torch.tensor([True]), torch.tensor([0]), None)
-    assert metrics.keys() == {"seeds", "step_fraction", "correction", "corrected"}
+    assert metrics.keys() == {"failures", "step_fraction", "correction", "corrected"}
 
 
 def test_shares_of_nothing_are_left_out():
     empty = torch.zeros(0, dtype=torch.int64)
-    assert reset_metrics(empty, empty, empty.bool(), empty, None) == {"seeds": 0}
+    assert reset_metrics(empty, empty, empty.bool(), empty, None) == {"failures": 0}
     all_clean = reset_metrics(torch.tensor([1]), torch.tensor([3]), empty.bool(), empty, torch.tensor([2]))
-    assert all_clean == {"seeds": 1, "step_fraction": 0, "clean": 1, "exact": 0}
+    assert all_clean == {"failures": 1, "step_fraction": 0, "clean": 1, "exact": 0}
 
 
 def _family(toolbox):
     """One wrong seed, localised at step 2 (right), two suffixes, and a base trajectory that only the rewards know."""
-    seeds = toolbox.trajectories(["s1 7 * 4 2 </thought>s2 2 + 3 6 \\boxed{ 6 } </thought>"])
-    errors = StepErrors(uid=seeds.uid, step=torch.tensor([2]), source=["boxed"])
-    suffixes = toolbox.trajectories(["x", "y"], first_uid=2000, parent=seeds.uid.repeat(2), group=[1000, 1000])
+    failures = toolbox.trajectories(["s1 7 * 4 2 </thought>s2 2 + 3 6 \\boxed{ 6 } </thought>"])
+    errors = StepErrors(uid=failures.uid, step=torch.tensor([2]), source=["boxed"])
+    suffixes = toolbox.trajectories(["x", "y"], first_uid=2000, parent=failures.uid.repeat(2), group=[1000, 1000])
     base = toolbox.trajectories(["z"], first_uid=3000)
-    return seeds, errors, suffixes, Trajectories.concat([base, suffixes])
+    return failures, errors, suffixes, Trajectories.concat([base, suffixes])
 
 
 def test_the_component_looks_rewards_up_by_uid(toolbox):
-    seeds, errors, suffixes, everything = _family(toolbox)
+    failures, errors, suffixes, everything = _family(toolbox)
     node = toolbox.start(Resets)
     node._tokenizer = toolbox.tokenizer()
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
     report = node.run(
         prompts=prompts,
-        seeds=seeds,
+        failures=failures,
         errors=errors,
         trajectories=suffixes,
         rewards=toolbox.rewards(everything.uid, [0.0, 1.0, 0.0]),
@@ -82,14 +82,14 @@ def test_the_component_looks_rewards_up_by_uid(toolbox):
 
 
 def test_invalid_suffixes_do_not_count_and_tasks_without_oracle_say_less(toolbox):
-    seeds, errors, suffixes, everything = _family(toolbox)
+    failures, errors, suffixes, everything = _family(toolbox)
     rewards = toolbox.rewards(everything.uid, [0.0, 1.0, 0.0], [True, True, False])
     report = (
         toolbox.start(Resets)
-        .run(prompts=toolbox.prompts(["p"]), seeds=seeds, errors=errors, trajectories=suffixes, rewards=rewards)
+        .run(prompts=toolbox.prompts(["p"]), failures=failures, errors=errors, trajectories=suffixes, rewards=rewards)
         .report
     )
-    assert report.metrics == {"seeds": 1, "step_fraction": 0.5, "correction": 1, "corrected": 1}
+    assert report.metrics == {"failures": 1, "step_fraction": 0.5, "correction": 1, "corrected": 1}
 
 
 def test_no_seeds(toolbox):
@@ -99,22 +99,22 @@ def test_no_seeds(toolbox):
         toolbox.start(Resets)
         .run(
             prompts=toolbox.prompts(["p"]),
-            seeds=none,
+            failures=none,
             errors=errors,
             trajectories=none,
             rewards=toolbox.rewards(torch.tensor([4]), [1.0]),
         )
         .report
     )
-    assert report.metrics == {"seeds": 0}
+    assert report.metrics == {"failures": 0}
 
 
 def test_rewards_that_miss_a_suffix_are_told(toolbox):
-    seeds, errors, suffixes, _ = _family(toolbox)
+    failures, errors, suffixes, _ = _family(toolbox)
     with pytest.raises(AlignmentError, match="no row for uid \\[2001\\]"):
         toolbox.start(Resets).run(
             prompts=toolbox.prompts(["p"]),
-            seeds=seeds,
+            failures=failures,
             errors=errors,
             trajectories=suffixes,
             rewards=toolbox.rewards(suffixes.uid[:1], [1.0]),

@@ -11,8 +11,8 @@ from pipeline.core.payloads import StepErrors, ThoughtLimits
 THREE = "a</thought>b</thought>c</thought>"
 
 
-def _errors(seeds, steps):
-    return StepErrors(uid=seeds.uid, step=torch.tensor(steps, dtype=torch.int64), source=["uniform"] * len(steps))
+def _errors(failures, steps):
+    return StepErrors(uid=failures.uid, step=torch.tensor(steps, dtype=torch.int64), source=["uniform"] * len(steps))
 
 
 def test_prefix_lengths():
@@ -22,13 +22,13 @@ def test_prefix_lengths():
 
 
 def test_suffixes_continue_the_exact_prefix(toolbox):
-    seeds = toolbox.trajectories([THREE, THREE])
+    failures = toolbox.trajectories([THREE, THREE])
     policy = toolbox.policy(lambda context, n: f"new{n}</thought>\\boxed{{1}}</thought>")
     node = toolbox.start(Reset, suffixes=2, thoughts=ThoughtLimits(max_thoughts=5), max_tokens=100)
-    out = node.run(seeds=seeds, errors=_errors(seeds, [3, 1]), policy=policy).trajectories
+    out = node.run(failures=failures, errors=_errors(failures, [3, 1]), policy=policy).trajectories
     assert out.text[:2] == [f"a</thought>b</thought>new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
     assert out.text[2:] == [f"new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
-    assert out.response_tokens.row(0)[:22].tolist() == seeds.response_tokens.row(0)[:22].tolist()
+    assert out.response_tokens.row(0)[:22].tolist() == failures.response_tokens.row(0)[:22].tolist()
     assert out.inherited.tolist() == [22, 22, 0, 0]
     assert out.parent.tolist() == out.group.tolist() == [1000, 1000, 1001, 1001]
     assert out.prompt_uid.tolist() == [100] * 4
@@ -47,28 +47,32 @@ def test_suffixes_continue_the_exact_prefix(toolbox):
 
 
 def test_engine_numbers_of_the_prefix_are_the_parents(toolbox):
-    seeds = toolbox.trajectories(["xx", THREE])
+    failures = toolbox.trajectories(["xx", THREE])
     policy = toolbox.policy(lambda context, n: "q")
-    out = toolbox.start(Reset, suffixes=1).run(seeds=seeds, errors=_errors(seeds, [1, 2]), policy=policy).trajectories
-    assert torch.equal(out.engine_logprobs.row(1)[:11], seeds.engine_logprobs.row(1)[:11])
-    assert torch.equal(out.entropies.row(1)[:11], seeds.entropies.row(1)[:11])
+    out = (
+        toolbox.start(Reset, suffixes=1)
+        .run(failures=failures, errors=_errors(failures, [1, 2]), policy=policy)
+        .trajectories
+    )
+    assert torch.equal(out.engine_logprobs.row(1)[:11], failures.engine_logprobs.row(1)[:11])
+    assert torch.equal(out.entropies.row(1)[:11], failures.entropies.row(1)[:11])
     assert len(out.engine_logprobs.row(1)) == 12
 
 
 def test_no_seeds(toolbox):
-    seeds = toolbox.trajectories([])
+    failures = toolbox.trajectories([])
     policy = toolbox.policy(lambda context, n: "q")
     node = toolbox.start(Reset)
-    assert len(node.run(seeds=seeds, errors=_errors(seeds, []), policy=policy).trajectories) == 0
+    assert len(node.run(failures=failures, errors=_errors(failures, []), policy=policy).trajectories) == 0
     assert policy.calls == []
     assert node.context.metrics["sampled_tokens"] == 0
 
 
 def test_errors_of_other_seeds_are_refused(toolbox):
-    seeds = toolbox.trajectories([THREE])
+    failures = toolbox.trajectories([THREE])
     other = StepErrors(uid=torch.tensor([5]), step=torch.tensor([1]), source=["uniform"])
     with pytest.raises(AlignmentError, match="describe different populations"):
-        toolbox.start(Reset).run(seeds=seeds, errors=other, policy=toolbox.policy(lambda c, n: "q"))
+        toolbox.start(Reset).run(failures=failures, errors=other, policy=toolbox.policy(lambda c, n: "q"))
 
 
 def test_impossible_settings_are_told():

@@ -329,12 +329,12 @@ def test_engine_numbers_are_those_of_teacher_forcing(tiny, rule, mode):
 
 
 def test_one_level_is_a_plain_group(tiny):
-    judge = tiny.start(Exact).run().judge
+    verifier = tiny.start(Exact).run().verifier
     node = tiny.start(Tree, mode="thought", max_tokens=70, segments=SegmentRule(branching=(6,)))
     out = node.run(prompts=tiny.prompts, policy=tiny.policy).trajectories
     assert len(out) == 6 * len(tiny.prompts)
     assert out.parent.unique().tolist() == [-1]
-    rewards = tiny.start(Outcome).run(judge=judge, trajectories=out, prompts=tiny.prompts).rewards
+    rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=out, prompts=tiny.prompts).rewards
     group = tiny.start(GroupAdvantage, normalize="mean").run(trajectories=out, rewards=rewards).credit
     siblings = tiny.start(TreeSiblings, max_probability=1.0).run(trajectories=out, rewards=rewards).credit
     paths = tiny.start(TreePaths).run(trajectories=out, rewards=rewards).credit

@@ -45,12 +45,12 @@ def test_parsing(text, count, wanted):
 def test_self_asks_the_policy_and_reads_its_answers(toolbox):
     answers = ["so \\boxed{2}", "Step 3 is it", "no idea"]
     policy = toolbox.policy(lambda context, n: answers[n])
-    seeds = toolbox.trajectories([THREE] * 3)
+    failures = toolbox.trajectories([THREE] * 3)
     node = toolbox.start(SelfLocalizer, max_tokens=40)
-    errors = node.run(prompts=toolbox.prompts(["1 + 1?"]), seeds=seeds, policy=policy).errors
+    errors = node.run(prompts=toolbox.prompts(["1 + 1?"]), failures=failures, policy=policy).errors
     assert errors.step.tolist() == [2, 3, 1]
     assert errors.source == ["boxed", "step", "default"]
-    assert errors.uid.tolist() == seeds.uid.tolist()
+    assert errors.uid.tolist() == failures.uid.tolist()
     metrics = node.context.metrics
     assert metrics["boxed_share"] == metrics["step_share"] == metrics["default_share"] == pytest.approx(1 / 3)
     assert metrics["step_fraction"] == pytest.approx((1 / 3 + 2 / 3 + 0) / 3)
@@ -63,17 +63,17 @@ def test_self_asks_the_policy_and_reads_its_answers(toolbox):
 
 
 def test_uniform_covers_all_steps_evenly_and_keeps_to_the_prompt(toolbox):
-    seeds = toolbox.trajectories([THREE] * 3000)
-    errors = toolbox.start(UniformLocalizer).run(seeds=seeds).errors
+    failures = toolbox.trajectories([THREE] * 3000)
+    errors = toolbox.start(UniformLocalizer).run(failures=failures).errors
     counts = torch.bincount(errors.step)
     assert counts[0] == 0
     # 1000 expected each, standard deviation √(3000 · 1/3 · 2/3) ≈ 26: four of them.
     assert (counts[1:] - 1000).abs().max() < 104
-    # Two seeds of each prompt: what else is in the batch, their ids and the order of prompts change no draw.
-    pairs = seeds.replace(prompt_uid=torch.arange(3000) // 2)
-    wanted = toolbox.start(UniformLocalizer).run(seeds=pairs).errors.step
+    # Two failures of each prompt: what else is in the batch, their ids and the order of prompts change no draw.
+    pairs = failures.replace(prompt_uid=torch.arange(3000) // 2)
+    wanted = toolbox.start(UniformLocalizer).run(failures=pairs).errors.step
     rows = torch.tensor([34, 35, 10, 11])
-    few = toolbox.start(UniformLocalizer).run(seeds=pairs.select(rows).replace(uid=torch.arange(4))).errors
+    few = toolbox.start(UniformLocalizer).run(failures=pairs.select(rows).replace(uid=torch.arange(4))).errors
     assert few.step.tolist() == wanted[rows].tolist()
     assert few.source == ["uniform"] * 4
 
@@ -85,7 +85,7 @@ def test_oracle_finds_the_first_wrong_thought(toolbox):
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
     policy = toolbox.policy(lambda c, n: "")
     errors = (
-        toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories(texts), policy=policy).errors
+        toolbox.start(OracleLocalizer).run(prompts=prompts, failures=toolbox.trajectories(texts), policy=policy).errors
     )
     # A chain that stops early, or is right, has its error at its last thought.
     assert errors.step.tolist() == [2, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_oracle_refuses_tasks_it_does_not_know(toolbox):
         DataError,
         match=r"localizer\.oracle needs a task whose steps can be checked; found olympiads, wanted chains\. Use localizer\.self",
     ):
-        toolbox.start(OracleLocalizer).run(prompts=prompts, seeds=toolbox.trajectories([THREE]))
+        toolbox.start(OracleLocalizer).run(prompts=prompts, failures=toolbox.trajectories([THREE]))
 
 
 @pytest.mark.parametrize("kind", [SelfLocalizer, UniformLocalizer, OracleLocalizer])
@@ -106,7 +106,7 @@ def test_no_seeds(toolbox, kind):
     policy = toolbox.policy(lambda c, n: "x")
     errors = (
         toolbox.start(kind)
-        .run(prompts=toolbox.prompts(["p"], metadata=[PROBLEM]), seeds=toolbox.trajectories([]), policy=policy)
+        .run(prompts=toolbox.prompts(["p"], metadata=[PROBLEM]), failures=toolbox.trajectories([]), policy=policy)
         .errors
     )
     assert len(errors) == 0
@@ -118,4 +118,4 @@ def test_a_response_without_thought_ends_is_one_thought(toolbox):
     plain = toolbox.trajectories(["abc", ""], thought_ends=Jagged.from_rows([[], []], torch.int32))
     assert num_thoughts(plain).tolist() == [1, 1]
     assert thought_texts(plain, toolbox.tokenizer()) == [["abc"], [""]]
-    assert toolbox.start(UniformLocalizer).run(seeds=plain).errors.step.tolist() == [1, 1]
+    assert toolbox.start(UniformLocalizer).run(failures=plain).errors.step.tolist() == [1, 1]

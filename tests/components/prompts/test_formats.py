@@ -97,10 +97,10 @@ def test_a_template_without_a_special_end_or_that_raises_ends_nothing(format_fol
     ],
 )
 def test_answers_are_read_before_the_end_token(kind, text, answer, end, toolbox):
-    judge = toolbox.start(kind).run().judge
-    rewards = judge.judge(toolbox.prompts(["?"], [answer]), toolbox.trajectories([text + end]))
+    verifier = toolbox.start(kind).run().verifier
+    rewards = verifier.verify(toolbox.prompts(["?"], [answer]), toolbox.trajectories([text + end]))
     assert rewards.correct.tolist() == [True], rewards.detail
-    wrong = judge.judge(
+    wrong = verifier.verify(
         toolbox.prompts(["?"], ["yes" if kind is Boolean else "C"], first_uid=7),
         toolbox.trajectories([text + end], first_uid=1).replace(prompt_uid=torch.tensor([7])),
     )

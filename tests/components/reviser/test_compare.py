@@ -19,14 +19,14 @@ ALL = torch.ones(4, dtype=torch.bool)
 def _run(toolbox, texts, values, script, rule=lambda text: float("good" in text), valid=None, group=None, **settings):
     prompts = toolbox.prompts(["What is it?"])
     trajectories = toolbox.trajectories(texts, group=group)
-    policy, judge = toolbox.policy(script), toolbox.judge(rule)
+    policy, verifier = toolbox.policy(script), toolbox.verifier(rule)
     node = toolbox.start(Compare, **settings)
     out = node.run(
         prompts=prompts,
         trajectories=trajectories,
         rewards=toolbox.rewards(trajectories.uid, values, valid),
         policy=policy,
-        judge=judge,
+        verifier=verifier,
     )
     return out, node.context.metrics, policy
 
@@ -140,7 +140,7 @@ def test_a_revision_that_cannot_be_judged_stays_invalid_and_is_written_down(tool
         trajectories=trajectories,
         rewards=toolbox.rewards(trajectories.uid, [1, 0, 0]),
         policy=toolbox.policy(lambda c, n: "nan" if "bad" in c else "good"),
-        judge=toolbox.judge(rule),
+        verifier=toolbox.verifier(rule),
     ).rewards
     assert rewards.valid.tolist() == rewards.correct.tolist() == [False, False]
     assert node.context.metrics["invalid"] == 2
@@ -181,7 +181,7 @@ def test_rewards_of_other_rows_are_refused(toolbox):
             trajectories=trajectories,
             rewards=toolbox.rewards(torch.tensor([1, 2]), [1.0, 0.0]),
             policy=toolbox.policy(lambda c, n: ""),
-            judge=toolbox.judge(lambda t: 0.0),
+            verifier=toolbox.verifier(lambda t: 0.0),
         )
 
 
@@ -209,11 +209,11 @@ def test_second_turn_takes_the_asked_text(toolbox):
 
 def test_the_embedded_model_repairs_with_a_right_sibling(tiny):
     limits = {"mode": "thought", "max_tokens": 120}
-    judge = tiny.start(Exact).run().judge
+    verifier = tiny.start(Exact).run().verifier
     fresh = tiny.start(Chains, group_size=6, **limits).run(prompts=tiny.prompts, policy=tiny.policy).trajectories
-    rewards = tiny.start(Outcome).run(judge=judge, trajectories=fresh, prompts=tiny.prompts).rewards
+    rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=fresh, prompts=tiny.prompts).rewards
     node = tiny.start(Compare, references=2, **limits)
-    out = node.run(prompts=tiny.prompts, trajectories=fresh, rewards=rewards, policy=tiny.policy, judge=judge)
+    out = node.run(prompts=tiny.prompts, trajectories=fresh, rewards=rewards, policy=tiny.policy, verifier=verifier)
     metrics = node.context.metrics
     assert len(out.revisions) > 10
     assert metrics["repaired_by_correct"] > 0.3 > metrics["repaired_by_wrong"]

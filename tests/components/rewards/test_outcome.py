@@ -17,7 +17,7 @@ def _rule(text):
 def test_values_follow_the_judge(toolbox):
     node = toolbox.start(Outcome)
     rewards = node.run(
-        judge=toolbox.judge(_rule),
+        verifier=toolbox.verifier(_rule),
         trajectories=toolbox.trajectories(["good", "bad", "half", "good"]),
         prompts=toolbox.prompts(["p"]),
     ).rewards
@@ -30,7 +30,7 @@ def test_values_follow_the_judge(toolbox):
 def test_a_reward_that_is_no_number_is_zero_and_recorded(toolbox):
     node = toolbox.start(Outcome)
     rewards = node.run(
-        judge=toolbox.judge(_rule),
+        verifier=toolbox.verifier(_rule),
         trajectories=toolbox.trajectories(["nan", "good", "inf", "hang"]),
         prompts=toolbox.prompts(["p"]),
     ).rewards
@@ -47,7 +47,7 @@ def test_no_rows(toolbox):
     assert (
         len(
             node.run(
-                judge=toolbox.judge(_rule), trajectories=toolbox.trajectories([]), prompts=toolbox.prompts([])
+                verifier=toolbox.verifier(_rule), trajectories=toolbox.trajectories([]), prompts=toolbox.prompts([])
             ).rewards
         )
         == 0
@@ -57,7 +57,7 @@ def test_no_rows(toolbox):
 def test_a_prompt_that_is_not_there_is_told(toolbox):
     with pytest.raises(AlignmentError, match="no row for uid \\[100\\]"):
         toolbox.start(Outcome).run(
-            judge=toolbox.judge(_rule),
+            verifier=toolbox.verifier(_rule),
             trajectories=toolbox.trajectories(["a"]),
             prompts=toolbox.prompts(["p"], first_uid=7),
         )

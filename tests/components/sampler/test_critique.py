@@ -37,7 +37,7 @@ def _run(toolbox, originals, refinements, prompts=("p",), **settings):
     policy = _scored(toolbox, lambda c, n: originals[n] if len(c) == 1 else next(asked))
     settings = {"originals": len(originals), "refinements": len(refinements), **settings}
     node = toolbox.start(Critique, **settings)
-    out = node.run(prompts=toolbox.prompts(list(prompts)), policy=policy, judge=toolbox.judge(_rule)).trajectories
+    out = node.run(prompts=toolbox.prompts(list(prompts)), policy=policy, verifier=toolbox.verifier(_rule)).trajectories
     return out, node.context.metrics, policy
 
 
@@ -128,16 +128,18 @@ def test_pieces_by_hand():
 
 def test_a_prompt_does_not_depend_on_its_neighbours(toolbox):
     node = toolbox.start(Critique, originals=2, refinements=2)
-    judge = toolbox.judge(lambda t: 0.0)
+    verifier = toolbox.verifier(lambda t: 0.0)
     both, alone = (_scored(toolbox, lambda c, n: "a") for _ in range(2))
-    node.run(prompts=toolbox.prompts(["p", "q"]), policy=both, judge=judge)
-    node.run(prompts=toolbox.prompts(["p", "q"]).select(torch.tensor([1])), policy=alone, judge=judge)
+    node.run(prompts=toolbox.prompts(["p", "q"]), policy=both, verifier=verifier)
+    node.run(prompts=toolbox.prompts(["p", "q"]).select(torch.tensor([1])), policy=alone, verifier=verifier)
     assert [call.seed[2:].tolist() for call in both.calls] == [call.seed.tolist() for call in alone.calls]
 
 
 def test_no_prompts(toolbox):
     node = toolbox.start(Critique)
-    out = node.run(prompts=toolbox.prompts([]), policy=_scored(toolbox, lambda c, n: ""), judge=toolbox.judge(_rule))
+    out = node.run(
+        prompts=toolbox.prompts([]), policy=_scored(toolbox, lambda c, n: ""), verifier=toolbox.verifier(_rule)
+    )
     assert len(out.trajectories) == 0
 
 
@@ -148,8 +150,8 @@ def test_settings_are_checked():
 
 def test_the_embedded_model_refines(tiny):
     node = tiny.start(Critique, originals=3, refinements=4, mode="thought", max_tokens=120)
-    judge = tiny.start(Exact).run().judge
-    out = node.run(prompts=tiny.prompts, policy=tiny.policy, judge=judge).trajectories
+    verifier = tiny.start(Exact).run().verifier
+    out = node.run(prompts=tiny.prompts, policy=tiny.policy, verifier=verifier).trajectories
     refined = out.parent >= 0
     assert 0 < int(refined.sum()) <= len(tiny.prompts)
     # Every row's log-probs are those under the prompt it is trained with.

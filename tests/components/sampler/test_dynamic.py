@@ -20,7 +20,7 @@ def _rule(text):
 
 def _run(toolbox, node, prompts):
     policy = toolbox.policy(_script)
-    out = node.run(prompts=prompts, policy=policy, judge=toolbox.judge(_rule))
+    out = node.run(prompts=prompts, policy=policy, verifier=toolbox.verifier(_rule))
     return out, policy
 
 

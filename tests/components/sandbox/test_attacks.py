@@ -15,8 +15,8 @@ import pytest
 from components.sandbox.isolation import INSTALL
 from components.sandbox.limits import Limits
 from components.sandbox.probe import find_isolation
-from components.verifier.code import CodeJudge, CodeSettings
-from components.verifier.judging import Item
+from components.verifier.base import Item
+from components.verifier.code import CodeSettings, CodeVerifier
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bubblewrap is not installed. {INSTALL}"),
@@ -83,14 +83,14 @@ def verdicts(host):
         if k % 4 == 3:
             names.append("")
             items.append(_item(f"{HONEST}  # {k}", False))
-    judge = CodeJudge(CodeSettings(limits=LIMITS, workers=2), find_isolation())
+    verifier = CodeVerifier(CodeSettings(limits=LIMITS, workers=2), find_isolation())
     started = time.monotonic()
-    found = judge.verdicts(items)
+    found = verifier.verdicts(items)
     seconds = time.monotonic() - started
     # On a busy host a program may reach the limit before its attack fails; those get more time.
     reasons = {name: reason for name, reason, _ in read_attacks()} | {"": "^$"}
     slow = [i for i, v in enumerate(found) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
-    patient = CodeJudge(CodeSettings(limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2), find_isolation())
+    patient = CodeVerifier(CodeSettings(limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2), find_isolation())
     for i, verdict in zip(slow, patient.verdicts([items[i] for i in slow]), strict=True):
         found[i] = verdict
     return list(zip(names, found, strict=True)), seconds, len(slow)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components.sandbox import isolation, probe, seccomp
+from components.sandbox import probe, seccomp
 from components.sandbox.isolation import Isolation, plain
 from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, Test, run_programs

@@ -280,7 +280,9 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
         tiny.start(Chains, mode="thought", max_tokens=60, group_size=6).run(prompts=prompts, policy=policy).trajectories
     )
     rewards = (
-        tiny.start(Outcome).run(judge=tiny.start(Exact).run().judge, trajectories=trajectories, prompts=prompts).rewards
+        tiny.start(Outcome)
+        .run(verifier=tiny.start(Exact).run().verifier, trajectories=trajectories, prompts=prompts)
+        .rewards
     )
     segments = tiny.start(Thoughts).run(trajectories=trajectories).segments
     assert rewards.correct.any()

@@ -23,7 +23,7 @@ def _case(toolbox, texts, reward, **settings):
         "trajectories": trajectories,
         "segments": Segments(uid=trajectories.uid, ends=trajectories.thought_ends),
         "rewards": toolbox.rewards(trajectories.uid, reward),
-        "judge": toolbox.judge(lambda text: float(f"boxed{{1}}{STOP}" in text)),
+        "verifier": toolbox.verifier(lambda text: float(f"boxed{{1}}{STOP}" in text)),
         "policy": policy,
     }
 
@@ -69,15 +69,15 @@ def test_credits_telescope(toolbox):
 def test_failed_verdicts_are_left_out(toolbox):
     node, inputs = _case(toolbox, ["c" + STOP], [1.0], continuations=4, max_tokens=200)
 
-    def judge(text):
+    def verify(text):
         if "boxed{0}" in text:
             raise RuntimeError("timeout")
         return float("nan") if len(text) > 100 else 1.0
 
-    values = node.run(**{**inputs, "judge": toolbox.judge(judge)}).values.values.to_lists()
+    values = node.run(**{**inputs, "verifier": toolbox.verifier(verify)}).values.values.to_lists()
     assert values == [[1.0, 1.0]]
     assert node.context.metrics["invalid"] == 2
-    none = node.run(**{**inputs, "judge": toolbox.judge(lambda text: float("nan"))}).values.values.to_lists()
+    none = node.run(**{**inputs, "verifier": toolbox.verifier(lambda text: float("nan"))}).values.values.to_lists()
     assert none == [[0.0, 1.0]]
     assert node.context.metrics["invalid"] == 4
 
@@ -85,7 +85,7 @@ def test_failed_verdicts_are_left_out(toolbox):
 def test_a_state_without_budget_is_judged_as_it_stands(toolbox):
     limits = ThoughtLimits(max_thoughts=1)
     node, inputs = _case(toolbox, [TWO], [0.0], continuations=2, max_tokens=200, thoughts=limits)
-    inputs["judge"] = toolbox.judge(lambda text: 0.25 if text == "a" + STOP else float("boxed{1}" in text))
+    inputs["verifier"] = toolbox.verifier(lambda text: 0.25 if text == "a" + STOP else float("boxed{1}" in text))
     assert node.run(**inputs).values.values.to_lists() == [[0.5, 0.25, 0.0]]
 
 

@@ -22,11 +22,11 @@ def node(toolbox):
 UIDS = itertools.count(1_000_000)
 
 
-def judge(toolbox, node, program, tests, **metadata):
+def verify(toolbox, node, program, tests, **metadata):
     prompts = toolbox.prompts(
         ["p"], answers=[""], first_uid=next(UIDS), metadata=[{"template": "plain", "tests": tests, **metadata}]
     )
-    rewards = node.run().judge.judge(
+    rewards = node.run().verifier.verify(
         prompts, toolbox.trajectories([f"So:\n```python\n{program}\n```"], prompt_uid=prompts.uid)
     )
     return rewards.value.item(), rewards.correct.item(), rewards.valid.item(), rewards.detail[0]
@@ -40,12 +40,12 @@ SQUARES = [
 
 
 def test_share_of_tests(toolbox, node):
-    assert judge(toolbox, node, "print(int(input()) ** 2)", SQUARES) == (1.0, True, True, "")
-    value, correct, valid, detail = judge(toolbox, node, "x = int(input())\nprint(x * x if x > 0 else 0)", SQUARES)
+    assert verify(toolbox, node, "print(int(input()) ** 2)", SQUARES) == (1.0, True, True, "")
+    value, correct, valid, detail = verify(toolbox, node, "x = int(input())\nprint(x * x if x > 0 else 0)", SQUARES)
     assert (round(value, 6), correct, valid) == (round(2 / 3, 6), False, True)
     assert detail == "2 of 3 tests passed; test 3: wrong output '0'"
     assert (
-        judge(toolbox, node, "1 / 0", SQUARES)[3]
+        verify(toolbox, node, "1 / 0", SQUARES)[3]
         == "0 of 3 tests passed; test 1: exit code 1: ZeroDivisionError: division by zero"
     )
 
@@ -53,37 +53,37 @@ def test_share_of_tests(toolbox, node):
 def test_all_or_nothing_and_hidden_tests(toolbox):
     program = "print(4)"
     one = toolbox.start(Code, workers=1, reward="all")
-    assert judge(toolbox, one, program, SQUARES)[:2] == (0.0, False)
+    assert verify(toolbox, one, program, SQUARES)[:2] == (0.0, False)
     public = toolbox.start(Code, workers=1, tests="public")
-    assert judge(toolbox, public, program, SQUARES)[:2] == (1.0, True)
+    assert verify(toolbox, public, program, SQUARES)[:2] == (1.0, True)
     private = toolbox.start(Code, workers=1, tests="private")
-    assert judge(toolbox, private, program, SQUARES)[3].startswith("0 of 2 tests passed")
-    assert judge(toolbox, private, program, SQUARES[:1])[2:] == (False, "the prompt has no private tests")
+    assert verify(toolbox, private, program, SQUARES)[3].startswith("0 of 2 tests passed")
+    assert verify(toolbox, private, program, SQUARES[:1])[2:] == (False, "the prompt has no private tests")
     first = toolbox.start(Code, workers=1, max_tests=1)
-    assert judge(toolbox, first, program, SQUARES)[:2] == (1.0, True)
+    assert verify(toolbox, first, program, SQUARES)[:2] == (1.0, True)
 
 
 def test_functions_in_the_columns_of_livecodebench(toolbox, node):
     tests = json.dumps({"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[1, 2, 3]", "[0]"], "fn_name": "join"})
     program = "class Solution:\n    def join(self, values, last):\n        return values + [last]"
-    assert judge(toolbox, node, program, tests)[:2] == (1.0, True)
+    assert verify(toolbox, node, program, tests)[:2] == (1.0, True)
     assert (
-        judge(toolbox, node, "def join(a, b): return a", tests)[3] == "0 of 2 tests passed; test 1: wrong value [1, 2]"
+        verify(toolbox, node, "def join(a, b): return a", tests)[3] == "0 of 2 tests passed; test 1: wrong value [1, 2]"
     )
     listed = [{"input": [[1], 2], "output": [1, 2]}]
-    assert judge(toolbox, node, program, listed, fn_name="join")[:2] == (1.0, True)
+    assert verify(toolbox, node, program, listed, fn_name="join")[:2] == (1.0, True)
 
 
 def test_prompts_without_tests_are_invalid_and_responses_without_code_wrong(toolbox, node):
-    assert judge(toolbox, node, "pass", None)[2:] == (False, "the prompt has no tests")
-    assert judge(toolbox, node, "pass", "[")[3].startswith("the prompt's tests are not JSON")
+    assert verify(toolbox, node, "pass", None)[2:] == (False, "the prompt has no tests")
+    assert verify(toolbox, node, "pass", "[")[3].startswith("the prompt's tests are not JSON")
     assert (
-        judge(toolbox, node, "pass", {"inputs": ["1"], "outputs": []})[3]
+        verify(toolbox, node, "pass", {"inputs": ["1"], "outputs": []})[3]
         == "the prompt's tests need as many inputs as outputs"
     )
-    assert judge(toolbox, node, "pass", [{"input": 1}])[3] == "each of the prompt's tests needs an input and an output"
+    assert verify(toolbox, node, "pass", [{"input": 1}])[3] == "each of the prompt's tests needs an input and an output"
     prompts = toolbox.prompts(["p"], metadata=[{"template": "plain", "tests": SQUARES}])
-    rewards = node.run().judge.judge(
+    rewards = node.run().verifier.verify(
         prompts, toolbox.trajectories(["no code", "```python\n" + "#" * 300_000 + "\n```"])
     )
     assert rewards.valid.tolist() == [True, True]

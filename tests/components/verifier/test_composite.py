@@ -30,7 +30,7 @@ def test_terms_add_up(toolbox):
     )
     texts = ["<t>because</t> \\boxed{7}", "\\boxed{7}", "\\boxed{8}", "x" * 30, "\\boxed{7}"]
     prompts = toolbox.prompts(["p"] * 5, answers=["7", "7", "7", "7", ""])
-    rewards = node.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    rewards = node.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
     # 24 tokens: 2·(20 − 24)/20 = −0.4; 30 tokens: 2·(20 − 30)/20 = −1.
     assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25 - 0.4, 1, 0, -1, 0])
     assert rewards.correct.tolist() == [True, True, False, False, False]
@@ -53,14 +53,14 @@ def test_mistakes_are_told(toolbox):
         ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"
     ):
         start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
-    with pytest.raises(ConfigError, match="gives no judge; wanted a verifier"):
-        start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoJudge"}]).run()
+    with pytest.raises(ConfigError, match="returns no verifier; choose one"):
+        start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoVerifier"}]).run()
 
 
-from components.verifier.exact import Exact  # noqa: E402
+from components.verifier.exact import Exact
 
 
-class NoJudge(Exact):
+class NoVerifier(Exact):
     """A component that is no verifier."""
 
     def run(self):

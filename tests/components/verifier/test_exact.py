@@ -6,7 +6,9 @@ from components.verifier.exact import Exact, normalise
 def _judge(toolbox, texts, answers, **settings):
     prompts = toolbox.prompts(["p"] * len(texts), answers=answers)
     return (
-        toolbox.start(Exact, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+        toolbox.start(Exact, **settings)
+        .run()
+        .verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
     )
 
 
@@ -33,5 +35,5 @@ def test_a_prompt_without_reference_is_invalid_and_alone_in_that(toolbox):
 
 def test_the_judge_is_one_object_and_takes_empty_batches(toolbox):
     node = toolbox.start(Exact)
-    assert node.run().judge is node.run().judge
-    assert len(node.run().judge.judge(toolbox.prompts([]), toolbox.trajectories([]))) == 0
+    assert node.run().verifier is node.run().verifier
+    assert len(node.run().verifier.verify(toolbox.prompts([]), toolbox.trajectories([]))) == 0

@@ -53,7 +53,7 @@ def server():
 def ask(toolbox, server, texts, node=None, **settings):
     node = node or toolbox.start(External, url=server.url, **{"wait": 0.01, **settings})
     prompts = toolbox.prompts(["p"] * len(texts), answers=["1"] * len(texts))
-    rewards = node.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    rewards = node.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
     return rewards, node
 
 

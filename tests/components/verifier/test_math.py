@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from components.verifier.judging import Item
-from components.verifier.math import Math, MathJudge
+from components.verifier.base import Item
+from components.verifier.math import Math, MathVerifier
 from components.verifier.workers import WorkerPool
 from pipeline.core.errors import RunError
 
@@ -43,9 +43,9 @@ def _items(*answers, gold="1"):
 
 
 def test_one_bad_item_leaves_the_others_alone(fake_pool):
-    judge = MathJudge(fake_pool)
+    verifier = MathVerifier(fake_pool)
     started = time.monotonic()
-    verdicts = judge.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2"))
+    verdicts = verifier.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2"))
     assert time.monotonic() - started < 10
     assert [v.correct for v in verdicts] == [True, False, False, False, False, True, False, False]
     assert [v.valid for v in verdicts] == [True, False, True, False, False, True, False, True]
@@ -53,8 +53,8 @@ def test_one_bad_item_leaves_the_others_alone(fake_pool):
     assert verdicts[3].detail == "the worker ended with exit code 7"
     assert verdicts[4].detail == "ZeroDivisionError: division by zero"
     assert fake_pool.restarts == 2  # the same question is asked once
-    assert judge.killed == 2
-    assert judge.verdicts(_items("r3"))[0].correct
+    assert verifier.killed == 2
+    assert verifier.verdicts(_items("r3"))[0].correct
 
 
 def test_workers_are_shared_out_and_closed(fake_pool):
@@ -99,7 +99,7 @@ def test_equal_values_in_other_notation(toolbox, node):
     prompts = toolbox.prompts(["p"] * 9, answers=[gold for gold, _ in pairs + unequal])
     texts = [f"thus \\boxed{{{answer}}}" for _, answer in pairs + unequal]
     trajectories = toolbox.trajectories(texts, prompt_uid=prompts.uid)
-    rewards = node.run().judge.judge(prompts, trajectories)
+    rewards = node.run().verifier.verify(prompts, trajectories)
     assert rewards.correct.tolist() == [True] * 6 + [False] * 3
     assert rewards.valid.tolist() == [True] * 9
     assert rewards.value.tolist() == [1.0] * 6 + [0.0] * 3
@@ -108,7 +108,7 @@ def test_equal_values_in_other_notation(toolbox, node):
 def test_reference_missing_or_unreadable_and_answer_missing(toolbox, node):
     prompts = toolbox.prompts(["p"] * 3, answers=["", " ", "3"])
     trajectories = toolbox.trajectories(["\\boxed{1}", "\\boxed{1}", "I do not know"], prompt_uid=prompts.uid)
-    rewards = node.run().judge.judge(prompts, trajectories)
+    rewards = node.run().verifier.verify(prompts, trajectories)
     assert rewards.valid.tolist() == [False, False, True]
     assert rewards.detail == ["the prompt has no reference answer"] * 2 + ["no answer in the response"]
 
@@ -118,19 +118,19 @@ def test_threads_of_torch_do_not_disturb_the_workers(toolbox, node):
     try:
         torch.randn(400, 400) @ torch.randn(400, 400)
         prompts = toolbox.prompts(["p"], answers=["0.25"])
-        assert node.run().judge.judge(prompts, toolbox.trajectories(["\\boxed{1/4}"])).correct.tolist() == [True]
+        assert node.run().verifier.verify(prompts, toolbox.trajectories(["\\boxed{1/4}"])).correct.tolist() == [True]
     finally:
         torch.set_num_threads(1)
 
 
 def test_the_same_row_is_judged_once(toolbox, fake_pool):
-    judge, prompts = MathJudge(fake_pool), toolbox.prompts(["p", "q"], answers=["1", "2"])
+    verifier, prompts = MathVerifier(fake_pool), toolbox.prompts(["p", "q"], answers=["1", "2"])
     trajectories = toolbox.trajectories(
         ["\\boxed{r}", "\\boxed{r}", "\\boxed{r}"], prompt_uid=torch.tensor([100, 101, 100])
     )
     sent = []
     original, fake_pool.run = fake_pool.run, lambda requests: (sent.extend(requests), original(requests))[1]
-    first, second = (judge.judge(prompts, trajectories) for _ in range(2))
+    first, second = (verifier.verify(prompts, trajectories) for _ in range(2))
     assert len(sent) == 2
     assert first.correct.tolist() == second.correct.tolist() == [True] * 3
 
@@ -151,7 +151,7 @@ def test_labelled_pairs(toolbox, node):
     for pairs in (table, generated(count=10, seed=1)):
         prompts = toolbox.prompts(["p"] * len(pairs), answers=[gold for gold, *_ in pairs])
         trajectories = toolbox.trajectories([f"\\boxed{{{answer}}}" for _, answer, _ in pairs], prompt_uid=prompts.uid)
-        correct = node.run().judge.judge(prompts, trajectories).correct.tolist()
+        correct = node.run().verifier.verify(prompts, trajectories).correct.tolist()
         wrong = [(gold, answer) for (gold, answer, equal), found in zip(pairs, correct, strict=True) if found != equal]
         assert 1 - len(wrong) / len(pairs) >= 0.99, wrong
 
@@ -159,16 +159,16 @@ def test_labelled_pairs(toolbox, node):
 def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
     component = Math(Math.Config(workers=1, seconds=60.0, cpu_seconds=0.3, memory_gb=2))
     try:
-        judge = component.run().judge
+        verifier = component.run().verifier
         answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
         prompts = toolbox.prompts(["p"] * 4, answers=["\\sqrt{12}"] * 4)
-        rewards = judge.judge(
+        rewards = verifier.verify(
             prompts, toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid)
         )
         assert rewards.correct.tolist() == [True, False, False, True]
         assert not rewards.valid[2]
         assert "0.3 s of computing" in rewards.detail[2] or "MemoryError" in rewards.detail[2]
-        assert judge.pool.restarts == 0  # no import of math-verify was paid again
+        assert verifier.pool.restarts == 0  # no import of math-verify was paid again
     finally:
         component.close()
 
@@ -177,16 +177,16 @@ def test_what_cannot_be_read_is_compared_as_text_and_counted(toolbox, node):
     answers = ["\\foo{a}{b}", "\\foo{a}{c}", "x" * 5000, "y" * 1_000_000, "7" * 1_000_000]
     golds = ["\\foo{a} {b}", "\\foo{a}{b}", "1", "1", "7"]
     prompts = toolbox.prompts(["p"] * 5, answers=golds)
-    before = node.run().judge.text_only
+    before = node.run().verifier.text_only
     trajectories = toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid)
-    rewards = node.run().judge.judge(prompts, trajectories)
+    rewards = node.run().verifier.verify(prompts, trajectories)
     assert rewards.correct.tolist() == [True, False, False, False, False]
     assert rewards.valid.tolist() == [True] * 5
     assert rewards.detail[2] == "compared as text"
     assert rewards.detail[3] == "an answer of 1000000 characters; at most 10000 are read"
-    assert node.run().judge.text_only > before
+    assert node.run().verifier.text_only > before
     node.run()
-    assert node.context.metrics["text_only"] == node.run().judge.text_only
+    assert node.context.metrics["text_only"] == node.run().verifier.text_only
 
 
 def test_free_form_answers(toolbox):
@@ -199,7 +199,7 @@ def test_free_form_answers(toolbox):
             "no \\boxed{2}, the answer is 0.5",
         ]
         prompts = toolbox.prompts(["p"] * 4, answers=["1/2"] * 4)
-        rewards = component.run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+        rewards = component.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
         assert rewards.correct.tolist() == [True, True, False, False]
         assert rewards.detail[2] == "no answer in the response"
     finally:

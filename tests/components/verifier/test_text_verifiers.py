@@ -9,10 +9,12 @@ from components.verifier.choice import Choice
 from components.verifier.pattern import Regex
 
 
-def judge(toolbox, kind, texts, answers, metadata=None, **settings):
+def verify(toolbox, kind, texts, answers, metadata=None, **settings):
     prompts = toolbox.prompts(["p"] * len(texts), answers=answers, metadata=metadata)
     return (
-        toolbox.start(kind, **settings).run().judge.judge(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+        toolbox.start(kind, **settings)
+        .run()
+        .verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
     )
 
 
@@ -33,20 +35,20 @@ def test_letters(toolbox):
         "The answer is Because",
         "\\boxed{A} \\boxed{C}",
     ]
-    rewards = judge(toolbox, Choice, texts, ["B"] * 12)
+    rewards = verify(toolbox, Choice, texts, ["B"] * 12)
     assert rewards.correct.tolist() == [True] * 7 + [False] * 5
     assert rewards.detail[7:] == ["answered 'C'", *["no choice in the response"] * 3, "answered 'C'"]
-    assert judge(toolbox, Choice, ["The answer is B"], ["B"], free_form=False).correct.tolist() == [False]
+    assert verify(toolbox, Choice, ["The answer is B"], ["B"], free_form=False).correct.tolist() == [False]
 
 
 def test_texts_of_choices(toolbox):
     listed = {"template": "plain", "choices": ["Rome", "Paris", "Rome again"]}
     labelled = {"template": "plain", "choices": {"label": ["A", "B"], "text": ["Rome", "Paris"]}}
     texts = ["\\boxed{paris}", "\\boxed{B}", "\\boxed{Rome}", "\\boxed{E}"]
-    rewards = judge(toolbox, Choice, texts, ["Paris", "Paris", "B", "B"], [listed, listed, labelled, labelled])
+    rewards = verify(toolbox, Choice, texts, ["Paris", "Paris", "B", "B"], [listed, listed, labelled, labelled])
     assert rewards.correct.tolist() == [True, True, False, False]
     assert rewards.detail[2:] == ["answered 'A'", "answered 'E', of 2 choices"]
-    rewards = judge(toolbox, Choice, ["\\boxed{B}", "\\boxed{B}"], ["", "Berlin"])
+    rewards = verify(toolbox, Choice, ["\\boxed{B}", "\\boxed{B}"], ["", "Berlin"])
     assert rewards.valid.tolist() == [False, False]
     assert (
         rewards.detail[1] == "the reference 'Berlin' names no choice; wanted a letter or the text of one of its choices"
@@ -64,25 +66,25 @@ def test_yes_and_no(toolbox):
         "perhaps",
         "",
     ]
-    rewards = judge(toolbox, Boolean, texts, ["true"] * 8)
+    rewards = verify(toolbox, Boolean, texts, ["true"] * 8)
     assert rewards.correct.tolist() == [True] * 4 + [False] * 4
     assert rewards.detail[4:] == ["answered 'no'"] + ["neither yes nor no in the response"] * 3
-    assert judge(toolbox, Boolean, ["yes"], ["yes"], free_form=False).correct.tolist() == [False]
-    assert judge(toolbox, Boolean, ["yes"], ["maybe"]).detail == ["the reference 'maybe' is neither yes nor no"]
+    assert verify(toolbox, Boolean, ["yes"], ["yes"], free_form=False).correct.tolist() == [False]
+    assert verify(toolbox, Boolean, ["yes"], ["maybe"]).detail == ["the reference 'maybe' is neither yes nor no"]
 
 
 def test_patterns(toolbox):
     texts = ["#### 3\n#### 1,200 ", "####1,300", "1,200"]
-    rewards = judge(toolbox, Regex, texts, ["1,200"] * 3)
+    rewards = verify(toolbox, Regex, texts, ["1,200"] * 3)
     assert rewards.correct.tolist() == [True, False, False]
     assert rewards.detail[1:] == ["answered '1,300'", "the pattern does not match the response"]
     form = {"pattern": r"\A<think>.*</think>.*\Z", "compare": False}
-    assert judge(toolbox, Regex, ["<think>\n1\n</think> 2", "2"], ["", ""], **form).correct.tolist() == [True, False]
+    assert verify(toolbox, Regex, ["<think>\n1\n</think> 2", "2"], ["", ""], **form).correct.tolist() == [True, False]
 
 
 def test_a_pattern_that_backtracks_is_cut_off(toolbox):
     started = time.monotonic()
-    rewards = judge(
+    rewards = verify(
         toolbox, Regex, ["a" * 40 + "b", "aaa"], ["x", "aaa"], pattern=r"^(?:(a|aa)+)+$|^(aaa)$", seconds=0.3
     )
     assert time.monotonic() - started < 20
@@ -100,6 +102,6 @@ def test_a_wrong_pattern_is_told():
 def test_megabytes_do_not_hold_up(toolbox):
     texts = ["\\boxed{" * 150_000, "x" * 1_000_000 + "\\boxed{B}", "(" * 1_000_000]
     started = time.monotonic()
-    assert judge(toolbox, Choice, texts, ["B"] * 3).correct.tolist() == [False, True, False]
-    assert judge(toolbox, Boolean, texts, ["yes"] * 3).correct.tolist() == [False] * 3
+    assert verify(toolbox, Choice, texts, ["B"] * 3).correct.tolist() == [False, True, False]
+    assert verify(toolbox, Boolean, texts, ["yes"] * 3).correct.tolist() == [False] * 3
     assert time.monotonic() - started < 10

@@ -15,8 +15,8 @@ from pipeline.core.sockets import sockets_of
 def test_sockets_paper_and_settings() -> None:
     entry = describe("graph_toys:Sampler")
     assert entry.summary == "Samples a group per prompt <&>."
-    assert entry.takes == {"prompts": "Prompts", "policy": "Policy", "judge": "Judge, optional"}
-    assert entry.makes == {"trajectories": "Trajectories", "seeds": "Trajectories"}
+    assert entry.takes == {"prompts": "Prompts", "policy": "Policy", "verifier": "Verifier, optional"}
+    assert entry.makes == {"trajectories": "Trajectories", "failures": "Trajectories"}
     assert (entry.paper, entry.placement) == ("2402.03300", "replica")
     assert [(s.name, s.type, s.default, s.doc) for s in entry.settings] == [
         ("group_size", "int", "8", "responses per prompt")

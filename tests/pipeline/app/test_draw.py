@@ -123,11 +123,11 @@ def test_a_delayed_wire_that_points_downwards_is_drawn() -> None:
         },
         "merge": {
             "use": "graph_toys:Expander",
-            "in": {"seeds": "stack.trajectories", "errors": "find.errors", "policy": "engine.policy"},
+            "in": {"failures": "stack.trajectories", "errors": "find.errors", "policy": "engine.policy"},
         },
         "find": {
             "use": "graph_toys:Localizer",
-            "in": {"seeds": "stack.trajectories", "prompts": "p.batch", "policy": "engine.policy"},
+            "in": {"failures": "stack.trajectories", "prompts": "p.batch", "policy": "engine.policy"},
         },
         "stack": {"use": "graph_toys:Sampler", "in": {"prompts": "p.batch", "policy": "engine.policy"}},
         "p": {"use": "graph_toys:Source"},

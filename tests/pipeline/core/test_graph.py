@@ -66,8 +66,8 @@ def test_ancestors_sinks_delay_and_unknown_node(srpo: Nodes) -> None:
     assert "learner" in built
     assert "lerner" not in built
     assert {(n.name, s) for n, s, _ in built.readers("sampler")} == {
-        ("localizer", "seeds"),
-        ("expander", "seeds"),
+        ("localizer", "failures"),
+        ("expander", "failures"),
         ("buffer", "trajectories"),
     }
     with pytest.raises(ConfigError, match=r"no node 'lerner' in this graph\. Did you mean 'learner'\?"):
@@ -94,13 +94,13 @@ def test_one_lane_alone_does_not_overlap() -> None:
 
 def test_subclass_fits_and_any_fits(srpo: Nodes) -> None:
     srpo["all"] = {"use": "graph_toys:AnyBatch", "in": {"batch": "rewards.rewards"}}
-    srpo["watch"]["in"]["anything"] = "verifier.judge"
+    srpo["watch"]["in"]["anything"] = "verifier.verifier"
     assert "all" in graph(srpo)
 
 
 def test_null_unwires_an_optional_input(srpo: Nodes) -> None:
-    srpo["sampler"]["in"]["judge"] = None
-    assert "judge" not in graph(srpo)["sampler"].wires
+    srpo["sampler"]["in"]["verifier"] = None
+    assert "verifier" not in graph(srpo)["sampler"].wires
 
 
 def test_one_wire_is_enough_for_a_list(srpo: Nodes) -> None:
@@ -179,38 +179,44 @@ def test_reserved_names_and_too_many_nodes() -> None:
 @pytest.mark.parametrize(
     ("wire", "text"),
     [
-        ("sampler", "localizer.seeds: found 'sampler'; wanted a wire, 'node.output' or 'node.output@k'."),
-        (3, "localizer.seeds: found 3; wanted a wire"),
-        ("sampler.seeds@x", "localizer.seeds: found 'sampler.seeds@x'; wanted a wire"),
+        ("sampler", "localizer.failures: found 'sampler'; wanted a wire, 'node.output' or 'node.output@k'."),
+        (3, "localizer.failures: found 3; wanted a wire"),
+        ("sampler.failures@x", "localizer.failures: found 'sampler.failures@x'; wanted a wire"),
         (
-            "sampler.seeds@0",
-            "localizer.seeds: wire 'sampler.seeds@0' reads 0 iterations back; wanted k ≥ 1 in '@k', or no '@k' for",
-        ),
-        ("sampler.seeds@-1", "localizer.seeds: wire 'sampler.seeds@-1' reads -1 iterations back; wanted k ≥ 1"),
-        (
-            "samplr.seeds",
-            "localizer.seeds: wire 'samplr.seeds' starts at an unknown node 'samplr'. Did you mean 'sampler'?",
+            "sampler.failures@0",
+            "localizer.failures: wire 'sampler.failures@0' reads 0 iterations back; wanted k ≥ 1 in '@k', or no '@k' for",
         ),
         (
-            "sampler.seed",
-            "localizer.seeds: wire 'sampler.seed': sampler (graph_toys:Sampler) has no output 'seed'. Did you mean 'seeds'?",
+            "sampler.failures@-1",
+            "localizer.failures: wire 'sampler.failures@-1' reads -1 iterations back; wanted k ≥ 1",
         ),
-        ("rewards.rewards", "localizer.seeds: wire 'rewards.rewards' carries Rewards; wanted Trajectories."),
-        ("watch.x", "localizer.seeds: wire 'watch.x': watch (graph_toys:Watch) has no output 'x'. It has no outputs."),
         (
-            "sampler.seeds@2",
-            "localizer.seeds: wire 'sampler.seeds@2' reads an earlier iteration, but graph_toys:Sampler defines no initial() "
+            "samplr.failures",
+            "localizer.failures: wire 'samplr.failures' starts at an unknown node 'samplr'. Did you mean 'sampler'?",
+        ),
+        (
+            "sampler.failure",
+            "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'seed'. Did you mean 'failures'?",
+        ),
+        ("rewards.rewards", "localizer.failures: wire 'rewards.rewards' carries Rewards; wanted Trajectories."),
+        (
+            "watch.x",
+            "localizer.failures: wire 'watch.x': watch (graph_toys:Watch) has no output 'x'. It has no outputs.",
+        ),
+        (
+            "sampler.failures@2",
+            "localizer.failures: wire 'sampler.failures@2' reads an earlier iteration, but graph_toys:Sampler defines no initial() "
             "to start from; remove '@2' or define Sampler.initial.",
         ),
         (
-            ["sampler.seeds", "sampler.trajectories"],
-            "localizer.seeds: found 2 wires (sampler.seeds + sampler.trajectories); wanted one, this input is no list.",
+            ["sampler.failures", "sampler.trajectories"],
+            "localizer.failures: found 2 wires (sampler.failures + sampler.trajectories); wanted one, this input is no list.",
         ),
-        ([], "localizer.seeds: found an empty list; wanted at least one wire."),
+        ([], "localizer.failures: found an empty list; wanted at least one wire."),
     ],
 )
 def test_wire_texts(srpo: Nodes, wire: Any, text: str) -> None:
-    srpo["localizer"]["in"]["seeds"] = wire
+    srpo["localizer"]["in"]["failures"] = wire
     assert any(p.startswith(text) for p in problems(srpo)), problems(srpo)
 
 
@@ -244,9 +250,9 @@ def test_misaligned_wires_name_both_populations(srpo: Nodes) -> None:
 
 
 def test_seeds_and_trajectories_of_one_sampler_are_two_populations(srpo: Nodes) -> None:
-    srpo["expander"]["in"]["seeds"] = "sampler.trajectories"
+    srpo["expander"]["in"]["failures"] = "sampler.trajectories"
     assert only(srpo) == (
-        "expander: 'errors' must have the rows of 'seeds', but localizer.errors has the rows of sampler.seeds and "
+        "expander: 'errors' must have the rows of 'failures', but localizer.errors has the rows of sampler.failures and "
         "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population."
     )
 
@@ -330,11 +336,11 @@ def test_settings_problems_carry_the_node(srpo: Nodes) -> None:
 def test_all_problems_come_in_one_message(srpo: Nodes) -> None:
     srpo["prompts"]["use"] = "graph_toys:Sorce"
     srpo["sampler"]["config"] = {"group_size": "many"}
-    srpo["rewards"]["in"]["judge"] = "verifier.juge"
-    srpo["localizer"]["in"].pop("seeds")
+    srpo["rewards"]["in"]["verifier"] = "verifier.verifer"
+    srpo["localizer"]["in"].pop("failures")
     with pytest.raises(GraphError) as caught:
         build_graph({"nodes": srpo}, "configs/graph/x.yaml")
     text = str(caught.value)
     assert text.startswith("configs/graph/x.yaml: 4 problems\n  1. prompts.use: ")
-    for part in ("sampler.group_size: found 'many'", "wire 'verifier.juge'", "localizer.seeds: not wired"):
+    for part in ("sampler.group_size: found 'many'", "wire 'verifier.verifer'", "localizer.failures: not wired"):
         assert part in text

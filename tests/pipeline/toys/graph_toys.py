@@ -9,13 +9,13 @@ from pipeline.core.component import Component, same_rows
 from pipeline.core.payloads import (
     Batch,
     Credit,
-    Judge,
     Policy,
     Prompts,
     Rewards,
     StepErrors,
     TrainReport,
     Trajectories,
+    Verifier,
     Weights,
 )
 
@@ -44,11 +44,11 @@ class Engine(Component):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeOut:
-    judge: Judge
+    verifier: Verifier
 
 
-class Verifier(Component):
-    """Judges."""
+class Exact(Component):
+    """Verifies."""
 
     def run(self) -> JudgeOut: ...
 
@@ -56,7 +56,7 @@ class Verifier(Component):
 @dataclass(frozen=True, kw_only=True)
 class SamplerOut:
     trajectories: Trajectories
-    seeds: Trajectories
+    failures: Trajectories
 
 
 class Sampler(Component):
@@ -74,18 +74,18 @@ class Sampler(Component):
 
     config: Config
 
-    def run(self, *, prompts: Prompts, policy: Policy, judge: Judge | None = None) -> SamplerOut: ...
+    def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier | None = None) -> SamplerOut: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalizerOut:
-    errors: Annotated[StepErrors, same_rows("seeds")]
+    errors: Annotated[StepErrors, same_rows("failures")]
 
 
 class Localizer(Component):
     """Names the first wrong step."""
 
-    def run(self, *, prompts: Prompts, seeds: Trajectories, policy: Policy) -> LocalizerOut: ...
+    def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy) -> LocalizerOut: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Expander(Component):
     """Resets."""
 
     def run(
-        self, *, seeds: Trajectories, errors: Annotated[StepErrors, same_rows("seeds")], policy: Policy
+        self, *, failures: Trajectories, errors: Annotated[StepErrors, same_rows("failures")], policy: Policy
     ) -> TrajectoriesOut: ...
 
 
@@ -126,7 +126,7 @@ class RewardsOut:
 class Outcome(Component):
     """Rewards."""
 
-    def run(self, *, trajectories: Trajectories, prompts: Prompts, judge: Judge) -> RewardsOut: ...
+    def run(self, *, trajectories: Trajectories, prompts: Prompts, verifier: Verifier) -> RewardsOut: ...
 
 
 class StackOutcome(Component):

@@ -17,7 +17,9 @@ from pipeline.core.streams import counter_seed
 
 
 def load_rows_tests():
-    spec = importlib.util.spec_from_file_location("engine_rows_tests", Path(__file__).parents[1] / "served" / "test_rows.py")
+    spec = importlib.util.spec_from_file_location(
+        "engine_rows_tests", Path(__file__).parents[1] / "served" / "test_rows.py"
+    )
     module = sys.modules.setdefault("engine_rows_tests", importlib.util.module_from_spec(spec))
     if not hasattr(module, "drive"):
         spec.loader.exec_module(module)

@@ -11,7 +11,7 @@ from pipeline.app.bench.credit_report import cell, draw, table
 from pipeline.app.bench.credit_run import first_of, learner_of, run_credit, shared_outputs
 from pipeline.app.bench.methods import BASELINE, Method
 from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Judge, Policy, Prompts, Weights
+from pipeline.core.payloads import Policy, Prompts, Verifier, Weights
 
 SMALL = ("prompts.batch=2", "data.train.size=40", "sampler.group_size=4")
 
@@ -69,7 +69,7 @@ def test_own_rollouts_answer_the_same_prompts_under_other_uids(grpo, weights):
 def test_payloads_are_found_by_kind(grpo):
     _, run = grpo
     assert first_of(run, Prompts) is run.outputs["prompts"]["batch"]
-    assert isinstance(first_of(run, Judge), Judge)
+    assert isinstance(first_of(run, Verifier), Verifier)
     assert first_of(run, Policy).version == 0
     with pytest.raises(ConfigError, match="the graph has no Weights"):
         first_of(run, Weights)

@@ -47,8 +47,8 @@ def policy(toolbox):
 
 
 @pytest.fixture
-def judge(toolbox):
-    return toolbox.judge(lambda text: float(letters(text)[1:2] == "a"))
+def verifier(toolbox):
+    return toolbox.verifier(lambda text: float(letters(text)[1:2] == "a"))
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def rows(toolbox):
     )
 
 
-def measured(toolbox, policy, judge, rows, samples=16):
+def measured(toolbox, policy, verifier, rows, samples=16):
     sampling = Sampling(max_tokens=100, thoughts=ThoughtLimits(max_thoughts=2, final="none"))
-    return true_values(policy, judge, toolbox.prompts(["P"]), rows, sampling, samples, Stream(0))
+    return true_values(policy, verifier, toolbox.prompts(["P"]), rows, sampling, samples, Stream(0))
 
 
-def test_values_are_those_of_enumeration(toolbox, policy, judge, rows):
-    truth = measured(toolbox, policy, judge, rows)
+def test_values_are_those_of_enumeration(toolbox, policy, verifier, rows):
+    truth = measured(toolbox, policy, verifier, rows)
     wanted = [[value_by_enumeration(t[:k]) for k in range(3)] for t in ("aa", "ab", "ba", "bb")]
     assert truth.values.to_lists() == wanted
     # V("") = ½·¾ + ½·¼ = ½; A(aa) = (¾ − ½, 1 − ¾)
@@ -72,8 +72,8 @@ def test_values_are_those_of_enumeration(toolbox, policy, judge, rows):
     assert truth.advantage.row(3).tolist() == [-0.25, -0.25]
 
 
-def test_equal_prefixes_are_continued_once(toolbox, policy, judge, rows):
-    truth = measured(toolbox, policy, judge, rows)
+def test_equal_prefixes_are_continued_once(toolbox, policy, verifier, rows):
+    truth = measured(toolbox, policy, verifier, rows)
     assert truth.num_states == 3  # "", "a", "b"
     assert len(policy.calls) == 1
     assert len(policy.calls[0].seed) == 3 * 16
@@ -81,10 +81,10 @@ def test_equal_prefixes_are_continued_once(toolbox, policy, judge, rows):
     assert truth.sampled_tokens == 16 * 22 + 2 * 16 * 11
 
 
-def test_known_states_are_not_continued_again(toolbox, policy, judge, rows):
+def test_known_states_are_not_continued_again(toolbox, policy, verifier, rows):
     sampling = Sampling(max_tokens=100, thoughts=ThoughtLimits(max_thoughts=2, final="none"))
     known = {}
-    args = (policy, judge, toolbox.prompts(["P"]))
+    args = (policy, verifier, toolbox.prompts(["P"]))
     true_values(*args, rows.select(torch.tensor([0])), sampling, 8, Stream(0), known)
     assert len(known) == 2  # "", "a"
     second = true_values(*args, rows, sampling, 8, Stream(0), known)
@@ -93,28 +93,28 @@ def test_known_states_are_not_continued_again(toolbox, policy, judge, rows):
     assert second.values.row(0).tolist() == [0.5, 0.75, 1.0]
 
 
-def test_continuations_depend_on_the_state_and_not_on_the_batch(toolbox, policy, judge, rows):
-    measured(toolbox, policy, judge, rows, samples=4)
-    measured(toolbox, policy, judge, rows.select(torch.tensor([2])), samples=4)
+def test_continuations_depend_on_the_state_and_not_on_the_batch(toolbox, policy, verifier, rows):
+    measured(toolbox, policy, verifier, rows, samples=4)
+    measured(toolbox, policy, verifier, rows.select(torch.tensor([2])), samples=4)
     whole, part = policy.calls
     assert len(set(whole.seed.tolist())) == 12
     assert part.seed.tolist() == whole.seed[torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])].tolist()
 
 
-def test_halves_average_to_the_value(toolbox, policy, judge, rows):
-    truth = measured(toolbox, policy, judge, rows, samples=4)
+def test_halves_average_to_the_value(toolbox, policy, verifier, rows):
+    truth = measured(toolbox, policy, verifier, rows, samples=4)
     first, second = truth.halves
     assert torch.allclose((first.values + second.values) / 2, truth.values.values)
 
 
-def test_a_response_without_thought_ends_is_cut_at_its_stop_strings(toolbox, policy, judge):
+def test_a_response_without_thought_ends_is_cut_at_its_stop_strings(toolbox, policy, verifier):
     rows = toolbox.trajectories([A + A], thought_ends=Jagged.from_rows([[]], torch.int32))
-    assert measured(toolbox, policy, judge, rows).ends.to_lists() == [[11, 22]]
+    assert measured(toolbox, policy, verifier, rows).ends.to_lists() == [[11, 22]]
 
 
-def test_an_odd_number_of_continuations_is_refused(toolbox, policy, judge, rows):
+def test_an_odd_number_of_continuations_is_refused(toolbox, policy, verifier, rows):
     with pytest.raises(ValueError, match="samples is 5; wanted an even number"):
-        measured(toolbox, policy, judge, rows, samples=5)
+        measured(toolbox, policy, verifier, rows, samples=5)
 
 
 def test_values_of_the_embedded_model_fall_after_the_first_error(tiny):
@@ -124,9 +124,9 @@ def test_values_of_the_embedded_model_fall_after_the_first_error(tiny):
 
     sampling = {"mode": "thought", "temperature": 1.0, "max_tokens": 120}
     rows = tiny.start(Chains, group_size=6, **sampling).run(prompts=tiny.prompts, policy=tiny.policy).trajectories
-    judge = tiny.start(Exact).run().judge
+    verifier = tiny.start(Exact).run().verifier
     truth = true_values(
-        tiny.policy, judge, tiny.prompts, rows, Chains.Config(group_size=6, **sampling).sampling(), 8, Stream(0)
+        tiny.policy, verifier, tiny.prompts, rows, Chains.Config(group_size=6, **sampling).sampling(), 8, Stream(0)
     )
     about = describe_truth(truth)
     assert about["value_sound"] > about["value_after_error"] + 0.2

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group(
 )  # one process, so that the run and the whole evaluation are made once
 
 REPOSITORY = Path(__file__).parents[4]
-TOYS = Path(__file__).parent / "toys"
+TOYS = Path(__file__).parents[2] / "toys"
 SUITE = {
     "title": "Small",
     "version": 1,

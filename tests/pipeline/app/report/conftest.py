@@ -150,7 +150,7 @@ def fill(run: Path, i: int, details: list[str]) -> None:
         ),
     )
     put(run, "sampler.trajectories", i, chains)
-    put(run, "sampler.seeds", i, seeds)
+    put(run, "sampler.failures", i, seeds)
     put(run, "expander.trajectories", i, suffix)
     put(run, "buffer.trajectories", i, pool)
     put(run, "localizer.errors", i, StepErrors(uid=seeds.uid, step=torch.tensor([2]), source=["boxed"]))

@@ -1,9 +1,9 @@
-"""Base groups and failed seeds: every split, every fallback."""
+"""Base groups and failures: every split, every fallback."""
 
 import pytest
 import torch
 
-from components.sampler.seeded import Seeded, choose, parse_split
+from components.sampler.failures import Failures, choose, parse_split
 from pipeline.core.payloads import Trajectories
 
 
@@ -20,16 +20,16 @@ def _run(toolbox, outcomes: dict[str, str], **settings):
             raise RuntimeError("no verdict")
         return float("+" in text)
 
-    node = toolbox.start(Seeded, **settings)
-    policy, judge = toolbox.policy(script), toolbox.judge(rule)
-    out = node.run(prompts=toolbox.prompts(list(outcomes)), policy=policy, judge=judge)
+    node = toolbox.start(Failures, **settings)
+    policy, verifier = toolbox.policy(script), toolbox.verifier(rule)
+    out = node.run(prompts=toolbox.prompts(list(outcomes)), policy=policy, verifier=verifier)
     short = lambda batch: [t.removesuffix("</thought>") for t in batch.text]  # noqa: E731
-    return short(out.trajectories), short(out.seeds), node.context.metrics, policy, out
+    return short(out.trajectories), short(out.failures), node.context.metrics, policy, out
 
 
 def test_1x4_seed_is_the_first_failure_and_the_others_fill_the_base(toolbox):
-    base, seeds, metrics, policy, out = _run(toolbox, {"a": "++-+-", "b": "-----"})
-    assert seeds == ["a2-", "b0-"]
+    base, failures, metrics, policy, out = _run(toolbox, {"a": "++-+-", "b": "-----"})
+    assert failures == ["a2-", "b0-"]
     assert base == ["a0+", "a1+", "a3+", "a4-", "b1-", "b2-", "b3-", "b4-"]
     assert out.trajectories.group.tolist() == [100] * 4 + [101] * 4
     assert metrics["attempts"] == 5
@@ -39,8 +39,8 @@ def test_1x4_seed_is_the_first_failure_and_the_others_fill_the_base(toolbox):
 
 
 def test_1x4_late_failure_samples_on_for_that_prompt_only(toolbox):
-    base, seeds, metrics, policy, _ = _run(toolbox, {"a": "+++++++-+++", "b": "-++++"})
-    assert seeds == ["a7-", "b0-"]
+    base, failures, metrics, policy, _ = _run(toolbox, {"a": "+++++++-+++", "b": "-++++"})
+    assert failures == ["a7-", "b0-"]
     assert base == ["a0+", "a1+", "a2+", "a3+", "b1+", "b2+", "b3+", "b4+"]
     assert [len(c.seed) for c in policy.calls] == [10, 5]
     assert metrics["attempts"] == 7.5
@@ -48,8 +48,8 @@ def test_1x4_late_failure_samples_on_for_that_prompt_only(toolbox):
 
 
 def test_1x4_without_failure_in_twelve_falls_back_to_eight_fresh(toolbox):
-    base, seeds, metrics, policy, out = _run(toolbox, {"a": "+" * 12 + "-"})
-    assert seeds == []
+    base, failures, metrics, policy, out = _run(toolbox, {"a": "+" * 12 + "-"})
+    assert failures == []
     assert base == [f"a{i}+" for i in range(8)]
     assert out.trajectories.group.tolist() == [100] * 8
     assert [len(c.seed) for c in policy.calls] == [5, 5, 2]
@@ -59,48 +59,48 @@ def test_1x4_without_failure_in_twelve_falls_back_to_eight_fresh(toolbox):
 
 
 def test_1x4_failure_at_the_twelfth_attempt_still_counts(toolbox):
-    base, seeds, metrics, _, _ = _run(toolbox, {"a": "+" * 11 + "-"})
-    assert seeds == ["a11-"]
+    base, failures, metrics, _, _ = _run(toolbox, {"a": "+" * 11 + "-"})
+    assert failures == ["a11-"]
     assert base == ["a0+", "a1+", "a2+", "a3+"]
     assert metrics["fallback_share"] == 0
 
 
 def test_2x4_has_two_different_seeds_and_no_base(toolbox):
-    base, seeds, metrics, policy, _ = _run(toolbox, {"a": "--", "b": "+-++-"}, split="2x4")
+    base, failures, metrics, policy, _ = _run(toolbox, {"a": "--", "b": "+-++-"}, split="2x4")
     assert base == []
-    assert seeds == ["a0-", "a1-", "b1-", "b4-"]
+    assert failures == ["a0-", "a1-", "b1-", "b4-"]
     assert [len(c.seed) for c in policy.calls] == [4, 2, 4]
     assert metrics["discarded"] == 10 - 4
 
 
 def test_2x4_with_one_failure_only_falls_back(toolbox):
-    base, seeds, metrics, _, _ = _run(toolbox, {"a": "++-"}, split="2x4")
-    assert seeds == []
+    base, failures, metrics, _, _ = _run(toolbox, {"a": "++-"}, split="2x4")
+    assert failures == []
     assert base == ["a0+", "a1+", "a2-", "a3+", "a4+", "a5+", "a6+", "a7+"]
     assert metrics["fallback_share"] == 1
 
 
 @pytest.mark.parametrize(("outcome", "seed"), [("-", ["a0-"]), ("+-", ["a1-"]), ("+" * 11 + "-", ["a11-"])])
 def test_1x8_has_one_seed_and_no_base(toolbox, outcome, seed):
-    base, seeds, _, _, _ = _run(toolbox, {"a": outcome}, split="1x8")
-    assert (base, seeds) == ([], seed)
+    base, failures, _, _, _ = _run(toolbox, {"a": outcome}, split="1x8")
+    assert (base, failures) == ([], seed)
 
 
 def test_1x8_falls_back(toolbox):
-    base, seeds, metrics, policy, _ = _run(toolbox, {"a": ""}, split="1x8")
-    assert (len(base), seeds, metrics["attempts"]) == (8, [], 12)
+    base, failures, metrics, policy, _ = _run(toolbox, {"a": ""}, split="1x8")
+    assert (len(base), failures, metrics["attempts"]) == (8, [], 12)
     assert [len(c.seed) for c in policy.calls] == [1, 1, 2, 4, 4]
 
 
 def test_a_chain_without_verdict_is_no_seed(toolbox):
-    base, seeds, _, _, _ = _run(toolbox, {"a": "?+-++"})
-    assert seeds == ["a2-"]
+    base, failures, _, _, _ = _run(toolbox, {"a": "?+-++"})
+    assert failures == ["a2-"]
     assert base == ["a0?", "a1+", "a3+", "a4+"]
 
 
 def test_other_splits(toolbox):
-    base, seeds, _, _, _ = _run(toolbox, {"a": "+--+++"}, split="2x2", group_size=6, max_attempts=6)
-    assert (base, seeds) == (["a0+", "a3+"], ["a1-", "a2-"])
+    base, failures, _, _, _ = _run(toolbox, {"a": "+--+++"}, split="2x2", group_size=6, max_attempts=6)
+    assert (base, failures) == (["a0+", "a3+"], ["a1-", "a2-"])
 
 
 def test_what_is_chosen_does_not_depend_on_the_waves(toolbox):
@@ -110,10 +110,10 @@ def test_what_is_chosen_does_not_depend_on_the_waves(toolbox):
         for _ in range(60):
             failed = (torch.rand(12) < 0.15).tolist()
             outcome = "".join("-" if f else "+" for f in failed)
-            base, seeds, _, _, _ = _run(toolbox, {"a": outcome}, split=name)
+            base, failures, _, _, _ = _run(toolbox, {"a": outcome}, split=name)
             whole = choose(failed, split) or (list(range(8)), [])
             assert base == [f"a{i}{outcome[i]}" for i in whole[0]]
-            assert seeds == [f"a{i}{outcome[i]}" for i in whole[1]]
+            assert failures == [f"a{i}{outcome[i]}" for i in whole[1]]
 
 
 def test_seeds_of_a_prompt_do_not_depend_on_its_neighbours(toolbox):
@@ -124,12 +124,12 @@ def test_seeds_of_a_prompt_do_not_depend_on_its_neighbours(toolbox):
 
 
 def test_no_prompts(toolbox):
-    node = toolbox.start(Seeded)
+    node = toolbox.start(Failures)
     out = node.run(
-        prompts=toolbox.prompts([]), policy=toolbox.policy(lambda c, n: ""), judge=toolbox.judge(lambda t: 0.0)
+        prompts=toolbox.prompts([]), policy=toolbox.policy(lambda c, n: ""), verifier=toolbox.verifier(lambda t: 0.0)
     )
-    assert len(out.trajectories) == len(out.seeds) == 0
-    assert isinstance(out.seeds, Trajectories)
+    assert len(out.trajectories) == len(out.failures) == 0
+    assert isinstance(out.failures, Trajectories)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +143,4 @@ def test_no_prompts(toolbox):
 )
 def test_impossible_settings_are_told(settings, text):
     with pytest.raises(ValueError, match=text):
-        Seeded.Config(**settings)
+        Failures.Config(**settings)

@@ -1,4 +1,4 @@
-"""What judges share: looking up prompts, extracting answers, remembering verdicts."""
+"""What verifiers share: looking up prompts, extracting answers, remembering verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from components.text.templates import extract_answer, response_text
-from pipeline.core.payloads import Judge, Prompts, Rewards, Trajectories
+from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
 
 MEMORY = 200_000
 
@@ -65,7 +65,7 @@ def unjudged(detail: str) -> Verdict:
     return Verdict(value=0.0, correct=False, valid=False, detail=detail)
 
 
-class MemoJudge(Judge):
+class MemoVerifier(Verifier):
     """Remembers verdicts by (prompt uid, text), so a row judged twice costs once. Subclasses decide on batches of new items."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class MemoJudge(Judge):
     def verdicts(self, items: list[Item]) -> list[Verdict]:
         """One verdict per item. May raise for a single item's sake only if it has no way to go on."""
 
-    def judge(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory, aligned with it."""
         rows = prompts.index_of(trajectories.prompt_uid).tolist()
         # Digests: some responses are a megabyte long.
