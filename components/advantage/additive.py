@@ -9,6 +9,7 @@ import torch
 
 from components.advantage.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
@@ -27,6 +28,7 @@ class AdditiveAdvantage(Component):
     """
 
     paper = "2604.20659"
+    metrics = (Metric("gain_size", "reward", "mean absolute gain of a segment"),)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from components.advantage.edits import fewest_edits
 from components.advantage.group import (
+    GROUP_METRICS,
     Normalize,
     group_advantage,
     group_metrics,
@@ -19,6 +20,7 @@ from components.advantage.group import (
 )
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
@@ -80,6 +82,22 @@ class Counterfactual(Component):
     """
 
     paper = "2605.16302"
+    metrics = (
+        *GROUP_METRICS,
+        Metric("reward_var", "reward²", "variance of the reward"),
+        Metric("shaped_reward_var", "reward²", "variance of the shaped reward"),
+        Metric(
+            "shaping_bound",
+            "ratio",
+            "2pE[φ]/Var φ: below it, shaping lowers the variance of 0/1 rewards; infinite where φ does not vary",
+        ),
+        Metric("wrong", "rows", "trajectories judged wrong"),
+        Metric("revised_share", "share", "wrong trajectories with a revision"),
+        Metric("repair_rate", "share", "revisions that are right, mean over wrong trajectories"),
+        Metric("repaired_share", "share", "wrong trajectories with a right revision"),
+        Metric("edited_share", "share", "tokens that the repair changes, mean over repaired trajectories"),
+        Metric("raised_edit_share", "share", "repaired trajectories whose wrong tokens are raised (A' > 0)"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -7,8 +7,16 @@ from typing import Annotated
 
 import torch
 
-from components.advantage.group import Normalize, group_advantage, group_metrics, training_mask, zero_groups
+from components.advantage.group import (
+    GROUP_METRICS,
+    Normalize,
+    group_advantage,
+    group_metrics,
+    training_mask,
+    zero_groups,
+)
 from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
@@ -28,6 +36,11 @@ class CritiqueAdvantage(Component):
     """
 
     paper = "2506.03106"
+    metrics = (
+        *GROUP_METRICS,
+        Metric("refined", "rows", "refinements among the trajectories"),
+        Metric("refined_advantage", "reward", "mean advantage of a refinement"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -10,10 +10,18 @@ from torch import Tensor
 
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 Normalize = Literal["std", "mean", "std_exact"]
 EXACT_ZERO = 1e-8
+
+
+GROUP_METRICS = (
+    Metric("groups", "groups", "groups of trajectories that are compared"),
+    Metric("zero_variance_share", "share", "groups that give no signal, all their rewards being equal or invalid"),
+    Metric("reward_std", "reward", "standard deviation of the reward within a group, mean over groups"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +111,7 @@ class GroupAdvantage(Component):
     """
 
     paper = "2402.03300"
+    metrics = GROUP_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -11,6 +11,7 @@ from torch import Tensor
 from components.advantage.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 Residual = Literal["equal", "last"]
@@ -100,6 +101,11 @@ class Redistribute(Component):
     """
 
     paper = "2606.06475"
+    metrics = (
+        Metric("residual", "reward", "mean |reward − sum of the gains| of a trajectory"),
+        Metric("factor_max", "ratio", "largest factor on a segment's share"),
+        Metric("uniform_share", "share", "trajectories whose segments all get the same"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -8,8 +8,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.advantage.group import Normalize, group_advantage, group_metrics, training_mask, zero_groups
+from components.advantage.group import (
+    GROUP_METRICS,
+    Normalize,
+    group_advantage,
+    group_metrics,
+    training_mask,
+    zero_groups,
+)
 from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 
@@ -58,6 +66,14 @@ class RetryAdvantage(Component):
     """
 
     paper = "2409.12917"
+    metrics = (
+        Metric("stage", "number", "1 or 2: the stage of training"),
+        *GROUP_METRICS,
+        Metric("first_correct", "share", "first attempts that are right"),
+        Metric("second_correct", "share", "second attempts that are right"),
+        Metric("turned_right", "share", "pairs that went from wrong to right"),
+        Metric("turned_wrong", "share", "pairs that went from right to wrong"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

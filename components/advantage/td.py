@@ -13,6 +13,7 @@ from components.advantage.group import training_mask
 from components.advantage.segments import check_segments, increments, segment_of_token, with_final
 from pipeline.core.component import Component, identity_sum, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
@@ -62,6 +63,10 @@ class TDAdvantage(Component):
     """
 
     paper = "2410.01679"
+    metrics = (
+        Metric("advantage_size", "reward", "mean absolute advantage of a segment"),
+        Metric("zero_share", "share", "segments whose advantage is 0"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -17,9 +17,22 @@ from torch import Tensor
 from components.advantage.group import group_sum
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Trajectories
 
 ValueOf = Literal["leaves", "children"]
+
+
+TREE_METRICS = (
+    Metric("nodes", "nodes", "segments per tree, shared ones once"),
+    Metric("leaves", "leaves", "responses per tree"),
+    Metric("depth", "segments", "mean number of segments from root to leaf"),
+    Metric("max_depth", "segments", "segments on the longest path"),
+    Metric("zero_share", "share", "segments whose advantage is 0"),
+    Metric("advantage_size", "reward", "mean absolute advantage of a segment"),
+    Metric("trained_share", "share", "response tokens that are trained"),
+    Metric("untrained_rows", "rows", "responses of which no token is trained"),
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

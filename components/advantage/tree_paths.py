@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from components.advantage.tree import node_values, once_mask, path_advantage, tree_metrics, tree_of
+from components.advantage.tree import TREE_METRICS, node_values, once_mask, path_advantage, tree_metrics, tree_of
 from pipeline.core.component import Component, same_rows
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
@@ -28,6 +28,7 @@ class TreePaths(Component):
     """
 
     paper = "2506.11902"
+    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import torch
 
-from components.advantage.tree import ValueOf, node_values, once_mask, sibling_advantage, tree_metrics, tree_of
+from components.advantage.tree import (
+    TREE_METRICS,
+    ValueOf,
+    node_values,
+    once_mask,
+    sibling_advantage,
+    tree_metrics,
+    tree_of,
+)
 from pipeline.core.component import Component, same_rows
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
@@ -30,6 +38,7 @@ class TreeSiblings(Component):
     """
 
     paper = "2505.23564"
+    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.core.component import Component, Count
 from pipeline.core.errors import AlignmentError
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Trajectories
 
 
@@ -20,6 +21,11 @@ class Outputs:
 
 class Merge(Component):
     """Rows of all wires, in the order of the wires; a part without rows adds nothing."""
+
+    metrics = (
+        Metric("trajectories", "rows", "trajectories handed on"),
+        Metric("groups", "groups", "groups among them"),
+    )
 
     def run(self, *, trajectories: list[Trajectories]) -> Outputs:
         """Stacks the parts; raises AlignmentError when a trajectory arrives on two wires."""

@@ -14,7 +14,17 @@ from torch import Tensor
 from pipeline.core.component import Component, Count
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Requests
+
+ENGINE_METRICS = (
+    Metric("sampled_tokens", "tokens", "tokens generated, whoever asked, evaluation included"),
+    Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
+    Metric("rows_without_room", "rows", "requests whose prompt fills the model's context; they get no tokens"),
+    Metric("seconds_load", "s", "wall time of taking new weights"),
+    Metric("seconds_generate", "s", "wall time inside `generate`"),
+    Metric("seconds_score", "s", "wall time inside `score`"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

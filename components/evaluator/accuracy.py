@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 
 from components.models.load import load_tokenizer
-from components.prompts.dataset import load_rows, make_prompts
+from components.prompts.dataset import LOADING_METRICS, load_rows, make_prompts
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_fresh
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Rewards, Sampling, TrainReport, Verifier
 from pipeline.core.streams import Stream
 
@@ -67,6 +68,13 @@ class Accuracy(Component):
     """
 
     paper = "2107.03374"
+    metrics = (
+        Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
+        Metric("problems", "problems", "held-out problems asked"),
+        *LOADING_METRICS,
+        Metric("mean_at_<n>", "share", "right answers among n samples per problem"),
+        Metric("pass_at_<k>", "share", "unbiased estimate that at least one of k samples is right"),
+    )
     final_pass: ClassVar[bool] = True
 
     @dataclass(frozen=True, kw_only=True)

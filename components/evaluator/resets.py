@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from components.models.load import load_tokenizer
-from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from components.rollouts.thoughts import STEP_FRACTION, has_oracle, num_thoughts, true_first_errors
 from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Rewards, StepErrors, TrainReport, Trajectories, check_aligned
 
 
@@ -69,6 +70,18 @@ class Resets(Component):
     """
 
     paper = "2605.25507"
+    metrics = (
+        Metric("failures", "failures", "failures with a localised step"),
+        *STEP_FRACTION,
+        Metric("correction", "share", "suffixes that end right"),
+        Metric("corrected", "share", "failures with a suffix that ends right"),
+        Metric("clean", "share", "failures reset at or before their true first error, so that the prefix holds none"),
+        Metric("exact", "share", "failures reset at their true first error"),
+        Metric("correction_clean", "share", "`correction` of clean prefixes"),
+        Metric("corrected_clean", "share", "`corrected` of clean prefixes"),
+        Metric("correction_erroneous", "share", "`correction` of prefixes that hold an error"),
+        Metric("corrected_erroneous", "share", "`corrected` of prefixes that hold an error"),
+    )
     _tokenizer: Any = None
 
     def run(

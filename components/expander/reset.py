@@ -8,9 +8,16 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_from_prefix
+from components.rollouts.requests import (
+    LENGTH_METRICS,
+    SamplingSettings,
+    keyed_seeds,
+    length_metrics,
+    sample_from_prefix,
+)
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, StepErrors, Trajectories, check_aligned
 from pipeline.core.streams import keys_within
 
@@ -43,6 +50,12 @@ class Reset(Component):
     """
 
     paper = "2605.25507"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
+        Metric("prefix_share", "share", "kept part of a seed, mean"),
+        Metric("empty_prefix_share", "share", "failures of which nothing is kept"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 
 from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
-from components.rollouts.requests import SamplingSettings, length_metrics
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics
 from pipeline.core.component import Component
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 
@@ -30,6 +31,14 @@ class Tree(Component):
     """
 
     paper = "2505.23564, 2506.11902"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("leaves", "leaves", "responses per prompt"),
+        Metric("fewest_leaves", "leaves", "responses of the prompt with the fewest"),
+        Metric("inherited_tokens", "tokens", "tokens shared with a leaf before"),
+        Metric("discarded_tokens", "tokens", "sampled tokens of no leaf"),
+        Metric("missed_branches", "branches", "branches that were wanted and found no place"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

@@ -11,6 +11,7 @@ from components.learner.objective import Meters
 from components.learner.objective.base import MAX_LOG_RATIO
 from components.learner.objective.kl import kl_estimate
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.metric import Metric
 
 logger = logging.getLogger("creditgraph")
 
@@ -19,6 +20,60 @@ _CAUSES = (
     "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine "
     "dtype, kernels); "
     "objective.importance_cap corrects a small mismatch"
+)
+
+
+LEARNER_METRICS = (
+    Metric("loss", "loss", "loss of an optimiser step, mean over the steps of the iteration"),
+    Metric("grad_norm", "norm", "norm of the gradient before clipping, mean over steps"),
+    Metric("lr", "rate", "learning rate, mean over steps"),
+    Metric("steps", "steps", "optimiser steps made"),
+    Metric("skipped_zero_credit", "steps", "steps without any credit; only the schedule goes on"),
+    Metric("skipped_nonfinite", "steps", "steps whose loss or gradient was not finite; the weights stay"),
+    Metric("trained_tokens", "tokens", "tokens in the loss, once per epoch"),
+    Metric("trained_tokens_total", "tokens", "`trained_tokens` since the run began"),
+    Metric("forward_tokens", "tokens", "tokens passed through the model in training passes"),
+    Metric(
+        "unique_tokens",
+        "tokens",
+        "least number of tokens that `forward_tokens` could be, every shared prefix passed once",
+    ),
+    Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
+    Metric("pack_waste", "share", "slots of micro-batches that hold padding"),
+    Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
+    Metric("policy_lag", "versions", "learner's version minus the version that sampled, mean over trajectories"),
+    Metric("version", "number", "version of the published weights"),
+    Metric("entropy", "nats", "entropy of the policy, mean over trained tokens"),
+    Metric("approx_kl", "nats", "k3 estimate of KL(old ‖ present policy) per trained token"),
+    Metric("kl_reference", "nats", "estimate of KL(policy ‖ reference) per trained token, with `objective.kl`"),
+    Metric("ratio_mean", "ratio", "mean of π/π_old over trained tokens (sequences for `sequence`)"),
+    Metric("ratio_max", "ratio", "largest π/π_old"),
+    Metric("ratio_overflow", "share", "tokens whose log-ratio was cut to keep exp finite"),
+    Metric("clip_fraction", "share", "trained tokens whose gradient clipping stopped"),
+    Metric("clip_fraction_low", "share", "those clipped from below"),
+    Metric("clip_fraction_high", "share", "those clipped from above"),
+    Metric("clip_fraction_dual", "share", "those stopped by the second clip of negative advantages"),
+    Metric("gradient_scale", "ratio", "trace objectives: mean factor on the gradient of a trained token"),
+    Metric("trace_weight", "ratio", "trace objectives: mean weight Π ratio^w of the tokens before"),
+    Metric("trace_weight_max", "ratio", "trace objectives: largest of these weights"),
+    Metric("high_entropy", "share", "trained tokens that the entropy mask keeps"),
+    Metric("importance_weight", "ratio", "mean weight learner/engine with `objective.importance_cap`"),
+    Metric("importance_capped", "share", "tokens whose weight learner/engine was capped"),
+    Metric("shaped_weight", "ratio", "mean shaped weight p/(p + γ) over shaped tokens"),
+    Metric("shaped_share", "share", "trained tokens that are shaped"),
+    Metric("mismatch_abs", "nats", "mean |log p of the learner − of the engine| at equal weights"),
+    Metric("mismatch_abs_max", "nats", "largest of these"),
+    Metric("mismatch_kl", "nats", "k3 estimate of KL(engine ‖ learner) at equal weights"),
+    Metric(
+        "mismatch_ess", "share", "effective sample size of weighing engine tokens by learner/engine; 1 when both agree"
+    ),
+    Metric("imbalance_before", "ratio", "longest replica over the mean, in tokens, if rows kept their order"),
+    Metric("imbalance_after", "ratio", "the same after rows were given to replicas by cost"),
+    Metric("seconds_forward_backward", "s", "wall time of forward and backward passes"),
+    Metric("seconds_optimizer", "s", "wall time of optimiser steps"),
+    Metric("seconds_publish", "s", "wall time of handing out the new weights"),
+    Metric("seconds_old_logprobs", "s", "wall time of recomputing old log-probs"),
+    Metric("seconds_reference", "s", "wall time of the reference's log-probs"),
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from components.models.load import load_tokenizer
-from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from components.rollouts.thoughts import STEP_FRACTION, has_oracle, num_thoughts, true_first_errors
 from pipeline.core.component import Component, same_rows
 from pipeline.core.errors import DataError
 from pipeline.core.payloads import Policy, Prompts, StepErrors, Trajectories
@@ -21,6 +21,8 @@ class Outputs:
 
 class OracleLocalizer(Component):
     """h* = the first thought that is wrong. Only the embedded task "chains" can tell."""
+
+    metrics = STEP_FRACTION
 
     _tokenizer: Any = None
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import torch
 
-from components.rollouts.thoughts import num_thoughts, thought_texts
+from components.rollouts.thoughts import STEP_FRACTION, num_thoughts, thought_texts
 from components.text.templates import localize_prompt
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Requests, Sampling, StepErrors, Trajectories
 from pipeline.core.streams import keys_within
 
@@ -50,6 +51,13 @@ class SelfLocalizer(Component):
     """
 
     paper = "2605.25507"
+    metrics = (
+        Metric("boxed_share", "share", "failures whose step was read from a box"),
+        Metric("step_share", "share", "failures whose step was read from the text"),
+        Metric("default_share", "share", "failures whose answer named no step"),
+        *STEP_FRACTION,
+        Metric("sampled_tokens", "tokens", "tokens of the answers"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

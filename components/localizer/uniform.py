@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from components.rollouts.thoughts import num_thoughts
+from components.rollouts.thoughts import STEP_FRACTION, num_thoughts
 from pipeline.core.component import Component, same_rows
 from pipeline.core.payloads import Policy, Prompts, StepErrors, Trajectories
 from pipeline.core.streams import keys_within
@@ -23,6 +23,7 @@ class UniformLocalizer(Component):
     changes it."""
 
     paper = "2605.25507"
+    metrics = STEP_FRACTION
 
     def run(self, *, failures: Trajectories, prompts: Prompts | None = None, policy: Policy | None = None) -> Outputs:
         """Draws one step per failure, keyed by its prompt and its place among the failures of that prompt."""

@@ -17,10 +17,21 @@ from components.prompts.store import Row
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts
 from pipeline.core.streams import Stream
 
 __all__ = ["DatasetPrompts", "Outputs", "load_rows", "make_prompts"]
+
+
+LOADING_METRICS = (
+    Metric("rejected", "rows", "rows of the data section that could not be used, told once when it is read"),
+    Metric(
+        "duplicates",
+        "rows",
+        "rows of the data section left out as their question was met before, told once when it is read",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +50,12 @@ class DatasetPrompts(Component):
     rejected.jsonl; data_card.json counts them by reason. Large sources are read once and kept in a file, so memory does
     not grow with them.
     """
+
+    metrics = (
+        Metric("epoch", "epochs", "passes over the data so far"),
+        Metric("rows", "rows", "problems of the data section"),
+        *LOADING_METRICS,
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from components.localizer.self_localizer import question_of
 from components.rewards.outcome import finite_rewards
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics
 from components.rollouts.second_turn import second_turn, unended
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import revise_prompt
 from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Batch, Policy, Prompts, Rewards, Trajectories, Verifier, check_aligned
 from pipeline.core.streams import keys_within
 
@@ -85,6 +86,18 @@ class Compare(Component):
     """
 
     paper = "2605.16302"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("revisions", "rows", "revisions sampled"),
+        Metric("unrevised_share", "share", "wrong trajectories without a revision"),
+        Metric("no_correct_sibling_share", "share", "wrong trajectories of groups without a right one"),
+        Metric("correct_reference_share", "share", "revisions that were shown a right reference"),
+        Metric("unended_share", "share", "revisions without an end"),
+        Metric("invalid", "rows", "revisions without a usable verdict"),
+        Metric("repaired_share", "share", "revisions that are right"),
+        Metric("repaired_by_correct", "share", "the same among those shown a right reference"),
+        Metric("repaired_by_wrong", "share", "the same among those shown a wrong one"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 
 from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier, check_aligned
 
 
@@ -24,6 +25,12 @@ class Outcome(Component):
     A reward that is NaN or infinite becomes 0 and `valid=False` with the reason, so the trajectory gets no credit.
     Every trajectory that could not be verified is written to rejected.jsonl.
     """
+
+    metrics = (
+        Metric("mean", "reward", "mean reward of a trajectory, invalid ones as 0"),
+        Metric("correct", "share", "trajectories judged right"),
+        Metric("invalid", "rows", "trajectories without a usable verdict; they get no credit"),
+    )
 
     def run(self, *, verifier: Verifier, trajectories: Trajectories, prompts: Prompts) -> Outputs:
         """Judges every row; never fails for a bad one."""

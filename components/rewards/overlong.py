@@ -8,6 +8,7 @@ from typing import Annotated
 from torch import Tensor
 
 from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
@@ -33,6 +34,10 @@ class Overlong(Component):
     """r_i + soft overlong punishment of |y_i|; `correct` is left as it is, and so are invalid rewards."""
 
     paper = "2503.14476"
+    metrics = (
+        Metric("punished_share", "share", "trajectories that got a punishment"),
+        Metric("punishment", "reward", "mean punishment of a trajectory, 0 or less"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -11,8 +11,15 @@ from torch import Tensor
 from components.text.stops import decode_rows
 from pipeline.core.component import Count
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Completions, Policy, Prompts, Requests, Sampling, ThoughtLimits, Trajectories
 from pipeline.core.streams import Stream
+
+LENGTH_METRICS = (
+    Metric("sampled_tokens", "tokens", "tokens sampled by this node; inherited ones do not count"),
+    Metric("response_length", "tokens", "mean length of a response, inherited tokens included"),
+    Metric("cut_share", "share", "responses that ran out of tokens or thoughts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

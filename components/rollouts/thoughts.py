@@ -10,7 +10,12 @@ from torch import Tensor
 
 from components.text.chains import first_error
 from components.text.stops import decode_rows
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
+
+STEP_FRACTION = (
+    Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"),
+)
 
 
 def num_thoughts(trajectories: Trajectories) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from pipeline.core.component import Component
 from pipeline.core.payloads import Policy, Prompts, Trajectories
 
@@ -25,6 +25,7 @@ class Chains(Component):
     """
 
     paper = "2402.03300"
+    metrics = LENGTH_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from components.localizer.self_localizer import question_of
 from components.rewards.outcome import finite_rewards
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from components.rollouts.second_turn import second_turn, unended
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import critique_prompt
 from pipeline.core.component import Component
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
 
@@ -64,6 +65,21 @@ class Critique(Component):
     """
 
     paper = "2506.03106"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("wrong", "rows", "originals that are wrong"),
+        Metric("refinements", "rows", "refinements sampled"),
+        Metric("unended_share", "share", "refinements without an end"),
+        Metric("refined_correct_share", "share", "refinements that are right"),
+        Metric("kept", "rows", "refinements handed on, at most one per prompt"),
+        Metric("kept_correct_share", "share", "kept refinements that are right"),
+        Metric("no_refinement_share", "share", "prompts without a kept refinement"),
+        Metric(
+            "refinement_logprob_change",
+            "nats",
+            "log-prob of a kept token under the problem alone minus under the critique, mean",
+        ),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

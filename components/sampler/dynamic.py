@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from pipeline.core.component import Component
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
 _FLAT = 1e-8
@@ -47,6 +48,15 @@ class Dynamic(Component):
     """
 
     paper = "2503.14476"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("waves", "waves", "waves of sampling"),
+        Metric("signal_share", "share", "sampled prompts whose rewards differ"),
+        Metric("groups", "groups", "groups handed on"),
+        Metric("missing_groups", "groups", "groups that were wanted and not found"),
+        Metric("surplus_groups", "groups", "groups with a signal beyond those wanted; their prompts wait"),
+        Metric("backlog", "prompts", "prompts that wait for the next iteration"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

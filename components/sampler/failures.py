@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from pipeline.core.component import Component, Count
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier
 
 _SPLIT = re.compile(r"^(\d+)x(\d+)$")
@@ -82,6 +83,13 @@ class Failures(Component):
     """
 
     paper = "2605.25507"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("attempts", "responses", "chains sampled per prompt"),
+        Metric("discarded", "responses", "chains that are neither in a base group nor a seed"),
+        Metric("fallback_share", "share", "prompts that failed too seldom for failures and got a larger group instead"),
+        Metric("failures", "responses", "failed chains given to the localizer"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

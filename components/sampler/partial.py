@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from components.rollouts.in_flight import InFlight, begin, grown, rescored
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics
 from components.text.stops import decode_rows
 from pipeline.core.component import Component, Context, Count
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 logger = logging.getLogger("creditgraph")
@@ -67,6 +68,36 @@ class Partial(Component):
     """
 
     paper = "2501.12599"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric(
+            "decode_steps",
+            "steps",
+            "most tokens a rollout got in this iteration: decoding steps when all rollouts fit the engine",
+        ),
+        Metric("delivered_groups", "groups", "complete groups handed on"),
+        Metric("carried_groups", "groups", "groups in flight, which go on in the next iteration"),
+        Metric("carried_rollouts", "responses", "rollouts in flight that have not ended"),
+        Metric("carried_tokens", "tokens", "tokens held by groups in flight, those of ended rollouts included"),
+        Metric(
+            "token_staleness",
+            "versions",
+            "sampler's version minus the one that sampled the token, mean over delivered tokens",
+        ),
+        Metric(
+            "rollout_staleness",
+            "versions",
+            "sampler's version minus that of the oldest token, mean over delivered trajectories",
+        ),
+        Metric("staleness_max", "versions", "largest of these"),
+        Metric("dropped_groups", "groups", "groups dropped because a rollout was unfinished at `carry.max_staleness`"),
+        Metric("dropped_tokens", "tokens", "tokens sampled for dropped groups"),
+        Metric(
+            "rescored_tokens",
+            "tokens",
+            "tokens of older weights whose log-probs were scored again, with `carry.on_continue: rescore`",
+        ),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

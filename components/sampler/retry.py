@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from components.localizer.self_localizer import question_of
-from components.rollouts.requests import SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
 from components.rollouts.second_turn import second_turn, unended
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import retry_prompt
 from pipeline.core.component import Component
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Trajectories
 
 
@@ -32,6 +33,12 @@ class Retry(Component):
     """
 
     paper = "2409.12917"
+    metrics = (
+        *LENGTH_METRICS,
+        Metric("no_retry_share", "share", "first attempts that left no room for a second one"),
+        Metric("unended_retry_share", "share", "second attempts without an end"),
+        Metric("unchanged_share", "share", "second attempts with the text of the first"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

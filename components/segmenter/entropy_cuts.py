@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.segmenter.thought import close_segments
+from components.segmenter.thought import SEGMENT_METRICS, close_segments
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments, Trajectories, known_entropies
@@ -77,6 +77,7 @@ class EntropyCuts(Component):
     """A cut before the `segments` − 1 most uncertain tokens of each response, where its course was decided."""
 
     paper = "2506.01939"
+    metrics = SEGMENT_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from components.segmenter.thought import SEGMENT_METRICS
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments, Trajectories
@@ -31,6 +32,7 @@ class Fixed(Component):
     """A cut after every `tokens` tokens; the last segment is what remains."""
 
     paper = "2505.23564"
+    metrics = SEGMENT_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

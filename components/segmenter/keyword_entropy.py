@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from components.models.load import load_tokenizer
-from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
+from components.segmenter.thought import SEGMENT_METRICS, close_segments, ends_of_stop, token_pieces
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Segments, Trajectories, known_entropies
 
 
@@ -50,6 +51,7 @@ class KeywordEntropy(Component):
     """
 
     paper = "2606.06475"
+    metrics = (*SEGMENT_METRICS, Metric("splits", "segments", "segments per response before merging"))
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -12,7 +12,10 @@ from components.models.load import load_tokenizer
 from components.text.stops import decode_rows
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Segments, Trajectories
+
+SEGMENT_METRICS = (Metric("segments", "segments", "segments per response"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,11 @@ class Thoughts(Component):
     follows the last stop string is the last segment; a response without a stop string is one segment; an empty response
     has none.
     """
+
+    metrics = (
+        *SEGMENT_METRICS,
+        Metric("searched_share", "share", "responses without recorded thoughts, whose text was searched"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

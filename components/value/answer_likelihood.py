@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from components.models.load import context_length
-from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank
-from components.value.boundaries import Boundaries, Outputs, boundaries_of, branch_tokens, shared_sequences
+from components.value.bank import EMPTY_BANK_SHARE, AnswerSettings, Bank, answer_bank, continuation_bank
+from components.value.boundaries import (
+    COST_METRICS,
+    VALUE_METRICS,
+    Boundaries,
+    Outputs,
+    boundaries_of,
+    branch_tokens,
+    shared_sequences,
+)
 from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.errors import ConfigError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
@@ -63,6 +72,16 @@ class AnswerLikelihood(Component):
     """
 
     paper = "2606.06475"
+    metrics = (
+        *VALUE_METRICS,
+        *COST_METRICS,
+        EMPTY_BANK_SHARE,
+        Metric(
+            "no_room",
+            "boundaries",
+            "boundaries after which the reference did not fit the context; they take the value before",
+        ),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(AnswerSettings):

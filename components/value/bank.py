@@ -10,7 +10,12 @@ from torch import Tensor
 
 from components.text.templates import extract_answer
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Rewards, Trajectories
+
+EMPTY_BANK_SHARE = Metric(
+    "empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,19 @@ from components.rollouts.requests import join_rows
 from pipeline.core.component import same_rows
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
+
+VALUE_METRICS = (
+    Metric("mean", "reward", "mean value over boundaries"),
+    Metric("boundaries", "boundaries", "boundaries that got a value"),
+)
+
+
+COST_METRICS = (
+    Metric("scored_tokens", "tokens", "tokens passed through the model to be scored, context included"),
+    Metric("generated_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

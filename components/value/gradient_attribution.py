@@ -10,8 +10,8 @@ import torch
 from components.advantage.segments import segment_of_token
 from components.models.load import context_length
 from components.rollouts.requests import join_rows
-from components.value.bank import AnswerSettings, answer_bank
-from components.value.boundaries import Outputs, boundaries_of, values_from_gains
+from components.value.bank import EMPTY_BANK_SHARE, AnswerSettings, answer_bank
+from components.value.boundaries import COST_METRICS, Outputs, boundaries_of, values_from_gains
 from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
@@ -28,6 +28,7 @@ class GradientAttribution(Component):
     """
 
     paper = "2606.06475"
+    metrics = (*COST_METRICS, EMPTY_BANK_SHARE)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(AnswerSettings):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from components.rewards.outcome import finite_rewards
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
-from components.value.boundaries import Outputs, boundaries_of
+from components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories, Verifier
 from pipeline.core.streams import Stream, keys_within
 
@@ -37,6 +38,12 @@ class MonteCarlo(Component):
     """
 
     paper = "2410.01679"
+    metrics = (
+        *VALUE_METRICS,
+        *COST_METRICS,
+        Metric("continuations", "responses", "continuations sampled"),
+        Metric("invalid", "responses", "continuations without a usable verdict; they do not count"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):

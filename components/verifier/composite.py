@@ -171,7 +171,7 @@ class Composite(Component):
             outputs = node.run()  # type: ignore[attr-defined]
             if not isinstance(getattr(outputs, "verifier", None), Verifier):
                 raise ConfigError(
-                    f"node '{self.context.node}': {part.use} returns no verifier; wanted a verifier. Correct use."
+                    f"node '{self.context.node}': {part.use} returns no verifier; choose one of `creditgraph components verifier`."
                 )
             verifiers.append((part, outputs.verifier))
         if self._judge is None:

@@ -12,6 +12,7 @@ import httpx
 
 from components.verifier.base import Item, MemoVerifier, Verdict, unjudged
 from pipeline.core.component import Component
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Verifier
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -136,6 +137,8 @@ class External(Component):
     What cannot be judged after all tries is invalid (zero credit) with the reason, and is asked again the next time it
     comes.
     """
+
+    metrics = (Metric("failures", "items", "verdicts the server did not give since the run began"),)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ExternalSettings):

@@ -13,6 +13,7 @@ from components.verifier.base import RIGHT, WRONG, Item, MemoVerifier, Verdict, 
 from components.verifier.math_text import free_answer
 from components.verifier.workers import WorkerPool
 from pipeline.core.component import Component
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Verifier
 
 MAX_ANSWER = 10_000
@@ -107,6 +108,11 @@ class Math(Component):
     """
 
     paper = "math-verify"
+    metrics = (
+        Metric("worker_restarts", "workers", "math-verify workers replaced since the run began"),
+        Metric("killed", "items", "comparisons that ran into a limit since the run began"),
+        Metric("text_only", "items", "comparisons as text since the run began, as math-verify could not read a side"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import RunError
+from pipeline.core.metric import Metric
 from pipeline.core.streams import Stream
 from pipeline.core.trace import NO_TRACE, Trace
 
@@ -218,6 +219,7 @@ class Component:
             "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
             replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they run
             beside the generation of later iterations.
+        metrics: what `context.log` is called with; docs/metrics.md and the tests read it.
         final_pass: run once more after the last iteration, on the final weights, with `context.iteration ==
             context.iterations`.
     """
@@ -225,6 +227,7 @@ class Component:
     paper: ClassVar[str] = ""
     placement: ClassVar[Placement] = "replica"
     final_pass: ClassVar[bool] = False
+    metrics: ClassVar[tuple[Metric, ...]] = ()
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

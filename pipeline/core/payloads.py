@@ -23,10 +23,15 @@ from pipeline.core.jagged import Jagged
 FINISH_REASONS = ("stop", "eos", "length", "thoughts", "final")
 
 
+@dataclass(frozen=True, eq=False)
 class Payload:
     """Anything that may travel on a wire. `origin` ("node.output") is set by the executor and used in error texts."""
 
-    origin: str = ""
+    origin: ClassVar[str] = ""
+
+
+class Handle(Payload):
+    """Something alive that a node gives out, such as a `Policy`: it cannot be recorded, sent or kept for later."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -382,7 +387,7 @@ class Scores:
     entropies: Jagged
 
 
-class Policy(Payload, ABC):
+class Policy(Handle, ABC):
     """A language model that samples. A handle: it travels on wires but is not recorded."""
 
     version: int
@@ -426,7 +431,7 @@ class Policy(Payload, ABC):
         )
 
 
-class Verifier(Payload, ABC):
+class Verifier(Handle, ABC):
     """Decides whether a response is right. A handle, like `Policy`; the same row judged twice costs once."""
 
     @abstractmethod

@@ -7,6 +7,7 @@ import inspect
 import types
 from dataclasses import dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pipeline.core.component import same_rows
@@ -37,6 +38,10 @@ class Socket:
         """The type as shown to a user."""
         inner = " or ".join(type_text(t) for t in self.types)
         return f"list[{inner}]" if self.is_list else inner
+
+    def carries(self, kind: type | UnionType) -> bool:
+        """Whether values of this class, or of a subclass, may travel here."""
+        return any(isinstance(t, type) and issubclass(t, kind) for t in self.types)
 
     def accepts(self, output: Socket) -> bool:
         """Whether a wire from `output` may end here (subclasses may)."""
@@ -92,7 +97,7 @@ def _read(name: str, hint: Any, required: bool) -> Socket:
         if hasattr(h, "__metadata__"):
             rows = next((m.input for m in h.__metadata__ if isinstance(m, same_rows)), rows)
             return strip(get_args(h)[0])
-        if get_origin(h) in (Union, types.UnionType):
+        if get_origin(h) in (Union, UnionType):
             return tuple(t for member in get_args(h) if member is not types.NoneType for t in strip(member))
         if get_origin(h) is list:
             is_list = True
@@ -152,6 +157,10 @@ class Node:
     def all_wires(self) -> list[tuple[str, Wire]]:
         """(input socket, wire) of every wire that ends here."""
         return [(socket, wire) for socket, wires in self.wires.items() for wire in wires]
+
+    def outputs_of(self, kind: type | UnionType) -> list[str]:
+        """Names of the outputs that carry this class."""
+        return [name for name, socket in self.sockets.outputs.items() if socket.carries(kind)]
 
     @property
     def placement(self) -> str:

@@ -15,8 +15,6 @@ from pipeline.core.sockets import Node, Socket, Wire
 Origin = tuple[str, str, int]
 Population = tuple[Origin, ...]
 
-MUST_BE_READ = (Credit,)
-
 
 def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
     """All problems of the wires between `nodes`; `names` also holds nodes whose class is unknown, which are not followed."""
@@ -183,8 +181,7 @@ def _unread(nodes: Mapping[str, Node]) -> Iterator[str]:
     misspelt = {w.source for w in wires if w.source in nodes and w.output not in nodes[w.source].sockets.outputs}
     for node in nodes.values():
         for name, socket in node.sockets.outputs.items():
-            wanted = any(isinstance(t, type) and issubclass(t, MUST_BE_READ) for t in socket.types)
-            if wanted and (node.name, name) not in read and node.name not in misspelt:
+            if socket.carries(Credit) and (node.name, name) not in read and node.name not in misspelt:
                 yield f"{node.name}.{name}: nobody reads this {socket.type_text}, so it trains nothing; wire it to a learner or remove it."
 
 

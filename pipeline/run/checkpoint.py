@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload, Policy, Verifier
+from pipeline.core.payloads import Handle, Payload
 from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
@@ -119,7 +119,7 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
             }
         if isinstance(value, bytes):
             return {"!": "bytes", "v": base64.b64encode(value).decode()}
-        if is_storable(type(value)):
+        if isinstance(value, Payload) and not isinstance(value, Handle):
             fields = {f.name: walk(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
             return {"!": "payload", "class": class_name(type(value)), "origin": value.origin, "v": fields}
         raise RunError(
@@ -159,12 +159,6 @@ def decode(encoded: Encoded) -> Any:
         return payload
 
     return walk(encoded.tree)
-
-
-def is_storable(cls: type) -> bool:
-    """Whether values of a payload class can be written to a file; handles such as `Policy` cannot."""
-    handle = issubclass(cls, (Policy, Verifier))
-    return not handle and issubclass(cls, Payload) and dataclasses.is_dataclass(cls)
 
 
 def class_name(cls: type) -> str:

@@ -20,8 +20,10 @@ from typing import Any
 from pipeline.core.component import Context, ModelSpec, identity_sum
 from pipeline.core.errors import ConfigError, LostError
 from pipeline.core.graph import Graph
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Handle
 from pipeline.core.sockets import Node
-from pipeline.run.checkpoint import SHARDS, Checkpoint, Checkpoints, Encoded, is_storable, load
+from pipeline.run.checkpoint import SHARDS, Checkpoint, Checkpoints, Encoded, load
 from pipeline.run.distributed.team import Team
 from pipeline.run.metrics import FanOut, JsonLines, Sink
 from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, set_origin
@@ -43,6 +45,31 @@ from pipeline.run.timeline.timeline import Timeline
 from pipeline.run.values import Stopped, Values, as_inputs
 
 logger = logging.getLogger("creditgraph")
+
+EXECUTOR_METRICS = (
+    Metric("iteration", "number", "the iteration, from 0; the final pass has the number of iterations"),
+    Metric("seconds/<node>", "s", "wall time of the node's `run`; of several replicas the longest"),
+    Metric("seconds/iteration", "s", "wall time since the iteration before was logged"),
+    Metric("seconds/cpu", "s", "processor time of this process, all threads, in `seconds/iteration`; no phase of it"),
+    Metric(
+        "seconds/executor",
+        "s",
+        "wall time of the executor between nodes, and of writing the metrics of the iteration before",
+    ),
+    Metric("seconds/checkpoint", "s", "wall time of the checkpoint that the iteration before made"),
+    Metric("seconds/waiting_<lane>", "s", "wall time in which a lane (generation, learning) waited for the other one"),
+    Metric(
+        "utilisation/engine",
+        "share",
+        "time since the iteration before in which the engine took weights, generated or scored",
+    ),
+    Metric("utilisation/learner", "share", "time in which the learner ran"),
+    Metric("utilisation/credit", "share", "time in which verifiers, rewards and credit nodes ran"),
+    Metric("utilisation/waiting", "share", "time in which the main lane waited for the other lane or for other ranks"),
+    Metric(
+        "rejected/<node>", "rows", "rows the node skipped in this iteration; rejected.jsonl has each with its reason"
+    ),
+)
 
 
 class Executor:
@@ -258,15 +285,12 @@ class Executor:
     def _refuse_delayed_handles(self) -> None:
         for node in self.graph.nodes:
             for socket, wire in node.all_wires:
-                if wire.delay:
-                    types = self.graph[wire.source].sockets.outputs[wire.output].types
-                    bad = [t for t in types if isinstance(t, type) and not is_storable(t)]
-                    if bad:
-                        raise ConfigError(
-                            f"{node.name}.{socket}: wire '{wire}' delays a {bad[0].__name__}, a handle whose past "
-                            "cannot be kept; "
-                            "delay the weights it is made of instead."
-                        )
+                output = self.graph[wire.source].sockets.outputs[wire.output]
+                if wire.delay and output.carries(Handle):
+                    raise ConfigError(
+                        f"{node.name}.{socket}: wire '{wire}' delays a {output.type_text}, a handle whose past cannot "
+                        "be kept; delay the weights it is made of instead."
+                    )
 
     def _seed_values(self, in_flight: dict[tuple[str, str, int], Any]) -> None:
         initial: dict[str, dict[str, Any]] = {}

@@ -11,9 +11,9 @@ from typing import Any
 
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.payloads import Payload
+from pipeline.core.payloads import Handle, Payload
 from pipeline.core.sockets import Node
-from pipeline.run.checkpoint import Encoded, encode, is_storable
+from pipeline.run.checkpoint import Encoded, encode
 from pipeline.run.timeline.timeline import phase_of
 
 
@@ -174,7 +174,7 @@ def set_origin(value: Any, origin: str) -> Any:
     if not isinstance(value, Payload) or value.origin == origin:
         return value
     if value.origin:
-        if not is_storable(type(value)):
+        if isinstance(value, Handle):
             return value
         value = copy.copy(value)
     object.__setattr__(value, "origin", origin)

@@ -15,9 +15,9 @@ import torch
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Batch, Payload, Weights
+from pipeline.core.payloads import Batch, Handle, Payload, Weights
 from pipeline.core.sockets import Node, Wire
-from pipeline.run.checkpoint import Encoded, decode, encode, is_storable
+from pipeline.run.checkpoint import Encoded, decode, encode
 from pipeline.run.distributed.team import Lane, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain
@@ -158,10 +158,7 @@ class Placement:
             return
         for socket, wire in node.all_wires:
             source = self.graph[wire.source]
-            types = source.sockets.outputs[wire.output].types
-            if source.placement == "replica" and any(
-                isinstance(t, type) and issubclass(t, Payload) and not is_storable(t) for t in types
-            ):
+            if source.placement == "replica" and source.sockets.outputs[wire.output].carries(Handle):
                 raise ConfigError(
                     f"{node.name}.{socket}: wire '{wire}' brings a handle to a collective node, but handles cannot be "
                     "sent to "
@@ -172,7 +169,7 @@ class Placement:
 
 def _is_sendable(value: Any) -> bool:
     items = value if isinstance(value, list) else [value]
-    return all(is_storable(type(v)) and not isinstance(v, Weights) for v in items)
+    return all(isinstance(v, Payload) and not isinstance(v, Handle | Weights) for v in items)
 
 
 def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

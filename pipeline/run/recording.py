@@ -28,9 +28,9 @@ from torch import Tensor
 from pipeline.core.errors import ConfigError, DataError, RunError, did_you_mean
 from pipeline.core.graph import Graph
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload, Policy, Verifier, Weights
+from pipeline.core.payloads import Handle, Payload, Weights
 from pipeline.core.trace import NO_TRACE, Trace
-from pipeline.run.checkpoint import class_name, is_storable, payload_class
+from pipeline.run.checkpoint import class_name, payload_class
 from pipeline.run.run_directory import writing
 from pipeline.run.timeline.timeline import BRIEF
 
@@ -61,7 +61,7 @@ def to_arrow(payload: Any) -> pa.Table:
     Raises:
         DataError: a field that has no column form; names it.
     """
-    if not is_storable(type(payload)) or isinstance(payload, Weights):
+    if not isinstance(payload, Payload) or isinstance(payload, Handle | Weights):
         raise DataError(f"{_place(payload)}: a {type(payload).__name__} is a handle and cannot be recorded.")
     cls: Any = type(payload)
     hints = _hints(cls)
@@ -221,7 +221,7 @@ class Recorder:
             self._put(path, iteration, value)
 
     def _put(self, path: Path, iteration: int, value: Any) -> None:
-        if isinstance(value, Policy | Verifier | Weights):
+        if isinstance(value, Handle | Weights):
             note = {
                 "class": class_name(type(value)),
                 "iteration": iteration,

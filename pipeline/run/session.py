@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Batch, Policy, Verifier, Weights
+from pipeline.core.payloads import Batch, Handle, Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, Wire
 from pipeline.run import checkpoint
@@ -141,16 +141,16 @@ class Replay:
 
     def _make(self, wire: Wire, iteration: int, place: str) -> Any:
         node = self.graph[wire.source]
-        types = node.sockets.outputs[wire.output].types
+        socket = node.sockets.outputs[wire.output]
         found = self._recorded(wire.source, wire.output, iteration) if iteration >= 0 else None
         if found is not None:
             return found
-        if any(isinstance(t, type) and issubclass(t, Policy | Verifier) for t in types):
+        if socket.carries(Handle):
             outputs, _ = self._run(node, iteration)
             for name, value in outputs.items():
                 self._values[wire.source, name, iteration] = value
             return outputs[wire.output]
-        if iteration < 0 or any(isinstance(t, type) and issubclass(t, Weights) for t in types):
+        if iteration < 0 or socket.carries(Weights):
             runner = self._runner(node)
             self._load_state(runner, iteration)
             return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")

@@ -44,7 +44,9 @@ def seeded(tiny, verifier):
 def suffixes(tiny, seeded):
     errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=seeded.failures, policy=tiny.policy).errors
     made = (
-        tiny.start(Reset, **LIMITS, top_p=1.0).run(failures=seeded.failures, errors=errors, policy=tiny.policy).trajectories
+        tiny.start(Reset, **LIMITS, top_p=1.0)
+        .run(failures=seeded.failures, errors=errors, policy=tiny.policy)
+        .trajectories
     )
     return errors, made
 

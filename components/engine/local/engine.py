@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from components.engine.adapters import merged
-from components.engine.base import Engine, EnginePolicy, Outputs
+from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, Outputs
 from components.engine.local.attribute import attribute
 from components.engine.local.branches import check_branches, score_branches
 from components.engine.local.decoder import Decoder, TransformersDecoder
@@ -25,6 +25,7 @@ from components.text.stops import TokenText, decode_rows
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Completions, Requests, Scores, Weights
 
 
@@ -35,6 +36,12 @@ class LocalEngine(Engine):
     and Mistral run on a lean decoder that is compared with transformers' forward at set-up; every other model runs
     through that forward. A policy handle is valid until the engine loads the next weights.
     """
+
+    metrics = (
+        *ENGINE_METRICS,
+        Metric("prefill_tokens", "tokens", "prompt tokens passed through the model, equal prefixes once"),
+        Metric("seconds_attribute", "s", "wall time of gradient attribution"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -24,7 +24,22 @@ from components.text.stops import TokenText
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Completions, Requests, Scores, Weights
+
+EXTERNAL_METRICS = (
+    Metric(
+        "update_difference",
+        "nats",
+        "engine in this process: largest difference of a fixed sequence's log-probs from those of the new weights",
+    ),
+    Metric("servers_ready", "servers", "servers that hold the present weights and answer"),
+    Metric("servers_lost", "servers", "servers that stopped answering"),
+    Metric("requests", "requests", "requests sent to servers, repeated ones included"),
+    Metric("retries", "requests", "requests sent once more, after a failure or an unsound answer"),
+    Metric("aborted", "requests", "answers a server broke off, whose rows were asked again"),
+    Metric("seconds_update", "s", "wall time until every server held the new weights, or was given up"),
+)
 
 
 class ExternalEngine(Engine):

@@ -15,8 +15,15 @@ from typing import Any
 
 import torch
 
+from components.engine.base import ENGINE_METRICS
 from components.engine.served.dialect import ScoreAnswer, ScoreAsk
-from components.engine.served.external import ExternalEngine, ExternalPolicy, check_score, reference_logprobs
+from components.engine.served.external import (
+    EXTERNAL_METRICS,
+    ExternalEngine,
+    ExternalPolicy,
+    check_score,
+    reference_logprobs,
+)
 from components.engine.served.rows import Ask, Rows
 from components.engine.served.served import PROBE_TOKENS, Servers, ServerSettings
 from components.engine.sglang import wire
@@ -52,6 +59,8 @@ class SGLangEngine(ExternalEngine):
     because SGLang runs in its deterministic mode. Its engine in this process has run on a CPU only, where SGLang needs
     stand-ins for CUDA packages.
     """
+
+    metrics = (*ENGINE_METRICS, *EXTERNAL_METRICS)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ServerSettings):

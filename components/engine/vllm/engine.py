@@ -16,15 +16,23 @@ import torch
 from torch import Tensor
 
 from components.engine.adapters import AdapterSettings, merged
+from components.engine.base import ENGINE_METRICS
 from components.engine.served.channel import FileChannel, as_sent, sample_checksum, sample_names
 from components.engine.served.dialect import ScoreAnswer, ScoreAsk
-from components.engine.served.external import ExternalEngine, ExternalPolicy, check_score, reference_logprobs
+from components.engine.served.external import (
+    EXTERNAL_METRICS,
+    ExternalEngine,
+    ExternalPolicy,
+    check_score,
+    reference_logprobs,
+)
 from components.engine.served.rows import Answer, Ask, Rows
 from components.engine.served.served import PROBE_TOKENS, Servers, ServerSettings
 from components.engine.vllm.server import VllmDialect
 from components.models.load import resolve_model_path
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Weights
 
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
@@ -42,6 +50,13 @@ class VllmEngine(ExternalEngine):
     `lora.publish=adapter` only LoRA adapters come, one per version, on weights that are loaded once. `sleep` works on
     GPUs only and has not been run on one.
     """
+
+    metrics = (
+        *ENGINE_METRICS,
+        Metric("prefill_tokens", "tokens", "prompt tokens passed through the model, engine in this process"),
+        Metric("cached_tokens", "tokens", "prompt tokens that vLLM's prefix cache held"),
+        *EXTERNAL_METRICS,
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ServerSettings):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from components.learner.hf.model import LearnerModel, Lora
-from components.learner.metrics import Mismatch, MismatchGuard
+from components.learner.metrics import LEARNER_METRICS, Mismatch, MismatchGuard
 from components.learner.objective import Meters, Objective
 from components.learner.optimizer import Optimizer, OptimizerSettings
 from components.learner.step import Outputs, RolloutPass, check_settings
@@ -32,6 +32,7 @@ class HFLearner(Component):
     """
 
     placement = "collective"
+    metrics = LEARNER_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from components.learner.megatron.clock import ComputeClock
 from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.metrics import Mismatch, MismatchGuard
+from components.learner.metrics import LEARNER_METRICS, Mismatch, MismatchGuard
 from components.learner.objective import Meters, Objective
 from components.learner.optimizer import OptimizerSettings
 from components.learner.packing.pack import PackedBatch
@@ -22,6 +22,7 @@ from components.learner.step import Outputs, RolloutPass, check_settings
 from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Trajectories, Weights, check_aligned
 
 
@@ -36,6 +37,11 @@ class MegatronLearner(Component):
     """
 
     placement = "collective"
+    metrics = (
+        *LEARNER_METRICS,
+        Metric("bubble", "share", "time of the passes in which a pipeline rank did not compute, mean over ranks"),
+        Metric("bubble_max", "share", "the same of the most idle rank"),
+    )
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

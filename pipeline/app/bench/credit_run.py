@@ -147,7 +147,7 @@ class _Pass:
         if not wire.delay:
             return self.outputs[wire.source][wire.output]
         node = self.experiment.graph[wire.source]
-        if any(isinstance(t, type) and issubclass(t, Weights) for t in node.sockets.outputs[wire.output].types):
+        if node.sockets.outputs[wire.output].carries(Weights):
             return self.weights
         return set_origin(self.runner(node).initial()[wire.output], f"{wire.source}.{wire.output}")
 
@@ -155,11 +155,7 @@ class _Pass:
         """Tokens that all engines have counted so far."""
         total = Cost()
         for runner in self.runners.values():
-            if any(
-                isinstance(t, type) and issubclass(t, Policy)
-                for s in runner.node.sockets.outputs.values()
-                for t in s.types
-            ):
+            if runner.node.outputs_of(Policy):
                 total += Cost(**{k: runner.context.metrics.get(k, 0.0) for k in COUNTED})
         return total
 

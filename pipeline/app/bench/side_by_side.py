@@ -153,7 +153,7 @@ class _Source:
     def _first(self, kind: type) -> Any:
         for node in self.replay.graph.nodes:
             for output, socket in node.sockets.outputs.items():
-                if any(isinstance(t, type) and issubclass(t, kind) for t in socket.types):
+                if socket.carries(kind):
                     return self.replay.value(Wire(node.name, output), self.iteration, "credit")
         raise ConfigError(
             f"{self.replay.path}: its graph has no {kind.__name__}; wanted a run that samples and judges."
@@ -204,10 +204,7 @@ def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth |
 
 
 def _samples_rollouts(node: Node) -> bool:
-    makes = any(
-        isinstance(t, type) and issubclass(t, Trajectories) for s in node.sockets.outputs.values() for t in s.types
-    )
-    return makes and "policy" in node.wires
+    return bool(node.outputs_of(Trajectories)) and "policy" in node.wires
 
 
 def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Tensor, known: Truth | None) -> Column:
@@ -277,11 +274,10 @@ def _given(experiment: Experiment, source: _Source) -> dict[tuple[str, str], Any
     found: dict[tuple[str, str], Any] = {}
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
-            types = [t for t in socket.types if isinstance(t, type)]
             for kind, stand_in in ((Policy, source.policy), (Verifier, source.verifier), (Prompts, source.prompts)):
-                if any(issubclass(t, kind) for t in types):
+                if socket.carries(kind):
                     found[node.name, output] = stand_in
-            if node in samplers and any(issubclass(t, Trajectories) for t in types):
+            if node in samplers and socket.carries(Trajectories):
                 place = f"{experiment.run.name}.{node.name}"
                 if same:
                     found[node.name, output] = source.replay.value(

@@ -227,7 +227,7 @@ def _chosen(choices: Choices, own: Engine, values: Mapping[str, Any]) -> Engine:
 def _policy_output(cls: type) -> str:
     """The output of a component that is a policy, "" when it has none."""
     for name, socket in sockets_of(cls).outputs.items():
-        if any(isinstance(t, type) and issubclass(t, Policy) for t in socket.types):
+        if socket.carries(Policy):
             return name
     return ""
 

@@ -196,7 +196,7 @@ def test_reserved_names_and_too_many_nodes() -> None:
         ),
         (
             "sampler.failure",
-            "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'seed'. Did you mean 'failures'?",
+            "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'failure'. Did you mean 'failures'?",
         ),
         ("rewards.rewards", "localizer.failures: wire 'rewards.rewards' carries Rewards; wanted Trajectories."),
         (

@@ -81,7 +81,8 @@ def test_index_of_names_what_is_missing() -> None:
     batch = Batch(uid=tensor(5, 3))
     object.__setattr__(batch, "origin", "sampler.failures")
     with pytest.raises(
-        AlignmentError, match=r"^sampler\.failures: no row for uid \[4, 9\]… \(2 missing\); wanted every referenced uid\."
+        AlignmentError,
+        match=r"^sampler\.failures: no row for uid \[4, 9\]… \(2 missing\); wanted every referenced uid\.",
     ):
         batch.index_of(tensor(3, 9, 4))
     with pytest.raises(AlignmentError, match=r"^Batch: no row for uid \[1\]… \(1 missing\)"):

@@ -81,7 +81,9 @@ def test_token_texts_of_different_tokenizers_do_not_mix(make_run):
 
 def test_too_much_for_one_file_takes_spaced_iterations_and_says_so(make_run):
     run = read_run(make_run(iterations=6))
-    size = sum(f.stat().st_size for (n, _), f in run.files.items() if n.endswith(("trajectories", "failures", "credit")))
+    size = sum(
+        f.stat().st_size for (n, _), f in run.files.items() if n.endswith(("trajectories", "failures", "credit"))
+    )
     found = collect([run], max_bytes=size / 2)
     assert sorted(set(found.rows["iteration"])) == [0, 2, 5]
     assert run.notes == ["rollouts of 3 of 6 recorded iterations are shown, evenly spaced, to keep the file small"]
