@@ -156,7 +156,7 @@ class Composite(Component):
         for i, part in enumerate(self.config.parts):
             place = f"node '{context.node}': parts[{i}]"
             kind = load_class(part.use)
-            settings, problems = build_config(kind.Config, part.config, f"{place}.config")  # type: ignore[attr-defined]
+            settings, problems = build_config(kind.Config, part.config, f"{place}.config")
             if problems:
                 raise ConfigError("\n".join(problems))
             node = kind(settings)
@@ -168,7 +168,7 @@ class Composite(Component):
         assert self._nodes is not None
         verifiers = []
         for part, node in zip(self.config.parts, self._nodes, strict=True):
-            outputs = node.run()  # type: ignore[attr-defined]
+            outputs = node.run()
             if not isinstance(getattr(outputs, "verifier", None), Verifier):
                 raise ConfigError(
                     f"node '{self.context.node}': {part.use} returns no verifier; choose one of `creditgraph components verifier`."

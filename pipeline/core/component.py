@@ -234,6 +234,7 @@ class Component:
         """No settings."""
 
     config: Any
+    run: Callable[..., Any]  # every subclass defines it; its signature declares the sockets
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config

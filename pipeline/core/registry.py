@@ -10,6 +10,7 @@ import importlib
 import re
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from pipeline.core.errors import ConfigError, did_you_mean
 
@@ -91,7 +92,7 @@ def target_of(use: str) -> str:
     )
 
 
-def load_class(use: str) -> type:
+def load_class(use: str) -> Any:
     """Imports the class behind a graph's `use`."""
     module_name, class_name = target_of(use).split(":")
     try:

@@ -10,7 +10,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from pipeline.core.component import same_rows
+from pipeline.core.component import Component, Placement, same_rows
 from pipeline.core.errors import ConfigError
 from pipeline.core.settings import type_text
 
@@ -143,7 +143,7 @@ class Node:
 
     name: str
     use: str
-    cls: type
+    cls: type[Component]
     config: Any
     wires: dict[str, list[Wire]]
     settings: dict[str, Any]
@@ -151,7 +151,7 @@ class Node:
     @property
     def sockets(self) -> Sockets:
         """Inputs and outputs of the class."""
-        return sockets_of(self.cls)
+        return sockets_of(self.cls)  # type: ignore[arg-type]  # mypy checks the __hash__ of instances
 
     @property
     def all_wires(self) -> list[tuple[str, Wire]]:
@@ -163,6 +163,6 @@ class Node:
         return [name for name, socket in self.sockets.outputs.items() if socket.carries(kind)]
 
     @property
-    def placement(self) -> str:
-        """Placement: "replica" or "collective", see `Component`."""
-        return str(getattr(self.cls, "placement", "replica"))
+    def placement(self) -> Placement:
+        """ "replica" or "collective", see `Component`."""
+        return self.cls.placement

@@ -11,11 +11,26 @@ class Trace(Protocol):
     """Spans of one rank, from any of its threads; see `pipeline.run.timeline`."""
 
     def span(
-        self, name: str, phase: str, iteration: int | None = None, least: float = 0.0, role: str = ""
+        self,
+        name: str,
+        phase: str,
+        iteration: int | None = None,
+        least: float = 0.0,
+        role: str = "",
+        node: str = "",
     ) -> AbstractContextManager[Any]:
-        """A context manager around what this thread does; spans nest. One shorter than `least` seconds is not written."""
+        """A context manager around what this thread does; spans nest.
 
-    def waiting(self, name: str, iteration: int | None = None) -> AbstractContextManager[Any]:
+        Args:
+            name: shown in the timeline.
+            phase: such as "generation" or "learning".
+            iteration: by default that of the span around.
+            least: seconds; a shorter span is not written.
+            role: whose clock runs meanwhile, by default what the phase says.
+            node: that this is part of, by default the name.
+        """
+
+    def waiting(self, name: str, iteration: int | None = None, node: str = "") -> AbstractContextManager[Any]:
         """A span of waiting for another lane or rank."""
 
     def write(self, name: str, phase: str, begin: float, end: float, track: str, **details: Any) -> None:
@@ -29,12 +44,18 @@ class NoTrace:
     """The trace of a component outside a run: nothing is kept."""
 
     def span(
-        self, name: str, phase: str, iteration: int | None = None, least: float = 0.0, role: str = ""
+        self,
+        name: str,
+        phase: str,
+        iteration: int | None = None,
+        least: float = 0.0,
+        role: str = "",
+        node: str = "",
     ) -> AbstractContextManager[Any]:
         """Does nothing."""
         return nullcontext()
 
-    def waiting(self, name: str, iteration: int | None = None) -> AbstractContextManager[Any]:
+    def waiting(self, name: str, iteration: int | None = None, node: str = "") -> AbstractContextManager[Any]:
         """Does nothing."""
         return nullcontext()
 

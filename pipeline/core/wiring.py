@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipeline.core.component import Component
 from pipeline.core.errors import did_you_mean
-from pipeline.core.payloads import Credit, Prompts, Trajectories
+from pipeline.core.payloads import Credit, Handle, Prompts, Trajectories
 from pipeline.core.sockets import Node, Socket, Wire
 
 # A batch's rows are those of these outputs, stacked: (node, output, iterations ago).
@@ -82,7 +82,12 @@ def _wire_problems(
         return
     if socket is not None and not socket.accepts(output):
         yield f"{place}: wire '{wire}' carries {output.type_text}; wanted {replace(socket, is_list=False).type_text}."
-    if wire.delay and _has_no_initial(source.cls):
+    if wire.delay and output.carries(Handle):
+        yield (
+            f"{place}: wire '{wire}' delays a {output.type_text}, a handle whose past cannot be kept; delay the weights "
+            "it is made of instead."
+        )
+    elif wire.delay and _has_no_initial(source.cls):
         yield (
             f"{place}: wire '{wire}' reads an earlier iteration, but {source.use} defines no initial() to start from; "
             f"remove '@{wire.delay}' or define {source.cls.__name__}.initial."

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always; `pipeline/app/trackers.py` has wandb and TensorBoard."""
+"""The run's own numbers, and where all numbers go: metrics.jsonl always; `pipeline/app/trackers.py` has wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pipeline.core.metric import Metric
 from pipeline.run.run_directory import writing
+
+EXECUTOR_METRICS = (
+    Metric("iteration", "number", "the iteration, from 0; the final pass has the number of iterations"),
+    Metric("seconds/<node>", "s", "wall time of the node's `run`; of several replicas the longest"),
+    Metric("seconds/iteration", "s", "wall time since the iteration before was logged"),
+    Metric("seconds/cpu", "s", "processor time of this process, all threads, in `seconds/iteration`; no phase of it"),
+    Metric(
+        "seconds/executor",
+        "s",
+        "wall time of the executor between nodes, and of writing the metrics of the iteration before",
+    ),
+    Metric("seconds/checkpoint", "s", "wall time of the checkpoint that the iteration before made"),
+    Metric("seconds/waiting_<lane>", "s", "wall time in which a lane (generation, learning) waited for the other one"),
+    Metric(
+        "utilisation/engine",
+        "share",
+        "time since the iteration before in which the engine took weights, generated or scored",
+    ),
+    Metric("utilisation/learner", "share", "time in which the learner ran"),
+    Metric("utilisation/credit", "share", "time in which verifiers, rewards and credit nodes ran"),
+    Metric("utilisation/waiting", "share", "time in which the main lane waited for the other lane or for other ranks"),
+    Metric(
+        "rejected/<node>", "rows", "rows the node skipped in this iteration; rejected.jsonl has each with its reason"
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

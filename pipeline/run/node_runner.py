@@ -14,7 +14,7 @@ from pipeline.core.errors import CreditgraphError
 from pipeline.core.payloads import Handle, Payload
 from pipeline.core.sockets import Node
 from pipeline.run.checkpoint import Encoded, encode
-from pipeline.run.timeline.timeline import phase_of
+from pipeline.run.timeline.spans import phase_of
 
 
 class ContractError(CreditgraphError):
@@ -52,7 +52,7 @@ class NodeRunner:
         self.context = context
         self.component: Any = None
         self.seconds = 0.0
-        self.phase = phase_of(node.use, node.placement)
+        self.phase = phase_of(node)
 
     def setup(self) -> None:
         """Builds the component and lets it load its models and files."""

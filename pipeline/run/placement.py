@@ -18,7 +18,7 @@ from pipeline.core.graph import Graph
 from pipeline.core.payloads import Batch, Handle, Payload, Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import Encoded, decode, encode
-from pipeline.run.distributed.team import Lane, Team
+from pipeline.run.distributed.team import Collectives, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain
 from pipeline.run.node_runner import NodeReport, set_origin
@@ -27,8 +27,8 @@ from pipeline.run.values import Values, as_inputs
 InFlight = dict[tuple[str, str, int], Any]
 
 
-class Placement:
-    """A graph on the ranks of a team.
+class RankView:
+    """A graph as one rank of a team sees it.
 
     Attributes:
         nodes: those that run on this rank: all on a leader, collective ones elsewhere.
@@ -36,18 +36,20 @@ class Placement:
     """
 
     def __init__(self, graph: Graph, team: Team) -> None:
-        self.graph, self.team, self.ranks = graph, team, team.ranks
+        self.graph = graph
+        self.team = team
+        self.ranks = team.ranks
         self.first = self.ranks.rank == 0
         self.nodes = tuple(n for n in graph.nodes if self.ranks.leader or n.placement == "collective")
         self.many = self.ranks.num_replicas > 1
-        self._lanes: dict[str, Lane] = {name: team.lane(name) for name in ("generation", "learning")}
+        self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
         self._lane_of = graph.lanes()
         for node in graph.nodes:
             self._refuse_handles(node)
 
-    def lane(self, node: str) -> Lane:
+    def collectives(self, node: str) -> Collectives:
         """Communication of a node's lane."""
-        return self._lanes[self._lane_of[node]]
+        return self._collectives[self._lane_of[node]]
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
         """What a node gets; a collective node the batches of all replicas."""
@@ -61,7 +63,7 @@ class Placement:
         sent = values.read(node, iteration, remote) if self.ranks.leader else {}
         wires = [(socket, wire) for socket, wire in node.all_wires if remote(wire)]
         if wires:
-            parts = self.lane(node.name).to_all([sent[wire] for _, wire in wires] if self.ranks.leader else [])
+            parts = self.collectives(node.name).to_all([sent[wire] for _, wire in wires] if self.ranks.leader else [])
             for (_, wire), *found in zip(wires, *parts, strict=True):
                 local[wire] = set_origin(join(found), f"{wire.source}.{wire.output}")
         return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
@@ -70,7 +72,7 @@ class Placement:
         """What rank 0 records of an output: a batch of all replicas, else its own value. Every leader calls it."""
         if not self.many or node.placement == "collective" or not _is_sendable(value):
             return value
-        parts = self.lane(node.name).to_first(value)
+        parts = self.collectives(node.name).to_first(value)
         return None if parts is None else set_origin(join(parts), value.origin)
 
     def merge(self, reports: dict[str, NodeReport]) -> dict[str, NodeReport]:
@@ -86,7 +88,7 @@ class Placement:
             n: [{k: [v, 1] for k, v in r.metrics.items()}, plain(r.rejected), r.seconds, sorted(r.counts)]
             for n, r in mine.items()
         }
-        folded = self._lanes["learning"].fold_to_first(packed, _fold)
+        folded = self._collectives["learning"].fold_to_first(packed, _fold)
         return reports if folded is None else reports | {name: _unpacked(*folded[name]) for name in mine}
 
     # Checkpoints
@@ -96,7 +98,7 @@ class Placement:
         if not self.many or not self.ranks.leader:
             return dict(snapshots)
         mine = {g: s for g, s in snapshots.items() if self.graph[g.removeprefix("node.")].placement == "replica"}
-        lane = self._lanes["learning"]
+        lane = self._collectives["learning"]
         digests = lane.among_leaders({group: _digest(state) for group, state in mine.items()})
         odd = {group for group in mine for other in digests if other.get(group) != digests[0].get(group)}
         if not odd:
@@ -114,12 +116,12 @@ class Placement:
         own = {k: v for k, v in held.items() if self.graph[k[0]].placement == "replica"}
         if not own:
             return groups
-        parts = self._lanes["learning"].to_first(own) or []
+        parts = self._collectives["learning"].to_first(own) or []
         return groups | {
             f"values@{r}": encode(part, "values in flight", copy=False) for r, part in enumerate(parts) if r
         }
 
-    def wanted(self, group: str) -> bool:
+    def wants_group(self, group: str) -> bool:
         """Whether this rank reads a group of a checkpoint."""
         name, _, replica = group.partition("@")
         if name == "values":

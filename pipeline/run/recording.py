@@ -32,7 +32,7 @@ from pipeline.core.payloads import Handle, Payload, Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import class_name, payload_class
 from pipeline.run.run_directory import writing
-from pipeline.run.timeline.timeline import BRIEF
+from pipeline.run.timeline.spans import BRIEF
 
 KEY = b"creditgraph"
 FORMAT = 1

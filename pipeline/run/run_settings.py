@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,16 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.run.checkpoint import CheckpointSettings
 from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
 from pipeline.run.recording import RecordSettings
-from pipeline.run.timeline.timeline import TraceSettings
-
-Status = Literal["finished", "interrupted", "preempted"]
-STOPS: tuple[Status | None, ...] = (None, "preempted", "interrupted")
-EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "preempted": 75}
-AGAIN: dict[Status, str] = {
-    "interrupted": "Ctrl-C once more ends it at once",
-    "preempted": "start the run again to continue",
-}
-SIGNALS: dict[int, Status] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted"}
+from pipeline.run.timeline.spans import TraceSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,23 +102,3 @@ class Silent:
 
     def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
         """Does nothing."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How `Executor.run` ended.
-
-    Attributes:
-        status: "finished", "interrupted" (Ctrl-C) or "preempted" (SIGTERM, SIGUSR1).
-        completed: number of iterations that are done and checkpointed.
-        final: metrics of the final evaluation pass, empty when there was none.
-    """
-
-    status: Status
-    completed: int
-    final: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def exit_code(self) -> int:
-        """0, 130 (Ctrl-C) or 75 (preempted: start again to continue)."""
-        return EXIT_CODES[self.status]

@@ -92,7 +92,7 @@ class Replay:
         self._iterations = self.experiment.run.iterations if iterations is None else iterations
         node = self.graph[name]
         if settings:
-            config, problems = build_config(node.cls.Config, deep_merge(node.settings, dict(settings)), name)  # type: ignore[attr-defined]
+            config, problems = build_config(node.cls.Config, deep_merge(node.settings, dict(settings)), name)
             if problems:
                 raise ConfigError("\n".join(problems))
             node = dataclasses.replace(node, config=config)

@@ -17,8 +17,8 @@ from typing import Any
 
 from pipeline.core.errors import ConfigError
 from pipeline.run.run_directory import write_aside
-from pipeline.run.run_settings import EXIT_CODES
 from pipeline.run.session import Replay, parse_settings
+from pipeline.run.stops import EXIT_CODES
 
 # Named by text: pipeline/ imports nothing of components/.
 SUITES = "pipeline.app.evaluate.command"

@@ -9,7 +9,7 @@ from pipeline.app.report.page import visible, write_report
 from pipeline.app.report.source import read_run
 from pipeline.app.report.timelines import merge_traces
 from pipeline.core.errors import RunError
-from pipeline.run.timeline.timeline import trace_files
+from pipeline.run.timeline.files import trace_files
 
 
 def main(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.app.cluster.render import ENDED
 from pipeline.app.cluster.slurm import NOTES, Note, states
 from pipeline.run.run_directory import lock_holder
-from pipeline.run.timeline import timeline
+from pipeline.run.timeline.heartbeat import where
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def describe(run: Path) -> str:
 
 def progress(run: Path) -> list[str]:
     """How many iterations are done, and where the ranks are."""
-    last, place = last_metrics(run / "metrics.jsonl"), timeline.where(run)
+    last, place = last_metrics(run / "metrics.jsonl"), where(run)
     done = [f"  iteration {last.get('iteration', '?')} done{age(run / 'metrics.jsonl')}"] if last else []
     return done + ([f"  {place}"] if place else [])
 

@@ -104,7 +104,7 @@ def _ask(checked: Checked, use: str, context: Context) -> None:
     component: Component = load_class(use)()
     component.setup(context)
     try:
-        verifier: Verifier = component.run().verifier  # type: ignore[attr-defined]
+        verifier: Verifier = component.run().verifier
         rows = checked.loaded.rows
         for start in range(0, len(rows), 1000):
             part = rows[start : start + 1000]

@@ -76,7 +76,7 @@ def preview(experiment: Experiment, count: int) -> Preview:
     if node is None:
         raise ConfigError(f"preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
     tokenizer = load_tokenizer(experiment.model)
-    component = node.cls(node.config)
+    component: Any = node.cls(node.config)
     component.setup(Context(node=node.name, seed=experiment.run.seed, model=experiment.model, data=experiment.data))
     shown: list[Shown] = []
     while len(shown) < min(count, len(component.rows)):

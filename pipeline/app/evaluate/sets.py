@@ -177,7 +177,7 @@ class Verifiers:
         if key not in self._started:
             component = self._build(verifier, place)
             component.setup(Context(node="verifier", model=self._spec))
-            outputs: Any = component.run()  # type: ignore[attr-defined]
+            outputs: Any = component.run()
             verifiers = [
                 v for v in (getattr(outputs, f.name) for f in dataclasses.fields(outputs)) if isinstance(v, Verifier)
             ]

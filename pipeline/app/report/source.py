@@ -18,7 +18,7 @@ from pipeline.core.graph import Graph
 from pipeline.run.metrics import read_metrics
 from pipeline.run.recording import KEY, from_arrow
 from pipeline.run.run_directory import lock_holder
-from pipeline.run.timeline.timeline import trace_files
+from pipeline.run.timeline.files import trace_files
 
 Key = tuple[str, int]  # ("node.output", iteration)
 

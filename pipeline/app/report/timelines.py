@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipeline.app.report.source import RunSource
 from pipeline.run.run_directory import writing
-from pipeline.run.timeline.timeline import read_trace, trace_files
+from pipeline.run.timeline.files import read_trace, trace_files
 
 MOST_SPANS = 12_000  # of a page
 MOST_RANKS = 16  # that are read

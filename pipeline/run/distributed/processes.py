@@ -18,10 +18,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from pipeline.core.component import Ranks
 from pipeline.core.errors import CreditgraphError
-from pipeline.run.distributed.team import DistributedError, Lane, Rendezvous, Team
+from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
 from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
 from pipeline.run.distributed.wire_format import pack, unpack
-from pipeline.run.timeline.timeline import where
+from pipeline.run.timeline.heartbeat import where
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 
@@ -69,11 +69,11 @@ class Processes(Team):
             ) from error
         self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks)
         self._everyone = dist.new_group(backend="gloo", timeout=limit)
-        self._lanes = {name: _Lane(ranks, limit) for name in ("generation", "learning")}
+        self._collectives = {name: _Collectives(ranks, limit) for name in ("generation", "learning")}
 
-    def lane(self, name: str) -> Lane:
+    def collectives(self, lane: str) -> Collectives:
         """Communication for one lane."""
-        return self._lanes[name]
+        return self._collectives[lane]
 
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers."""
@@ -131,7 +131,7 @@ class Processes(Team):
         return f" ({told})" if told else ""
 
 
-class _Lane(Lane):
+class _Collectives(Collectives):
     def __init__(self, ranks: Ranks, timeout: timedelta) -> None:
         self._ranks = ranks
         size = ranks.per_replica

@@ -24,7 +24,7 @@ from pipeline.core.component import MAX_REPLICAS, Ranks
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.graph import Graph
 
-__all__ = ["DistributedError", "Lane", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
+__all__ = ["Collectives", "DistributedError", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
 
 _FIRST_PORT, _PORTS = 20000, 20000
 
@@ -153,8 +153,8 @@ def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
     return Ranks(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, num_replicas=replicas)
 
 
-class Lane:
-    """Communication of one lane; for one rank there is nobody to talk to. Values are what a checkpoint can hold."""
+class Collectives:
+    """Communication between the ranks of one lane; for one rank there is nobody to talk to. Values are what a checkpoint can hold."""
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks with this position in every replica."""
@@ -187,9 +187,9 @@ class Team:
         self.ranks = ranks or Ranks()
         self.folder: Path | None = None  # run directory, for what the ranks say of themselves there
 
-    def lane(self, name: str) -> Lane:
+    def collectives(self, lane: str) -> Collectives:
         """Communication for one lane, so that lanes that overlap never interleave."""
-        return Lane()
+        return Collectives()
 
     def most(self, number: int) -> int:
         """The largest of all ranks' numbers. Main thread only, like the next two."""

@@ -176,6 +176,14 @@ def test_reserved_names_and_too_many_nodes() -> None:
     assert only(many) == "nodes: found 129; wanted at most 128."
 
 
+def test_a_delayed_handle_is_refused(srpo):
+    srpo["sampler"]["in"]["policy"] = "engine.policy@1"
+    (problem,) = problems(srpo)
+    assert problem.startswith(
+        "sampler.policy: wire 'engine.policy@1' delays a Policy, a handle whose past cannot be kept"
+    )
+
+
 @pytest.mark.parametrize(
     ("wire", "text"),
     [

@@ -11,7 +11,8 @@ import pytest
 from pipeline.core.metric import definition
 from pipeline.core.registry import BUILTIN, load_class
 from pipeline.run.compose import build_experiment, compose
-from pipeline.run.executor import EXECUTOR_METRICS, Executor
+from pipeline.run.executor import Executor
+from pipeline.run.metrics import EXECUTOR_METRICS
 from pipeline.run.run_directory import RunDirectory
 
 DEFINITIONS = {use: load_class(use).metrics for use in BUILTIN}

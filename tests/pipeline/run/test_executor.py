@@ -156,7 +156,7 @@ def test_a_missing_initial_value_is_a_sentence():
     graph = toy.make_graph(2)
     nodes = tuple(replace(n, cls=NoStart) if n.name == "learner" else n for n in graph.nodes)
     with pytest.raises(
-        ConfigError, match=r"learner\.weights: read with '@2', but initial\(\) of toy:Learn gives no value for it"
+        ConfigError, match=r"learner\.weights: read with '@2', but initial\(\) of toy:Learn returns no value for it"
     ):
         run_in_memory(Graph(nodes))
 
@@ -164,18 +164,6 @@ def test_a_missing_initial_value_is_a_sentence():
 @dataclass(frozen=True, kw_only=True)
 class PolicyOut:
     policy: Policy
-
-
-def test_a_delayed_handle_is_refused():
-    class Engine(Component):
-        def run(self) -> PolicyOut: ...
-
-    class Reader(Component):
-        def run(self, *, policy: Policy) -> None: ...
-
-    graph = Graph((toy.node("engine", Engine), toy.node("reader", Reader, {"policy": "engine.policy@1"})))
-    with pytest.raises(ConfigError, match=r"reader\.policy: wire 'engine\.policy@1' delays a Policy, a handle"):
-        Executor(graph, RunSettings())
 
 
 def test_more_iterations_continue_a_finished_run(tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 
 from pipeline.core.graph import Graph
-from pipeline.run.distributed.team import Lane, Ranks, Team
+from pipeline.run.distributed.team import Collectives, Ranks, Team
 from pipeline.run.node_runner import NodeReport
-from pipeline.run.placement import Placement
+from pipeline.run.placement import RankView
 
 
 def report(replica):
@@ -14,7 +14,7 @@ def report(replica):
     return NodeReport(metrics, [{"row": replica}], metrics["seconds/score"], {"score/rows"})
 
 
-class OfAll(Lane):
+class OfAll(Collectives):
     """Rank 0's lane, with the other replicas' values made on the spot, folded as a tree."""
 
     def __init__(self, replicas):
@@ -33,13 +33,13 @@ class OfAll(Lane):
 
 
 class Made(Team):
-    def lane(self, name):
+    def collectives(self, name):
         return OfAll(self.ranks.num_replicas)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_merged_reports_are_sums_means_and_the_slowest(replicas):
-    place = Placement(Graph(()), Made(Ranks(world=replicas, num_replicas=replicas)))
+    place = RankView(Graph(()), Made(Ranks(world=replicas, num_replicas=replicas)))
     found = place.merge({"score": report(0)})["score"]
     all_of_them = [report(r) for r in range(replicas)]
     odd = [3.0 * r for r in range(replicas) if r % 2]

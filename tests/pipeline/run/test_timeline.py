@@ -12,8 +12,10 @@ import toy_graph as toy
 
 from pipeline.run.distributed.team import Team
 from pipeline.run.metrics import read_metrics
-from pipeline.run.timeline import timeline
-from pipeline.run.timeline.timeline import Timeline, TraceSettings, cut_torn_line, read_trace, trace_files, where
+from pipeline.run.timeline import clocks, files, heartbeat, spans
+from pipeline.run.timeline.files import cut_torn_line, read_trace, trace_files
+from pipeline.run.timeline.heartbeat import where
+from pipeline.run.timeline.spans import Timeline, TraceSettings
 
 
 def spans_of(run):
@@ -56,7 +58,7 @@ def test_overlapping_lanes_are_tracks_of_spans_that_nest(tmp_path):
     by_lane = defaultdict(set)
     for e in spans:
         by_lane[named[e["tid"]]].add((e["name"], e["cat"], e["args"].get("iteration")))
-    assert {("score", "other", i) for i in range(6)} <= by_lane["generation"]
+    assert {("score", "verification", i) for i in range(6)} <= by_lane["generation"]
     assert {("learner", "learning", i) for i in range(6)} <= by_lane["main"]
     assert ("checkpoint", "checkpoint", 2) in by_lane["main"]
     assert ("score.rewards", "recording", 0) in by_lane["recorder"]
@@ -67,7 +69,7 @@ def test_shares_are_of_the_iteration_and_in_the_metrics(tmp_path):
     rows = [r for r in read_metrics(tmp_path / "r" / "metrics.jsonl") if "seconds/iteration" in r]
     for row in rows:
         assert {k: True for k in row if k.startswith("utilisation/")} == {
-            f"utilisation/{r}": True for r in timeline.REPORTED
+            f"utilisation/{r}": True for r in spans.REPORTED
         }
         # Both clocks are read a moment apart, and a busy machine makes the moment long.
         assert 0.5 * 0.02 <= row["utilisation/learner"] * row["seconds/iteration"] <= 2 * row["seconds/learner"]
@@ -138,7 +140,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplo
             raise OSError(28, "No space left on device")
         return write(file, data)
 
-    monkeypatch.setattr(timeline.os, "write", full)
+    monkeypatch.setattr(files.os, "write", full)
     assert toy.train(tmp_path / "r", 2).status == "finished"
     assert "rank-0.json cannot be written (No space left on device); the run goes on without it" in caplog.text
 
@@ -150,7 +152,7 @@ def test_a_heartbeat_tells_what_takes_so_long(tmp_path):
         found = None
         while not (found and found["lanes"]):  # the thread beats once a second
             time.sleep(0.02)
-            found = timeline.read_heartbeat(tmp_path / "heartbeat.json")
+            found = heartbeat.read_heartbeat(tmp_path / "heartbeat.json")
     trace.close()
     lane = found["lanes"]["main"]
     assert (lane["node"], lane["iteration"], lane["phase"], lane["inside"]) == ("sampler", 7, "generation", "generate")
@@ -169,7 +171,7 @@ def beat(run, rank, now, node, phase, iteration, since, age=0.5, track="main", a
         "time": now - age,
         "lanes": lanes,
     } | more
-    (run / timeline.name_of(rank)).write_text(json.dumps(note))
+    (run / heartbeat.heartbeat_name(rank)).write_text(json.dumps(note))
 
 
 def test_the_rank_that_others_wait_for_comes_first(tmp_path):
@@ -219,7 +221,7 @@ def test_the_clock_is_rank_0s():
         def from_first(self, value):
             return [t + 3600.0 for t in value]
 
-    assert timeline.clock_offset(Late()) == pytest.approx(3600, abs=1e-3)
+    assert clocks.clock_offset(Late()) == pytest.approx(3600, abs=1e-3)
 
 
 def test_numbers_are_sampled_and_a_broken_probe_ends(tmp_path, caplog):

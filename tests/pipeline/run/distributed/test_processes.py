@@ -16,7 +16,8 @@ from pipeline.run.distributed.team import DistributedError, first_host, plan_ran
 from pipeline.run.distributed.wire_format import join, pack, unpack
 from pipeline.run.metrics import read_metrics
 from pipeline.run.recording import read_payload
-from pipeline.run.timeline.timeline import heartbeats, read_trace
+from pipeline.run.timeline.files import read_trace
+from pipeline.run.timeline.heartbeat import heartbeats
 
 RANK_GRAPH = Path(__file__).parents[2] / "toys" / "rank_graph.py"
 

@@ -1,0 +1,144 @@
+"""The states of nodes between the end of an iteration and the checkpoint that holds them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from time import perf_counter
+
+from pipeline.core.graph import Graph
+from pipeline.core.sockets import Node
+from pipeline.run.checkpoint import SHARDS, Checkpoint, Checkpoints, Encoded, load
+from pipeline.run.node_runner import NodeRunner
+from pipeline.run.placement import RankView
+from pipeline.run.values import Values
+
+logger = logging.getLogger("creditgraph")
+
+States = dict[str, Encoded]  # "node.NAME" → state
+
+
+class Snapshots:
+    """Takes a lane's states when it ends an iteration, and writes checkpoints of both lanes' states.
+
+    All nodes of a lane have run the same iterations when they are taken, so each is one side of a consistent cut.
+
+    Attributes:
+        saved: iteration of the newest checkpoint.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        runners: Mapping[str, NodeRunner],
+        view: RankView,
+        values: Values,
+        checkpoints: Checkpoints | None,
+        every: int,
+    ) -> None:
+        self.saved = -1
+        self._graph = graph
+        self._runners = runners
+        self._view = view
+        self._values = values
+        self._checkpoints = checkpoints
+        self._every = every
+        self._due: dict[tuple[str, int], States] = {}
+        # Of every recent iteration, without the large collective nodes: what a run whose servers are lost still saves.
+        self._recent: dict[tuple[str, int], States] = {}
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest sound checkpoint, as rank 0 sees it; every rank reads the groups it needs."""
+        if self._checkpoints is None:
+            return None
+        team = self._view.team
+        newest = None
+        if self._view.first:
+            self._checkpoints.clean()
+            newest = self._checkpoints.latest()
+        if team.ranks.world == 1:
+            return newest
+        name = team.from_first(newest.path.name if newest else "")
+        if newest is None and name:
+            newest = load(self._checkpoints.path / name, self._view.wants_group, verify=False)
+        return newest
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a checkpoint follows this iteration."""
+        return self._checkpoints is not None and self._every > 0 and (iteration + 1) % self._every == 0
+
+    def take(self, lane: str, nodes: list[Node], iteration: int) -> None:
+        """At the end of a lane's iteration. The generation lane goes on while the checkpoint is written, so it copies."""
+        due = self._states(nodes, copy=lane == "generation") if self.is_due(iteration) else None
+        light = self._states([n for n in nodes if n.placement != "collective"], copy=True)
+        with self._values.changed:
+            self._recent[lane, iteration] = light
+            self._recent.pop((lane, iteration - self._graph.max_delay - 3), None)  # no lane is further ahead of another
+            if due is not None:
+                self._due[lane, iteration] = due
+                self._values.changed.notify_all()
+
+    def take_last(self, lane: str, nodes: list[Node], iteration: int) -> None:
+        """After a lane's last iteration, when no checkpoint was due."""
+        if (lane, iteration) not in self._due:
+            states = self._states(nodes, copy=False)
+            with self._values.changed:
+                self._due[lane, iteration] = states
+                self._values.changed.notify_all()
+
+    def save(self, iteration: int, lanes: Iterable[str], flush: Callable[[], None]) -> float:
+        """Writes the state after `iteration`: both lanes' states and the values in flight on `@k` wires.
+
+        Returns the seconds it took, without those of waiting for the other lane.
+
+        Args:
+            iteration: whose end it is.
+            lanes: that have run it, or are about to.
+            flush: makes records and metrics durable first, so that a checkpoint is never newer than they are.
+        """
+        if self._checkpoints is None:
+            return 0.0
+        keys = [(lane, iteration) for lane in lanes]
+        self._values.wait_until(lambda: all(key in self._due for key in keys))
+        begin = perf_counter()
+        groups = self._view.states({name: state for key in keys for name, state in self._due.pop(key).items()})
+        groups |= self._view.in_flight(self._values.in_flight(iteration))
+        if self._view.first:
+            flush()
+            sharded = any(runner.has_shards for runner in self._runners.values())
+            self._checkpoints.save(iteration, dict(sorted(groups.items())), self._save_shards if sharded else None)
+        else:
+            self._save_shards(self._checkpoints.aside(iteration) / SHARDS)
+        self.saved = iteration
+        return perf_counter() - begin
+
+    def save_finished(self, flush: Callable[[], None]) -> None:
+        """Saves the last finished iteration of a run that cannot go on, unless the learner has gone beyond it."""
+        last = self._values.completed
+        collective = [n for n in self._graph.nodes if n.placement == "collective"]
+        beyond = any(self._runners[n.name].context.iteration != last for n in collective)
+        if self._view.ranks.world > 1 or last <= self.saved or beyond:
+            return  # the newest checkpoint stands
+        lanes = [lane for lane, iteration in self._recent if iteration == last]
+        for lane in lanes:
+            self._due[lane, last] = self._recent[lane, last]
+        self._due[lanes[0], last] |= self._states(collective, copy=False)
+        self._values.error = None  # both lanes have ended
+        self.save(last, lanes, flush)
+        logger.warning("iteration %d, the last finished one, is checkpointed.", last)
+
+    def _states(self, nodes: Iterable[Node], copy: bool) -> States:
+        if self._checkpoints is None:
+            return {}
+        states = {node.name: self._runners[node.name].snapshot(copy) for node in nodes}
+        return {f"node.{name}": state for name, state in states.items() if state is not None}
+
+    def _save_shards(self, folder: Path) -> None:
+        """Every rank writes its parts, between the creation of the folder and the manifest."""
+        sharded = [runner for runner in self._runners.values() if runner.has_shards]
+        if sharded:
+            self._view.team.barrier()
+            for runner in sharded:
+                runner.save_shards(folder)
+            self._view.team.barrier()
