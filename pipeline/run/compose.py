@@ -18,6 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 
@@ -144,7 +146,6 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     dirs = search_dirs(config_dirs)
     parsed = parse_overrides(overrides, dirs)
@@ -154,7 +155,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {' '.join(overrides)}: {_first_lines(error)}") from error
     return finish(values, parsed)
 
@@ -222,6 +223,27 @@ def deep_merge(base: Any, over: Any) -> Any:
     return over
 
 
+def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
+    """Turns ["optimizer.lr=1e-4", "split=2x4"] into nested settings; values are YAML.
+
+    >>> parse_settings(["a.b=1", "a.c=x"])
+    {'a': {'b': 1, 'c': 'x'}}
+    """
+    settings: dict[str, Any] = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"-o {text}: no '='; wanted setting=value, for example -o normalize=mean.")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"-o {text}: the value is not YAML ({str(error).splitlines()[0]}); quote it.") from error
+        for part in reversed(key.split(".")):
+            parsed = {part: parsed}
+        settings = deep_merge(settings, parsed)
+    return settings
+
+
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
     """Checks every section and the graph; all problems in one GraphError."""
     from pipeline.core.component import ModelSpec
@@ -277,7 +299,6 @@ def _check_recipe(config_dirs: list[Path], name: str) -> tuple[str, list[str]]:
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """A YAML mapping, or a ConfigError with file and line."""
-    import yaml
 
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

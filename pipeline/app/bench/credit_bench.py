@@ -27,8 +27,8 @@ from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment
 from pipeline.run.node_runner import NodeFailure
+from pipeline.run.replay import Replay
 from pipeline.run.run_settings import resolve_device
-from pipeline.run.session import Replay
 
 EXACT = "true_values"  # name of the row whose credit is the true advantage itself
 GRADIENT_METRICS = ("cosine", "tokens", "noise", "signal")
@@ -71,7 +71,7 @@ def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel,
         replay = Replay(run)
         try:
             iteration = replay.newest_checkpoint()
-            weights: Weights = replay.value(Wire(learner_of(replay.graph).name, "weights"), iteration, "creditbench")
+            weights: Weights = replay.value(Wire(learner_of(replay.graph).name, "weights"), iteration)
         finally:
             replay.close()
         weights = merged(weights, experiment.model)

@@ -24,7 +24,7 @@ from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
 from pipeline.run.node_runner import NodeFailure, NodeRunner, set_origin
-from pipeline.run.session import Replay
+from pipeline.run.replay import Replay
 from pipeline.run.values import as_inputs
 
 # Samplers whose chains have no structure of their own, so that any chains may stand in for theirs.
@@ -113,7 +113,7 @@ def _compare(
     graph = replay.graph
     wire = learner_of(graph).wires["trajectories"][0]
     iteration = _iteration(replay, wire) if iteration is None else iteration
-    source = _Source(replay, iteration, replay.value(wire, iteration, "credit"))
+    source = _Source(replay, iteration, replay.value(wire, iteration))
     chosen = _choose(source, rows)
     trajectories = source.population.select(chosen)
     known = _truth(source, trajectories, samples)
@@ -154,7 +154,7 @@ class _Source:
         for node in self.replay.graph.nodes:
             for output, socket in node.sockets.outputs.items():
                 if socket.carries(kind):
-                    return self.replay.value(Wire(node.name, output), self.iteration, "credit")
+                    return self.replay.value(Wire(node.name, output), self.iteration)
         raise ConfigError(
             f"{self.replay.path}: its graph has no {kind.__name__}; wanted a run that samples and judges."
         )
@@ -278,11 +278,8 @@ def _given(experiment: Experiment, source: _Source) -> dict[tuple[str, str], Any
                 if socket.carries(kind):
                     found[node.name, output] = stand_in
             if node in samplers and socket.carries(Trajectories):
-                place = f"{experiment.run.name}.{node.name}"
                 if same:
-                    found[node.name, output] = source.replay.value(
-                        Wire(own[node.use].name, output), source.iteration, place
-                    )
+                    found[node.name, output] = source.replay.value(Wire(own[node.use].name, output), source.iteration)
                 else:
                     found[node.name, output] = set_origin(source.population.replace(), f"{node.name}.{output}")
     return found

@@ -16,8 +16,9 @@ from types import FrameType
 from typing import Any
 
 from pipeline.core.errors import ConfigError
+from pipeline.run.compose import parse_settings
+from pipeline.run.replay import Replay
 from pipeline.run.run_directory import write_aside
-from pipeline.run.session import Replay, parse_settings
 from pipeline.run.stops import EXIT_CODES
 
 # Named by text: pipeline/ imports nothing of components/.
@@ -87,7 +88,7 @@ def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
         done = replay.newest_checkpoint() + 1
         metrics: dict[str, float] = {"iteration": float(done)}
         for name in names:
-            metrics |= replay.run(name, done, iterations=done)[2]
+            metrics |= replay.again(name, done, iterations=done).metrics
     finally:
         replay.close()
     for note in replay.notes:

@@ -13,9 +13,9 @@ from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.registry import known_components, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, sockets_of
+from pipeline.run.compose import parse_settings
 from pipeline.run.node_runner import NodeRunner, set_origin
 from pipeline.run.recording import read_payload, write_payload
-from pipeline.run.session import parse_settings
 
 
 def main(options: argparse.Namespace) -> int:

@@ -13,10 +13,11 @@ import torch
 
 from pipeline.core.errors import GraphError
 from pipeline.run.compose import build_experiment, compose
+from pipeline.run.differences import describe_difference
 from pipeline.run.executor import Executor
 from pipeline.run.recording import read_payload
+from pipeline.run.replay import Replay
 from pipeline.run.run_directory import RunDirectory
-from pipeline.run.session import Replay, describe_difference
 
 pytestmark = pytest.mark.xdist_group("partial_runs")  # all but one read the same run
 
@@ -135,13 +136,13 @@ def test_a_replayed_sampler_has_its_groups_in_flight_again(tmp_path):
     path, _ = train(tmp_path)
     for iteration in (0, 1, 4):
         replay = Replay(path)
-        recorded, again, logged = replay.run("sampler", iteration)
+        again = replay.again("sampler", iteration)
         replay.close()
         assert replay.notes == []
         for output in ("trajectories", "prompts"):
-            assert describe_difference(recorded[output], again[output]) == []
+            assert describe_difference(again.recorded[output], again.outputs[output]) == []
         line = metrics(path)[iteration]
-        assert all(value == line[name] for name, value in logged.items() if "seconds" not in name)
+        assert all(value == line[name] for name, value in again.metrics.items() if "seconds" not in name)
     late = metrics(path)[4]
     assert late["sampler/staleness_max"] > 0
     # No response is wholly of the present weights; the tokens that are still show whether engine and learner agree.

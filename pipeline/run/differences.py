@@ -1,0 +1,75 @@
+"""How two payloads differ, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Batch
+
+
+def describe_difference(old: Any, new: Any) -> list[str]:
+    """Sentences on how two payloads differ, field by field; empty when they are bitwise equal."""
+    if isinstance(old, Batch) and isinstance(new, Batch) and type(old) is type(new):
+        if not torch.equal(old.uid, new.uid):
+            return [
+                f"rows differ: {len(old)} recorded, {len(new)} now, {len(set(old.uid.tolist()) & set(new.uid.tolist()))} in common"
+            ]
+        lines = []
+        for field in dataclasses.fields(old):
+            lines += _field_difference(field.name, getattr(old, field.name), getattr(new, field.name), old.uid)
+        return lines
+    if dataclasses.is_dataclass(old) and type(old) is type(new):
+        lines = []
+        for field in dataclasses.fields(old):
+            if "seconds" not in field.name:
+                lines += _field_difference(field.name, getattr(old, field.name), getattr(new, field.name), None)
+        return lines
+    return [] if old == new else [f"{old!r} → {new!r}"]
+
+
+def _field_difference(name: str, old: Any, new: Any, uid: Tensor | None) -> list[str]:
+    if isinstance(old, Jagged) and isinstance(new, Jagged):
+        if old.equal(new):
+            return []
+        same = old.lengths == new.lengths if len(old) == len(new) else torch.zeros(len(old), dtype=torch.bool)
+        if not bool(same.all()):
+            return [f"{name}: lengths differ in {int((~same).sum())} of {len(old)} rows"]
+        return _numbers(name, old.values, new.values, old.row_ids, uid)
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        if old.shape == new.shape and torch.equal(torch.nan_to_num(old), torch.nan_to_num(new)):
+            return []
+        if old.shape != new.shape:
+            return [f"{name}: shape {tuple(old.shape)} → {tuple(new.shape)}"]
+        return _numbers(name, old, new, torch.arange(len(old)), uid)
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = [f"{name}.{k}: only {'recorded' if k in old else 'now'}" for k in sorted(old.keys() ^ new.keys())]
+        for key in sorted(old.keys() & new.keys()):
+            lines += _field_difference(f"{name}.{key}", old[key], new[key], uid)
+        return lines
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        return (
+            [f"{name}: {len(changed)} of {len(old)} rows differ, first {old[changed[0]]!r} → {new[changed[0]]!r}"]
+            if changed
+            else []
+        )
+    return [] if old == new else [f"{name}: {old!r} → {new!r}"]
+
+
+def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | None) -> list[str]:
+    changed = (old != new) & ~(old.isnan() & new.isnan()) if old.is_floating_point() else old != new
+    first = int(changed.nonzero()[0])
+    row = int(rows[first])
+    where = f"uid {int(uid[row])}" if uid is not None else f"row {row}"
+    a, b = old.double(), new.double()
+    largest = float((a - b).abs().nan_to_num().max())
+    return [
+        f"{name}: {int(changed.sum())} of {len(old)} values in {len(set(rows[changed].tolist()))} rows differ, largest |Δ| {largest:.4g}, "
+        f"mean {float(a.mean()):.4g} → {float(b.mean()):.4g}; first at {where}: {float(a[first]):.4g} → "
+        f"{float(b[first]):.4g}"
+    ]

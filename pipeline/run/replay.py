@@ -1,0 +1,155 @@
+"""One node of a finished run again, on its recorded inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.component import Component
+from pipeline.core.errors import ConfigError, RunError, did_you_mean
+from pipeline.core.payloads import Handle, Weights
+from pipeline.core.settings import build_config
+from pipeline.core.sockets import Wire
+from pipeline.run import checkpoint
+from pipeline.run.compose import Experiment, build_experiment, deep_merge, read_yaml
+from pipeline.run.node_runner import NodeRunner, set_origin
+from pipeline.run.recording import read_payload
+from pipeline.run.session import GraphSession
+
+
+def open_run(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
+    """The experiment of a run directory, with some settings changed."""
+    config = path / "config.yaml"
+    if not config.exists():
+        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, near) if near else ""
+        raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
+    return build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What running one node of a run again gives.
+
+    Attributes:
+        recorded: outputs as the run recorded them, those that it did.
+        outputs: those of now.
+        metrics: what the node logged now.
+    """
+
+    recorded: dict[str, Any]
+    outputs: dict[str, Any]
+    metrics: dict[str, float]
+
+
+class Replay(GraphSession):
+    """Rebuilds single nodes of a finished run and the values they read.
+
+    Batches come from the run's records. Handles (Policy, Verifier) are made anew by their nodes, weights come from the
+    nearest checkpoint at or below the iteration; `notes` says where a value is not exactly that of the run.
+    """
+
+    def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
+        super().__init__(open_run(path, changes))
+        self.path = path
+
+    def again(
+        self, name: str, iteration: int, settings: Mapping[str, Any] | None = None, iterations: int | None = None
+    ) -> Replayed:
+        """Runs one node.
+
+        Args:
+            name: node of the run's graph.
+            iteration: whose inputs it reads.
+            settings: changed settings of the node.
+            iterations: planned length of the run, where the node shall see another one.
+        """
+        self.iterations = self.experiment.run.iterations if iterations is None else iterations
+        node = self.graph[name]
+        if settings:
+            config, problems = build_config(node.cls.Config, deep_merge(node.settings, dict(settings)), name)
+            if problems:
+                raise ConfigError("\n".join(problems))
+            node = dataclasses.replace(node, config=config)
+        recorded = {output: self._recorded(name, output, iteration) for output in node.sockets.outputs}
+        inputs = self.inputs(node, iteration)
+        runner = self.start(node)
+        self._load_state(runner, iteration - 1)
+        outputs = runner.run(iteration, inputs)
+        metrics = runner.harvest().metrics
+        return Replayed({k: v for k, v in recorded.items() if v is not None}, outputs, metrics)
+
+    def supply(self, wire: Wire, iteration: int) -> Any:
+        """A recorded value, a handle made anew, or the weights of the nearest checkpoint.
+
+        Raises:
+            RunError: the value was not recorded; says what was.
+        """
+        node = self.graph[wire.source]
+        output = node.sockets.outputs[wire.output]
+        recorded = self._recorded(wire.source, wire.output, iteration) if iteration >= 0 else None
+        if recorded is not None:
+            return recorded
+        if output.carries(Handle):
+            again = self.again(node.name, iteration, iterations=self.iterations)
+            self.give(node.name, iteration, again.outputs)
+            return again.outputs[wire.output]
+        if iteration < 0 or output.carries(Weights):
+            runner = self.start(node)
+            self._load_state(runner, iteration)
+            return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")
+        folder = self.path / "record" / f"{wire.source}.{wire.output}"
+        there = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
+        hint = (
+            f"recorded iterations: {_ranges(there)}"
+            if there
+            else "that output is not recorded; add it to run.record.outputs and train again"
+        )
+        raise RunError(
+            f"'{wire.source}.{wire.output}' of iteration {iteration} is not in {self.path / 'record'}; {hint}."
+        )
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """(iteration, folder) of every checkpoint, oldest first."""
+        folder = self.path / "checkpoints"
+        return sorted((int(p.name), p) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+    def newest_checkpoint(self) -> int:
+        """Iteration of the newest checkpoint, −1 without one."""
+        return max((number for number, _ in self.checkpoints()), default=-1)
+
+    def _recorded(self, node: str, output: str, iteration: int) -> Any:
+        file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
+        return set_origin(read_payload(file), f"{node}.{output}") if file.exists() else None
+
+    def _load_state(self, runner: NodeRunner, after: int) -> None:
+        """Gives a component its state after an iteration, from the nearest checkpoint at or below it."""
+        # By the class, not by what it holds now: a backlog is empty in a fresh component, but not in the checkpoint.
+        if type(runner.component).state_dict is Component.state_dict or after < 0:
+            return
+        below = [entry for entry in self.checkpoints() if entry[0] <= after]
+        name = runner.node.name
+        if not below:
+            self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state is used.")
+            return
+        at, path = below[-1]
+        groups = checkpoint.load(path).groups
+        if f"node.{name}" in groups:
+            runner.load(groups[f"node.{name}"])
+        if at != after:
+            self.notes.append(
+                f"{name}: the state after iteration {at} is used in place of the one after {after} (no checkpoint there)."
+            )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """ "0-5, 7" for [0, 1, 2, 3, 4, 5, 7]."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1][1:] = [n]
+        else:
+            parts.append([n])
+    return ", ".join("-".join(str(p) for p in dict.fromkeys(part)) for part in parts)
