@@ -201,6 +201,21 @@ class Setting:
     doc: str
 
 
+def place_settings(config_class: Any) -> list[str]:
+    """Dotted names of settings that say where something runs, not what is computed: a run may be continued without them.
+
+    They are the fields with ``field(metadata={"place": True})``; a marked field covers everything below it.
+    """
+    names = []
+    hints = _hints(config_class)
+    for f in dataclasses.fields(config_class):
+        if f.metadata.get("place"):
+            names.append(f.name)
+        elif dataclasses.is_dataclass(hints[f.name]):
+            names += [f"{f.name}.{below}" for below in place_settings(hints[f.name])]
+    return names
+
+
 def describe_settings(config_class: type) -> list[Setting]:
     """The settings of a class with the documentation string after each field, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))

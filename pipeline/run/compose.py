@@ -22,6 +22,7 @@ import yaml
 
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.settings import place_settings
 
 if TYPE_CHECKING:
     from pipeline.core.component import ModelSpec
@@ -48,6 +49,11 @@ class Experiment:
     def run_path(self) -> Path:
         """The run directory."""
         return Path(self.run.root) / self.run.name
+
+    @property
+    def places(self) -> list[str]:
+        """Dotted names of the nodes' settings that may change when the run is continued; see `place_settings`."""
+        return [f"{n.name}.{setting}" for n in self.graph.nodes for setting in place_settings(n.cls.Config)]
 
 
 def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:

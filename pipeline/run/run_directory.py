@@ -17,11 +17,11 @@ import fcntl
 import json
 import logging
 import os
-import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,8 +34,6 @@ logger = logging.getLogger("creditgraph")
 # A run may be continued although these sections differ: they do not change what is computed.
 FREE_TO_CHANGE = ("run", "recipe", "hydra")
 FIXED = ("run.seed",)
-# Nor does where an engine's servers are and how they are reached, so a run may move between machines.
-PLACES = re.compile(r"[^.]+\.(servers|addresses|rendezvous|pool|channel)(?!\.dtype)(\..+)?")
 
 _NEXT_STEP = {
     errno.EACCES: "it may not be written; choose another place with run.root=PATH or correct its permissions",
@@ -161,12 +159,15 @@ class RunDirectory:
         self._lock = -1
 
     @classmethod
-    def open(cls, path: Path | str, config: dict[str, Any], *, allow_changes: bool = False) -> Self:
+    def open(
+        cls, path: Path | str, config: dict[str, Any], *, places: Collection[str] = (), allow_changes: bool = False
+    ) -> Self:
         """Creates or reopens a run directory.
 
         Args:
             path: usually runs/<name>.
             config: resolved configuration, plain dicts and lists.
+            places: dotted names of further settings that may differ from the earlier start, see `Experiment.places`.
             allow_changes: continue an earlier run although its graph, model, data or seed differ.
 
         Raises:
@@ -176,19 +177,27 @@ class RunDirectory:
         run._make()
         try:
             run._lock = take_lock(run.path / "lock", "choose another run.name")
-            run._compare(config, allow_changes)
+            run._compare(config, places, allow_changes)
             write_aside(run.config_path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         except BaseException:
             run.close()
             raise
         return run
 
-    config_path = property(lambda self: self.path / "config.yaml")
-    metrics_path = property(lambda self: self.path / "metrics.jsonl")
-    rejected_path = property(lambda self: self.path / "rejected.jsonl")
-    record_path = property(lambda self: self.path / "record")
-    checkpoints_path = property(lambda self: self.path / "checkpoints")
-    logs_path = property(lambda self: self.path / "logs")
+    @cached_property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @cached_property
+    def metrics_path(self) -> Path:
+        """One line per iteration."""
+        return self.path / "metrics.jsonl"
+
+    @cached_property
+    def rejected_path(self) -> Path:
+        """Rows that were skipped."""
+        return self.path / "rejected.jsonl"
 
     def close(self) -> None:
         """Releases the lock."""
@@ -204,10 +213,10 @@ class RunDirectory:
 
     def _make(self) -> None:
         with writing(self.path):
-            for folder in (self.path, self.record_path, self.checkpoints_path, self.logs_path):
-                folder.mkdir(parents=True, exist_ok=True)
+            for folder in ("record", "checkpoints", "logs"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
 
-    def _compare(self, config: dict[str, Any], allow_changes: bool) -> None:
+    def _compare(self, config: dict[str, Any], places: Collection[str], allow_changes: bool) -> None:
         if not self.config_path.exists():
             return
         try:
@@ -219,9 +228,15 @@ class RunDirectory:
             ) from error
         self.resumed = True
         # Through YAML once, so that tuples and lists compare equal.
-        changes = differences(earlier or {}, yaml.safe_load(yaml.safe_dump(config)))
+        changes = []
+        for name, old, new in differences(earlier or {}, yaml.safe_load(yaml.safe_dump(config))):
+            # Of a section that only one side has, each setting is named where some of them are free to change.
+            if any(p.startswith(f"{name}.") for p in places) and "absent" in (old, new):
+                changes += differences({} if old == "absent" else old, {} if new == "absent" else new, name)
+            else:
+                changes.append((name, old, new))
         self.changed = [f"{name}: was {_shown(old)}, now {_shown(new)}" for name, old, new in changes]
-        serious = [text for text, (name, _, _) in zip(self.changed, changes, strict=True) if _is_serious(name)]
+        serious = [text for text, (name, _, _) in zip(self.changed, changes, strict=True) if _is_serious(name, places)]
         if serious and not allow_changes:
             raise RunError(
                 f"{self.path}: holds a run with another configuration:\n"
@@ -238,18 +253,19 @@ def differences(old: Any, new: Any, place: str = "") -> list[tuple[str, Any, Any
     [('a.b', 1, 3)]
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        found = []
+        changes = []
         for key in [*old, *(k for k in new if k not in old)]:
-            found += differences(
-                old.get(key, "absent"), new.get(key, "absent"), f"{place}.{key}" if place else str(key)
-            )
-        return found
+            name = f"{place}.{key}" if place else str(key)
+            changes += differences(old.get(key, "absent"), new.get(key, "absent"), name)
+        return changes
     return [] if old == new and type(old) is type(new) else [(place, old, new)]
 
 
-def _is_serious(name: str) -> bool:
-    section = name.split(".", 1)[0]
-    return name in FIXED or (section not in FREE_TO_CHANGE and not PLACES.fullmatch(name))
+def _is_serious(name: str, places: Collection[str]) -> bool:
+    """Whether a setting changes what is computed."""
+    section = name.partition(".")[0]
+    moved = any(name == place or name.startswith(f"{place}.") for place in places)
+    return name in FIXED or (section not in FREE_TO_CHANGE and not moved)
 
 
 def _shown(value: Any) -> str:

@@ -74,7 +74,9 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     if team.ranks.rank:
         team.barrier()  # rank 0 has the run directory open
         return follow(experiment, team)
-    with RunDirectory.open(experiment.run_path, experiment.resolved, allow_changes=settings.allow_changes) as run:
+    with RunDirectory.open(
+        experiment.run_path, experiment.resolved, places=experiment.places, allow_changes=settings.allow_changes
+    ) as run:
         for name, text in (("graph.svg", draw.svg(experiment.graph)), ("graph.mmd", draw.mermaid(experiment.graph))):
             write_aside(run.path / name, text)
         team.barrier()

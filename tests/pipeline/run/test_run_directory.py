@@ -4,6 +4,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import toy_graph as toy
 import yaml
 
 from pipeline.core.errors import RunError
+from pipeline.core.settings import place_settings
 from pipeline.run.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
 
 CONFIG = {
@@ -23,7 +25,7 @@ def test_a_new_run_gets_its_folders_and_configuration(tmp_path):
     with RunDirectory.open(tmp_path / "deep" / "r", CONFIG) as run:
         assert not run.resumed
         assert yaml.safe_load(run.config_path.read_text()) == CONFIG
-        assert all(p.is_dir() for p in (run.record_path, run.checkpoints_path, run.logs_path))
+        assert all(p.is_dir() for p in (run.path / "record", run.path / "checkpoints", run.path / "logs"))
 
 
 def test_a_second_process_is_refused_and_told_who_runs(tmp_path):
@@ -198,3 +200,39 @@ def train(path, observer):
         executor.setup()
         executor.restore()
         return executor.run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    path: str = field(default="", metadata={"place": True})
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    servers: int = field(default=0, metadata={"place": True})
+    pool: Pool = field(default_factory=Pool, metadata={"place": True})
+    channel: Channel = field(default_factory=Channel)
+    max_rows: int = 4
+
+
+def test_settings_that_say_where_something_runs_may_change(tmp_path):
+    places = [f"engine.{name}" for name in place_settings(Engine)]
+    assert places == ["engine.servers", "engine.pool", "engine.channel.path"]
+
+    def config(**engine):
+        return {"run": {"seed": 0}, "engine": {"use": "my.engines:Served", **engine}}
+
+    run = tmp_path / "run"
+    RunDirectory.open(run, config(servers=0, pool={"seconds": 900}, channel={"path": "/a"})).close()
+    moved = RunDirectory.open(run, config(servers=2), places=places)
+    assert len(moved.changed) == 3
+    moved.close()
+    for changed in (config(servers=2, max_rows=8), config(servers=2, channel={"dtype": "bfloat16"})):
+        with pytest.raises(RunError, match="another configuration"):
+            RunDirectory.open(run, changed, places=places)

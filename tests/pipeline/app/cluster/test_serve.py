@@ -8,7 +8,6 @@ import pytest
 from components.engine.served.server import read_rendezvous, relocated
 from pipeline.app.commands.serve import ATTEMPT, leave_address, list_servers, own_address, place, speak_into
 from pipeline.core.errors import RunError
-from pipeline.run.run_directory import RunDirectory
 
 
 def leave(run, index, port, attempt=""):
@@ -82,20 +81,3 @@ def test_a_server_speaks_into_a_log_of_its_node(tmp_path, monkeypatch):
     assert log == tmp_path / "engine-0-12-0-node7.log"
     assert log.read_text() == "ready\nwarning\n"
     assert speak_into("") is None
-
-
-def test_a_run_may_move_to_other_servers(tmp_path):
-    def config(**engine):
-        return {"run": {"seed": 0}, "engine": {"use": "engine.vllm", **engine}}
-
-    run = tmp_path / "run"
-    RunDirectory.open(
-        run, config(rendezvous="/a/servers", servers=0, pool={"start_seconds": 900}, channel={"path": "/a"})
-    ).close()
-    moved = RunDirectory.open(run, config(servers=2))
-    assert len(moved.changed) == 4
-    moved.close()
-    with pytest.raises(RunError, match="another configuration"):
-        RunDirectory.open(run, config(servers=2, max_rows=8))
-    with pytest.raises(RunError, match="another configuration"):
-        RunDirectory.open(run, config(servers=2, channel={"dtype": "bfloat16"}, max_rows=8))
