@@ -74,9 +74,9 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Where this process stands among all processes of a run.
+    """The place of this process among all processes of a run.
 
-    Ranks are cut into replicas, contiguously: rank r belongs to replica r // (world // num_replicas).
+    Ranks are divided into contiguous replicas: rank r belongs to replica r // (world // num_replicas).
 
     Attributes:
         rank: of this process, from 0.
@@ -116,7 +116,7 @@ class Ranks:
         return self.position == 0
 
     def share(self, count: int) -> slice:
-        """This replica's contiguous part of `count` things; the first ones get one more where they do not divide evenly.
+        """This replica's contiguous part of `count` items; the first replicas take one more where they do not divide.
 
         >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
@@ -127,7 +127,7 @@ class Ranks:
 
 
 class Count(float):
-    """A logged number that is an amount (tokens, rows, requests), and so is summed over replicas: `context.log(rows=Count(len(x)))`."""
+    """A logged amount (tokens, rows, requests), which is summed over replicas: `context.log(rows=Count(len(x)))`."""
 
 
 def identity_sum(x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Context:
         start = self._counter[1] if self._counter[0] == self.iteration else 0
         if start + count > 1 << COUNTER_BITS:
             raise RunError(
-                f"node '{self.node}': {start + count} rows in iteration {self.iteration} of one replica; wanted at "
+                f"node '{self.node}': {start + count} rows in iteration {self.iteration} of one replica; expected at "
                 "most "
                 f"{1 << COUNTER_BITS}, the ids there are. Lower the batch or the group size, or use more replicas."
             )
@@ -242,7 +242,7 @@ class Component:
 
     @classmethod
     def ranks_per_replica(cls, config: Any) -> int:
-        """Processes that hold one replica of this (collective) node's model, known from its settings before anything loads."""
+        """Number of processes that hold one replica of a collective node's model; known before anything loads."""
         return 1
 
     def setup(self, context: Context) -> None:
@@ -250,7 +250,7 @@ class Component:
         self.context = context
 
     def initial(self) -> dict[str, Any]:
-        """Output name → value before the first iteration, for outputs that may be read with `@k`. Called after setup."""
+        """Output name → value before the first iteration, for outputs that `@k` wires may read; called after setup."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Component:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave; called after `setup`."""
+        """Restores what `state_dict` returned; called after `setup`."""
 
     @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
@@ -270,14 +270,14 @@ class Component:
         return states[replica if replica < len(states) else 0]
 
     def save_shards(self, folder: Path) -> None:
-        """Collective nodes: writes this rank's part of a state too large for one process into `folder`; called on all ranks.
+        """Collective nodes: writes this rank's part of a state that is too large for one process; called on all ranks.
 
         The folder belongs to a checkpoint that is still being written aside, and is the same for all ranks. What
         `state_dict` gives is saved besides, by rank 0; `state_dict` is called on all ranks first.
         """
 
     def load_shards(self, folder: Path) -> None:
-        """Collective nodes: takes back what `save_shards` wrote, perhaps by another number of ranks; called on all ranks.
+        """Collective nodes: reads what `save_shards` wrote, perhaps on another number of ranks; called on all ranks.
 
         Follows `load_state_dict`.
         """

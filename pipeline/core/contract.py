@@ -26,6 +26,7 @@ from pipeline.core.sockets import Socket, sockets_of
 # These load in `setup`, so that a graph can be checked in milliseconds.
 LATE_IMPORTS = ("transformers", "datasets", "vllm", "sglang", "megatron")
 MAX_INIT_SECONDS = 0.1
+MAX_SUMMARY = 120  # characters; the line is a cell of a table
 
 
 class Finding(str):
@@ -47,14 +48,15 @@ def check_component(cls: type) -> list[Finding]:
 
 def _docstring(cls: Any) -> Iterator[str]:
     doc = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+    first = doc.partition("\n")[0]
     if not doc:
         yield " has no docstring; its first line is shown by 'creditgraph components'."
-    elif len(doc.partition("\n")[0]) > 140:
-        yield f": the first line of its docstring has {len(doc.partition(chr(10))[0])} characters; keep it to one line of 140."
+    elif len(first) > MAX_SUMMARY:
+        yield f": the first line of its docstring has {len(first)} characters; keep it to one line of {MAX_SUMMARY}."
     if cls.placement not in ("replica", "collective"):
-        yield f".placement is {cls.placement!r}; wanted 'replica' or 'collective'."
+        yield f".placement is {cls.placement!r}; expected 'replica' or 'collective'."
     if not isinstance(cls.paper, str):
-        yield f".paper is {cls.paper!r}; wanted an arXiv id or a name as a string."
+        yield f".paper is {cls.paper!r}; expected an arXiv id or a name as a string."
 
 
 def _config(cls: Any) -> Iterator[str]:
@@ -70,7 +72,7 @@ def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
         yield f"{place} is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it."
         return
     if not _frozen(config):
-        yield f"{place} is not frozen; settings never change after a graph is built: write @dataclass(frozen=True, kw_only=True)."
+        yield f"{place} is not frozen, but settings never change; write @dataclass(frozen=True, kw_only=True)."
     positional = [f.name for f in dataclasses.fields(config) if f.init and not f.kw_only]
     if positional:
         yield f"{place} takes {', '.join(positional)} by position; write @dataclass(frozen=True, kw_only=True)."
@@ -96,14 +98,14 @@ def _frozen(cls: Any) -> bool:
 
 def _documented(config: Any) -> dict[str, str]:
     """Field → docstring, over the class and its bases."""
-    found: dict[str, str] = {}
+    documented: dict[str, str] = {}
     bases: list[Any] = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
     for base in bases:
         try:
-            found |= {s.name: s.doc for s in describe_settings(base)}
+            documented |= {s.name: s.doc for s in describe_settings(base)}
         except (OSError, TypeError, SyntaxError):
             continue
-    return found
+    return documented
 
 
 def _sockets(cls: Any) -> Iterator[str]:
@@ -128,9 +130,9 @@ def _sockets(cls: Any) -> Iterator[str]:
 def _socket(kind: str, name: str, socket: Socket, named: dict[str, Socket]) -> Iterator[str]:
     for member in socket.types:
         if not (isinstance(member, type) and issubclass(member, Payload)):
-            yield f".run: {kind} '{name}' is {type_text(member)}; wanted a payload, a class derived from pipeline.core.payloads.Payload."
+            yield f".run: {kind} '{name}' is {type_text(member)}; expected a payload, subclass creditgraph.Payload."
     if kind == "output" and socket.is_list:
-        yield f".run: output '{name}' is a list; wanted one payload per output."
+        yield f".run: output '{name}' is a list; expected one payload per output."
     if socket.same_rows == name and kind == "input":
         yield f".run: input '{name}' is annotated with its own rows; name another input."
     elif socket.same_rows is not None and socket.same_rows not in named:
@@ -147,7 +149,8 @@ def _state_methods(cls: Any) -> Iterator[str]:
 
 def _imports(cls: Any) -> Iterator[str]:
     """Imports the module in a fresh interpreter, as other modules may have loaded the heavy ones here already."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; import {cls.__module__}; print(*[m for m in {LATE_IMPORTS!r} if m in sys.modules])"
+    loaded = f"[m for m in {LATE_IMPORTS!r} if m in sys.modules]"
+    code = f"import sys; sys.path[:] = {sys.path!r}; import {cls.__module__}; print(*{loaded})"
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         where = "a script" if cls.__module__ == "__main__" else "a function"
         yield f" is defined in {where}; move it to a module so that a graph can name it."
@@ -157,14 +160,18 @@ def _imports(cls: Any) -> Iterator[str]:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         yield f": importing {cls.__module__} alone fails with {last}"
     elif done.stdout.split():
-        yield f": importing {cls.__module__} loads {', '.join(done.stdout.split())}; import them inside setup or where they are used."
+        names = ", ".join(done.stdout.split())
+        yield f": importing {cls.__module__} loads {names}; import them inside setup or where they are used."
 
 
 def _built(cls: Any) -> Iterator[str]:
     """What can only be seen on an instance: cheap to build, initial outputs declared, state comes back."""
     source = _own_init(cls)
     if source is not None and "config" not in [a.arg for a in source.args.args]:
-        yield ".__init__ takes no 'config'; write def __init__(self, config: Config | None = None) and call super().__init__(config)."
+        yield (
+            ".__init__ takes no 'config'; write def __init__(self, config: Config | None = None) and call "
+            "super().__init__(config)."
+        )
     try:
         config = cls.Config()
     except (TypeError, ValueError):
@@ -203,7 +210,7 @@ def _initial(cls: Any, component: Component) -> Iterator[str]:
         if name not in outputs:
             yield f".initial gives '{name}', which is no output.{did_you_mean(name, outputs)}"
         elif not any(isinstance(value, t) for t in outputs[name].types if isinstance(t, type)):
-            yield f".initial: '{name}' is {type(value).__name__}; wanted {outputs[name].type_text}."
+            yield f".initial: '{name}' is {type(value).__name__}; expected {outputs[name].type_text}."
 
 
 def _state(cls: Any, component: Component) -> Iterator[str]:
@@ -215,7 +222,7 @@ def _state(cls: Any, component: Component) -> Iterator[str]:
     except Exception:
         return  # it may need what setup loads
     bad = list(_unstorable("", before))
-    yield from (f".state_dict: {place}; wanted a nested dict of tensors, numbers, strings, lists." for place in bad)
+    yield from (f".state_dict: {place}; expected a nested dict of tensors, numbers, strings, lists." for place in bad)
     try:
         again.load_state_dict(before)
         after = again.state_dict()

@@ -1,4 +1,4 @@
-"""Errors a user can act on: place, what was found, what was wanted, the next step."""
+"""Errors that a user can act on: the place, what is expected, what was found there, the next step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class CreditgraphError(ValueError):
-    """A user's mistake, told in a sentence. The command line prints it without a traceback."""
+    """A mistake that the user can correct, as a sentence; the command line prints it without a traceback."""
 
 
 class ConfigError(CreditgraphError):
@@ -36,17 +36,17 @@ class RunError(CreditgraphError):
 
 
 class LostError(RunError):
-    """Something outside the run that it cannot go on without is gone; the executor saves what is finished before it ends."""
+    """Something outside the run that it depends on is gone; the executor saves what is finished and ends."""
 
 
-def did_you_mean(found: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" for the nearest known name, or a list of the known ones.
 
     >>> did_you_mean("lernr", ["learner", "engine"])
     " Did you mean 'learner'?"
     """
     names = sorted(known)
-    close = get_close_matches(found, names, n=1, cutoff=0.6)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f" Did you mean '{close[0]}'?"
     if not names:

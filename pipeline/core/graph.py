@@ -75,14 +75,14 @@ class Graph:
 
     def ancestors(self, targets: Iterable[str], within_iteration: bool = False) -> set[str]:
         """The targets and every node they depend on; `within_iteration` leaves out what is only read with `@k`."""
-        found: set[str] = set()
+        names: set[str] = set()
         open_names = list(targets)
         while open_names:
             name = open_names.pop()
-            if name not in found:
-                found.add(name)
+            if name not in names:
+                names.add(name)
                 open_names += [w.source for _, w in self[name].all_wires if not (within_iteration and w.delay)]
-        return found
+        return names
 
     @cached_property
     def sinks(self) -> list[str]:
@@ -131,14 +131,14 @@ def build_graph(description: Mapping[str, Any], place: str = "graph") -> Graph:
     Component classes are imported, but none is built.
 
     Raises:
-        GraphError: with every problem found, each naming place, what was found, what was wanted and the nearest name.
+        GraphError: with every problem, each with its place, what is expected, what was found and the nearest name.
     """
     entries = description.get("nodes") if isinstance(description, Mapping) else None
     if not isinstance(entries, Mapping) or not entries:
-        raise GraphError(["nodes: found none; wanted 'nodes: {name: {use: …, in: {…}, config: {…}}}'."], place)
+        raise GraphError(["nodes: expected 'nodes: {name: {use: …, in: {…}, config: {…}}}', got none."], place)
     problems: list[str] = []
     if len(entries) > MAX_NODES:
-        problems.append(f"nodes: found {len(entries)}; wanted at most {MAX_NODES}.")
+        problems.append(f"nodes: expected at most {MAX_NODES}, got {len(entries)}.")
     parsed = {str(name): _parse_node(str(name), entry, problems) for name, entry in entries.items()}
     nodes = {name: node for name, node in parsed.items() if node is not None}
     problems += check_wiring(nodes, set(parsed))
@@ -150,14 +150,14 @@ def build_graph(description: Mapping[str, Any], place: str = "graph") -> Graph:
 def _parse_node(name: str, entry: Any, problems: list[str]) -> Node | None:
     """A node with its syntax, class and settings checked; None when its class is not known."""
     if not _NAME.match(name):
-        problems.append(f"{name}: not a node name; wanted lower-case letters, digits and '_', starting with a letter.")
+        problems.append(f"{name}: not a node name; expected lower-case letters, digits and '_', first a letter.")
     if name in RESERVED_NAMES:
         problems.append(f"{name}: this name is reserved for a section of the configuration; choose another node name.")
     if isinstance(entry, str):
-        problems.append(f"{name}: found {entry!r}; wanted '{{use: {entry}}}'.")
+        problems.append(f"{name}: expected '{{use: {entry}}}', got {entry!r}.")
         return None
     if not isinstance(entry, Mapping):
-        problems.append(f"{name}: found {entry!r}; wanted a mapping with 'use' and, where needed, 'in' and 'config'.")
+        problems.append(f"{name}: expected a mapping with 'use' and, where needed, 'in' and 'config', got {entry!r}.")
         return None
     unknown = [key for key in entry if key not in NODE_KEYS]
     problems += [
@@ -167,14 +167,14 @@ def _parse_node(name: str, entry: Any, problems: list[str]) -> Node | None:
     wires = _parse_wires(name, entry.get("in"), problems)
     use = entry.get("use")
     if not isinstance(use, str):
-        problems.append(f"{name}.use: found {use!r}; wanted a component name or 'package.module:Class'.")
+        problems.append(f"{name}.use: expected a component name or 'package.module:Class', got {use!r}.")
         return None
     component = _load(name, use, problems)
     if component is None:
         return None
     settings = entry.get("config")
-    config, found = build_config(component.Config, settings, name)
-    problems += [text + _elsewhere(text, name, use, settings) for text in found]
+    config, sentences = build_config(component.Config, settings, name)
+    problems += [text + _elsewhere(text, name, use, settings) for text in sentences]
     return Node(name, use, component, config, wires, dict(settings) if isinstance(settings, Mapping) else {})
 
 
@@ -194,25 +194,25 @@ def _load(name: str, use: str, problems: list[str]) -> Any:
 
 
 def _elsewhere(problem: str, name: str, use: str, settings: Any) -> str:
-    """Which other components of the kind have an unknown setting; "" when the problem is another one, or none has it."""
+    """Names the components of the same kind that have an unknown setting; "" for other problems, or if none has it."""
     keys = settings if isinstance(settings, Mapping) else ()
     key = next((k for k in keys if problem.startswith(f"{name}.{k}: unknown setting.")), None)
     family = use.partition(".")[0] + "."
-    found = []
+    owners = []
     for other in known_components() if key is not None and ":" not in use else ():
         if other.startswith(family) and other != use:
             with suppress(ConfigError, ImportError):
                 component: Any = load_class(other)
                 if key in {f.name for f in dataclasses.fields(component.Config)}:
-                    found.append(other)
-    return f" {' and '.join(found)} {'has' if len(found) == 1 else 'have'} it." if found else ""
+                    owners.append(other)
+    return f" {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it." if owners else ""
 
 
 def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[Wire]]:
     if inputs is None:
         return {}
     if not isinstance(inputs, Mapping):
-        problems.append(f"{name}.in: found {inputs!r}; wanted 'input: node.output' pairs.")
+        problems.append(f"{name}.in: expected 'input: node.output' pairs, got {inputs!r}.")
         return {}
     wires: dict[str, list[Wire]] = {}
     for socket, written in inputs.items():
@@ -220,7 +220,7 @@ def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[
             continue
         texts = written if isinstance(written, list | tuple) else [written]
         if not texts:
-            problems.append(f"{name}.{socket}: found an empty list; wanted at least one wire.")
+            problems.append(f"{name}.{socket}: expected at least one wire, got an empty list.")
         parsed = [_parse_wire(f"{name}.{socket}", text, problems) for text in texts]
         wires[str(socket)] = [wire for wire in parsed if wire is not None]
     return wires
@@ -229,18 +229,18 @@ def _parse_wires(name: str, inputs: Any, problems: list[str]) -> dict[str, list[
 def _parse_wire(place: str, text: Any, problems: list[str]) -> Wire | None:
     match = _WIRE.match(text) if isinstance(text, str) else None
     if match is None:
-        problems.append(f"{place}: found {text!r}; wanted a wire, 'node.output' or 'node.output@k'.")
+        problems.append(f"{place}: expected a wire, 'node.output' or 'node.output@k', got {text!r}.")
         return None
     delay = match["delay"]
     if delay is not None and int(delay) < 1:
         problems.append(
-            f"{place}: wire '{text}' reads {delay} iterations back; wanted k ≥ 1 in '@k', or no '@k' for this "
+            f"{place}: wire '{text}' reads {delay} iterations back; expected k ≥ 1 in '@k', or no '@k' for this "
             "iteration."
         )
         return None
     return Wire(match["source"], match["output"], int(delay or 0))
 
 
-def _near(found: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(found, known)
+def _near(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
     return hint if hint.startswith(" Did") else ""

@@ -36,7 +36,7 @@ class Jagged:
         ):
             raise ValueError(
                 f"Jagged: values of shape {tuple(self.values.shape)} and {self.offsets.dtype} offsets of shape "
-                f"{tuple(self.offsets.shape)}; wanted values [total] and int64 offsets [rows + 1]."
+                f"{tuple(self.offsets.shape)}; expected values [total] and int64 offsets [rows + 1]."
             )
 
     @staticmethod
@@ -60,7 +60,7 @@ class Jagged:
     def concat(parts: Sequence[Jagged]) -> Jagged:
         """Stacks the rows of all parts, in order."""
         if not parts:
-            raise ValueError("Jagged.concat: no parts; wanted at least one.")
+            raise ValueError("Jagged.concat: no parts; expected at least one.")
         return Jagged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     def __len__(self) -> int:

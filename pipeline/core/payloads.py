@@ -71,7 +71,7 @@ class Batch(Payload):
     def concat(cls, batches: Sequence[Self]) -> Self:
         """Stacks rows in order. Batch-wide numbers must agree; columns must have the same names."""
         if not batches:
-            raise AlignmentError(f"{cls.__name__}.concat: no batches; wanted at least one.")
+            raise AlignmentError(f"{cls.__name__}.concat: no batches; expected at least one.")
         fields = {
             f.name: _concat(f"{cls.__name__}.{f.name}", [getattr(b, f.name) for b in batches])
             for f in dataclasses.fields(cls)
@@ -82,15 +82,15 @@ class Batch(Payload):
         """int64 [M]: the row of each given uid; raises AlignmentError when one is missing."""
         order = torch.argsort(self.uid)
         place = torch.searchsorted(self.uid[order], uid)
-        found = order[place.clamp(max=max(len(order) - 1, 0))] if len(order) else torch.zeros_like(uid)
-        if len(uid) and (len(order) == 0 or not torch.equal(self.uid[found], uid)):
+        rows = order[place.clamp(max=max(len(order) - 1, 0))] if len(order) else torch.zeros_like(uid)
+        if len(uid) and (len(order) == 0 or not torch.equal(self.uid[rows], uid)):
             missing = set(uid.tolist()) - set(self.uid.tolist())
             raise AlignmentError(
                 f"{self.origin or type(self).__name__}: no row for uid {sorted(missing)[:3]}… ({len(missing)} "
                 "missing); "
-                "wanted every referenced uid. Wire both inputs to the same iteration and population."
+                "expected every referenced uid. Wire both inputs to the same iteration and population."
             )
-        return found
+        return rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -150,7 +150,7 @@ class Trajectories(Batch):
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Stacks rows in order; where some batches have `token_versions`, the others get theirs from `policy_version`."""
+        """Stacks rows in order; batches without `token_versions` get them from `policy_version` if others have them."""
         if any(b.token_versions is not None for b in batches):
             batches = [b.replace(token_versions=b.versions_by_token()) for b in batches]
         return super().concat(batches)
@@ -185,7 +185,7 @@ class StepErrors(Batch):
 
     Attributes:
         step: int64 [N], 1-based thought index.
-        source: per row, how it was found: "boxed", "step", "default", "uniform", "oracle".
+        source: per row, how it was determined: "boxed", "step", "default", "uniform", "oracle".
     """
 
     step: Tensor
@@ -250,7 +250,7 @@ class TrainReport(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Payload):
-    """What an engine must know of a LoRA adapter beside its tensors: B·A · alpha / rank is added to each adapted linear layer.
+    """What an engine must know of a LoRA adapter besides its tensors: each adapted layer adds B·A · alpha / rank.
 
     Attributes:
         rank: of every layer's pair of matrices A [rank, in] and B [out, rank].
@@ -265,7 +265,9 @@ class Adapter(Payload):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights(Payload):
-    """What a learner publishes and an engine loads: HF-named tensors, or a folder that holds them; with neither, the model's own.
+    """What a learner publishes and an engine loads: HF-named tensors, a folder with them, or neither.
+
+    With neither, they are the weights that the model was loaded with.
 
     Attributes:
         version: number of learner iterations behind these weights; 0 is the initial model.
@@ -406,7 +408,9 @@ class Policy(Handle, ABC):
     def score_branches(
         self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
     ) -> Scores:
-        """Scores row b of `tokens` as what follows the first `at[b]` tokens of trunk `row[b]`; branches do not see each other.
+        """Scores row b of `tokens` as the continuation of the first `at[b]` tokens of trunk `row[b]`.
+
+        Branches do not see each other.
 
         Engines that can run a trunk once for all its branches override this; the results are the same.
 
@@ -420,23 +424,25 @@ class Policy(Handle, ABC):
         return self.score(trunk.slice_rows(torch.zeros_like(at), at, row), tokens, temperature)
 
     def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
-        """Gradient × input embedding of each `context` token: how much it moves the summed log-prob of the row's `tokens`, float32.
+        """Gradient × input embedding of each `context` token, float32.
+
+        It says how much the token moves the summed log-prob of the row's `tokens`.
 
         Raises CreditgraphError for an engine without gradients, which is the default.
         """
         raise CreditgraphError(
-            f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; wanted an engine that can attribute "
-            "a log-prob to "
-            "its context. Use engine.local, or value.answer_likelihood in place of value.gradient_attribution."
+            f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; expected an engine that can "
+            "attribute a log-prob to its context. Use engine.local, or value.answer_likelihood in place of "
+            "value.gradient_attribution."
         )
 
 
 class Verifier(Handle, ABC):
-    """Decides whether a response is right. A handle, like `Policy`; the same row judged twice costs once."""
+    """Decides whether a response is correct. A handle, like `Policy`; verifying the same row again is free."""
 
     @abstractmethod
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
-        """One reward per trajectory, aligned with it. Never raises for a bad row: that row is `valid=False` with the reason."""
+        """Returns one reward per trajectory. A row that cannot be verified is `valid=False` with the reason."""
 
 
 def known_entropies(entropies: Tensor, reader: str) -> Tensor:
@@ -444,7 +450,7 @@ def known_entropies(entropies: Tensor, reader: str) -> Tensor:
     unknown = int(entropies.isnan().sum())
     if unknown:
         raise CreditgraphError(
-            f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; wanted all of them. "
+            f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; expected all of them. "
             "Use engine.local or engine.vllm, or a method that reads no entropies."
         )
     return entropies
@@ -455,7 +461,8 @@ def check_aligned(left: Batch, right: Batch) -> None:
     if torch.equal(left.uid, right.uid):
         return
     a, b = (x.origin or type(x).__name__ for x in (left, right))
-    only_a, only_b = set(left.uid.tolist()) - set(right.uid.tolist()), set(right.uid.tolist()) - set(left.uid.tolist())
+    only_a = set(left.uid.tolist()) - set(right.uid.tolist())
+    only_b = set(right.uid.tolist()) - set(left.uid.tolist())
     what = (
         "the same rows in another order"
         if not only_a and not only_b
@@ -463,7 +470,7 @@ def check_aligned(left: Batch, right: Batch) -> None:
     )
     raise AlignmentError(
         f"{a} ({len(left)} rows) and {b} ({len(right)} rows) describe different populations: {what}; "
-        "wanted the same uids in the same order. Wire both inputs from the same population."
+        "expected the same uids in the same order. Wire both inputs from the same population."
     )
 
 
@@ -502,9 +509,9 @@ def _concat(place: str, values: list[Any]) -> Any:
     if isinstance(first, dict):
         if any(v.keys() != first.keys() for v in values):
             raise AlignmentError(
-                f"{place}: batches with columns {[sorted(v) for v in values]}; wanted the same columns in all."
+                f"{place}: batches with columns {[sorted(v) for v in values]}; expected the same columns in all."
             )
         return {k: Jagged.concat([v[k] for v in values]) for k in first}
     if any(v != first for v in values):
-        raise AlignmentError(f"{place}: values {values} differ between batches; wanted one value for all.")
+        raise AlignmentError(f"{place}: values {values} differ between batches; expected one value for all.")
     return first

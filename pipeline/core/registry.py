@@ -74,10 +74,10 @@ _EXTERNAL = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 @cache
 def known_components() -> dict[str, str]:
     """Name → "module:Class" of every registered component, built-in and from other packages."""
-    found = dict(BUILTIN)
+    components = dict(BUILTIN)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        found.setdefault(entry.name, entry.value)
-    return found
+        components.setdefault(entry.name, entry.value)
+    return components
 
 
 def target_of(use: str) -> str:
@@ -87,7 +87,7 @@ def target_of(use: str) -> str:
     if _EXTERNAL.match(use):
         return use
     raise ConfigError(
-        f"unknown component '{use}'; wanted a registered name or "
+        f"unknown component '{use}'; expected a registered name or "
         f"'package.module:Class'.{did_you_mean(use, known_components())}"
     )
 
@@ -102,12 +102,12 @@ def load_class(use: str) -> Any:
             f"component '{use}': module '{error.name}' cannot be imported; install it or correct '{module_name}'."
         ) from error
     try:
-        found = getattr(module, class_name)
+        cls = getattr(module, class_name)
     except AttributeError:
         classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name]
         raise ConfigError(
             f"component '{use}': no class '{class_name}' in {module_name}.{did_you_mean(class_name, classes)}"
         ) from None
-    if not isinstance(found, type):
+    if not isinstance(cls, type):
         raise ConfigError(f"component '{use}': {module_name}:{class_name} is not a class.")
-    return found
+    return cls

@@ -1,4 +1,4 @@
-"""Typed settings: a plain dictionary from YAML becomes a component's `Config`, or a list of sentences saying why not."""
+"""Typed settings: a plain dictionary from YAML becomes a component's `Config`, or a list of problems."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
     if isinstance(values, config_class):
         return values
     if not isinstance(values, Mapping):
-        problems.append(f"{place}: found {_shown(values)}; wanted settings as 'name: value' pairs.")
+        problems.append(f"{place}: expected settings as 'name: value' pairs, got {_shown(values)}.")
         return _FAILED
     if not dataclasses.is_dataclass(config_class):
         problems.append(
@@ -88,7 +88,7 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
         if name in values:
             arguments[name] = _convert(hints[name], values[name], f"{place}.{name}", problems)
         elif f.default is MISSING and f.default_factory is MISSING:
-            problems.append(f"{place}.{name}: missing; wanted {type_text(hints[name])}.")
+            problems.append(f"{place}.{name}: missing; expected {type_text(hints[name])}.")
     if len(problems) > count:
         return _FAILED
     try:
@@ -99,7 +99,7 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
 
 
 def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
-    """Walks dataclasses and containers by hand, so that unknown keys are found at any depth; pydantic converts the leaves."""
+    """Walks dataclasses and containers, so that unknown keys are reported at any depth; pydantic converts leaves."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and types.NoneType in args:
@@ -126,7 +126,7 @@ def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str,
     elif len(args) == len(value):
         members = list(args)
     else:
-        problems.append(f"{place}: found {len(value)} values; wanted {len(args)}, {type_text(hint)}.")
+        problems.append(f"{place}: expected {len(args)} values ({type_text(hint)}), got {len(value)}.")
         return _FAILED
     return origin(
         _convert(m, v, f"{place}[{i}]", problems) for i, (m, v) in enumerate(zip(members, value, strict=True))
@@ -135,7 +135,7 @@ def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str,
 
 def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
     if isinstance(value, bool) and not _takes_bool(hint):
-        problems.append(f"{place}: found {_shown(value)}; wanted {type_text(hint)}.")
+        problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}.")
         return _FAILED
     from pydantic import ValidationError  # 0.2 s, and only needed once there are settings to check
 
@@ -156,7 +156,7 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
         ]
         close = did_you_mean(value, choices) if isinstance(value, str) else ""
         near = close if close.startswith(" Did") else ""
-        problems.append(f"{place}: found {_shown(value)}; wanted {type_text(hint)}{reason}.{near}")
+        problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}{reason}.{near}")
         return _FAILED
 
 
@@ -202,7 +202,7 @@ class Setting:
 
 
 def place_settings(config_class: Any) -> list[str]:
-    """Dotted names of settings that say where something runs, not what is computed: a run may be continued without them.
+    """Dotted names of settings that say where something runs, not what is computed; they may differ on a resume.
 
     They are the fields with ``field(metadata={"place": True})``; a marked field covers everything below it.
     """
@@ -227,7 +227,7 @@ def settings_in(node: ast.ClassDef) -> list[Setting]:
 
     A field without a string after it takes its line from the "Attributes:" part of the class docstring.
     """
-    found = []
+    settings = []
     lines = re.findall(
         r"^ *([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE
     )
@@ -241,8 +241,8 @@ def settings_in(node: ast.ClassDef) -> list[Setting]:
         doc = listed.get(item.target.id, "")
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
             doc = inspect.cleandoc(after.value.value)
-        found.append(Setting(item.target.id, annotation_text(item.annotation), _default_text(item.value), doc))
-    return found
+        settings.append(Setting(item.target.id, annotation_text(item.annotation), _default_text(item.value), doc))
+    return settings
 
 
 def annotation_text(annotation: ast.expr) -> str:

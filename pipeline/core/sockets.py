@@ -45,7 +45,7 @@ class Socket:
 
     def accepts(self, output: Socket) -> bool:
         """Whether a wire from `output` may end here (subclasses may)."""
-        return all(any(_fits(given, wanted) for wanted in self.types) for given in output.types)
+        return all(any(_fits(given, accepted) for accepted in self.types) for given in output.types)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sockets:
 
 @cache
 def sockets_of(component: type) -> Sockets:
-    """Reads the sockets of a component class; raises ConfigError, naming the class, when `run` does not follow the contract."""
+    """Reads the sockets of a component class; raises ConfigError when `run` does not follow the contract."""
     run = getattr(component, "run", None)
     if run is None:
         raise ConfigError(f"{component.__name__}: no method 'run'; a component defines run(self, *, …) -> Outputs.")
@@ -81,7 +81,7 @@ def sockets_of(component: type) -> Sockets:
     if not (isinstance(returned, type) and dataclasses.is_dataclass(returned)):
         shown = "nothing" if returned is None else type_text(returned)
         raise ConfigError(
-            f"{component.__name__}.run: returns {shown}; wanted a frozen dataclass with one field per output."
+            f"{component.__name__}.run: returns {shown}; expected a frozen dataclass with one field per output."
         )
     fields = get_type_hints(returned, include_extras=True)
     outputs = {f.name: _read(f.name, fields[f.name], True) for f in dataclasses.fields(returned)}
@@ -107,12 +107,12 @@ def _read(name: str, hint: Any, required: bool) -> Socket:
     return Socket(name, strip(hint), is_list, required, rows)
 
 
-def _fits(given: Any, wanted: Any) -> bool:
-    if wanted is Any or given is Any:
+def _fits(given: Any, accepted: Any) -> bool:
+    if accepted is Any or given is Any:
         return True
-    if isinstance(given, type) and isinstance(wanted, type):
-        return issubclass(given, wanted)
-    return bool(given == wanted)
+    if isinstance(given, type) and isinstance(accepted, type):
+        return issubclass(given, accepted)
+    return bool(given == accepted)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ Population = tuple[Origin, ...]
 
 
 def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
-    """All problems of the wires between `nodes`; `names` also holds nodes whose class is unknown, which are not followed."""
+    """All problems of the wires between `nodes`; `names` also has the nodes whose class is unknown."""
     problems = [p for node in nodes.values() for p in _node_problems(node, nodes, names)]
     problems += _cycles(nodes)
     populations = _Populations(nodes)
@@ -28,7 +28,7 @@ def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
 
 
 def sorted_names(nodes: Mapping[str, Node]) -> list[str]:
-    """Names so that each node follows those it reads within an iteration; otherwise in the order written. Nodes in cycles are left out."""
+    """Names in an order in which each node follows those it reads within an iteration; nodes in cycles are left out."""
     done: list[str] = []
     waiting = list(nodes)
     while True:
@@ -47,7 +47,8 @@ def _node_problems(node: Node, nodes: Mapping[str, Node], names: set[str]) -> It
             hint = did_you_mean(name, inputs) if inputs else " It has no inputs."
             yield f"{node.name}.{name}: {node.use} has no such input.{hint}"
         elif len(wires) > 1 and not socket.is_list:
-            yield f"{node.name}.{name}: found {len(wires)} wires ({_listed(wires)}); wanted one, this input is no list."
+            listed = _listed(wires)
+            yield f"{node.name}.{name}: expected one wire, got {len(wires)} ({listed}); this input is not a list."
         for wire in wires:
             yield from _wire_problems(node, name, socket, wire, nodes, names)
     for name, socket in inputs.items():
@@ -81,11 +82,11 @@ def _wire_problems(
         yield f"{place}: wire '{wire}': {wire.source} ({source.use}) has no output '{wire.output}'.{hint}"
         return
     if socket is not None and not socket.accepts(output):
-        yield f"{place}: wire '{wire}' carries {output.type_text}; wanted {replace(socket, is_list=False).type_text}."
+        yield f"{place}: wire '{wire}' carries {output.type_text}; expected {replace(socket, is_list=False).type_text}."
     if wire.delay and output.carries(Handle):
         yield (
-            f"{place}: wire '{wire}' delays a {output.type_text}, a handle whose past cannot be kept; delay the weights "
-            "it is made of instead."
+            f"{place}: wire '{wire}' delays a {output.type_text}, a handle whose past cannot be kept; "
+            "delay the weights it is made of instead."
         )
     elif wire.delay and _has_no_initial(source.cls):
         yield (
@@ -148,7 +149,8 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
             continue
         if not (_all_fit(nodes, node, name) and _all_fit(nodes, node, other)):
             continue
-        mine, theirs = populations.of_wires(node.wires[name]), populations.of_wires(node.wires[other])
+        mine = populations.of_wires(node.wires[name])
+        theirs = populations.of_wires(node.wires[other])
         if mine is not None and theirs is not None and mine != theirs:
             yield (
                 f"{node.name}: '{name}' must have the rows of '{other}', but {_listed(node.wires[name])} has the rows "
@@ -159,17 +161,17 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
 
 
 def _other_prompts(node: Node, nodes: Mapping[str, Node], populations: _Populations) -> Iterator[str]:
-    """A node that gives out prompts beside its trajectories may hold prompts back: who reads the one must read the other."""
+    """A node that returns prompts with its trajectories may hold some back, so its readers must use those prompts."""
     wired = {name: socket for name, socket in node.sockets.inputs.items() if name in node.wires}
     for name in (n for n, s in wired.items() if Prompts in s.types):
         for other in (n for n, s in wired.items() if Trajectories in s.types):
             for source, output, ago in populations.of_wires(node.wires[other]) or ():
                 own = next((o for o, s in nodes[source].sockets.outputs.items() if Prompts in s.types), "")
-                if own and node.wires[name] != [wanted := Wire(source, own, ago)]:
+                if own and node.wires[name] != [right := Wire(source, own, ago)]:
                     yield (
-                        f"{node.name}: '{other}' has the rows of {source}.{output}, whose prompts are {wanted}, but "
+                        f"{node.name}: '{other}' has the rows of {source}.{output}, whose prompts are {right}, but "
                         f"'{name}' is wired to "
-                        f"{_listed(node.wires[name])}; wire {wanted}."
+                        f"{_listed(node.wires[name])}; wire {right}."
                     )
 
 
@@ -182,16 +184,19 @@ def _all_fit(nodes: Mapping[str, Node], node: Node, name: str) -> bool:
 def _unread(nodes: Mapping[str, Node]) -> Iterator[str]:
     wires = [wire for node in nodes.values() for _, wire in node.all_wires]
     read = {(w.source, w.output) for w in wires}
-    # A wire to a misspelt output is told already; its source is not called unread as well.
+    # A wire to a misspelt output has been reported; its source is not reported as unread too.
     misspelt = {w.source for w in wires if w.source in nodes and w.output not in nodes[w.source].sockets.outputs}
     for node in nodes.values():
         for name, socket in node.sockets.outputs.items():
             if socket.carries(Credit) and (node.name, name) not in read and node.name not in misspelt:
-                yield f"{node.name}.{name}: nobody reads this {socket.type_text}, so it trains nothing; wire it to a learner or remove it."
+                yield (
+                    f"{node.name}.{name}: no node reads this {socket.type_text}, so it trains nothing; wire it to a "
+                    "learner or remove it."
+                )
 
 
 def _cycles(nodes: Mapping[str, Node]) -> Iterator[str]:
-    """One sentence per cycle of wires without '@k', each with the wire that should get one; that wire is then taken as mended."""
+    """One sentence per cycle of wires without '@k', with the wire that should get one."""
     edges = {n.name: [w.source for _, w in n.all_wires if not w.delay and w.source in nodes] for n in nodes.values()}
     while True:
         paths = [p for p in (_path_back(start, edges) for start in nodes) if p]
@@ -199,6 +204,7 @@ def _cycles(nodes: Mapping[str, Node]) -> Iterator[str]:
             return
         path = min(paths, key=len)
         hops = list(pairwise(path))
+        # The wire named in the sentence is removed, so that the same cycle is not reported again.
         receiver, source = next(((r, s) for r, s in hops if not _has_no_initial(nodes[s].cls)), hops[0])
         edges[receiver] = [name for name in edges[receiver] if name != source]
         socket, wire = next((k, w) for k, w in nodes[receiver].all_wires if w.source == source and not w.delay)

@@ -52,7 +52,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep < 1:
-            raise ValueError(f"every {self.every} and keep {self.keep}: wanted every ≥ 0 and keep ≥ 1.")
+            raise ValueError(f"every {self.every} and keep {self.keep}: expected every ≥ 0 and keep ≥ 1.")
 
 
 @dataclass
@@ -79,7 +79,8 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
     def tensor(value: Tensor, where: str) -> str:
         if value.layout != torch.strided or value.is_complex():
             raise RunError(
-                f"{where}: a {value.layout} tensor of {value.dtype} cannot be checkpointed; wanted a dense real tensor."
+                f"{where}: a {value.layout} tensor of {value.dtype} cannot be checkpointed; expected a dense real "
+                "tensor."
             )
         value = value.detach()
         key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
@@ -123,8 +124,7 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
             fields = {f.name: walk(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
             return {"!": "payload", "class": class_name(type(value)), "origin": value.origin, "v": fields}
         raise RunError(
-            f"{where}: found a {type(value).__module__}.{type(value).__qualname__}, which cannot be checkpointed; "
-            f"wanted {KINDS}."
+            f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be checkpointed; expected {KINDS}."
         )
 
     encoded.tree = walk(state, place)
@@ -167,7 +167,7 @@ def class_name(cls: type) -> str:
 
 
 def payload_class(name: str) -> type:
-    """The payload class a file names. Only classes already imported are looked at: a file must not make us import code."""
+    """The payload class that a file names. It must be imported already: a file must not make us import code."""
     open_classes: list[type] = [Payload]
     while open_classes:
         cls = open_classes.pop()
@@ -182,7 +182,7 @@ def payload_class(name: str) -> type:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found sound: group name → state."""
+    """A sound checkpoint: group name → state."""
 
     path: Path
     iteration: int
@@ -208,7 +208,10 @@ class Checkpoints:
         return self.path / f".tmp-{iteration:06d}"
 
     def save(self, iteration: int, groups: Mapping[str, Encoded], shards: Callable[[Path], None] | None = None) -> Path:
-        """Writes the state after `iteration`; the directory appears complete or not at all. `shards` writes into its `SHARDS` folder."""
+        """Writes the state after `iteration`; the directory appears complete or not at all.
+
+        `shards` is called with the folder `SHARDS` in it.
+        """
         final, aside = self.path / f"{iteration:06d}", self.aside(iteration)
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
@@ -273,12 +276,12 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def load(path: Path, wanted: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
+def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
     """Reads one checkpoint directory; raises RunError, saying what is wrong, when it is not sound.
 
     Args:
         path: the directory.
-        wanted: which groups to read; all without it.
+        reads: whether to read a group; by default all are.
         verify: compare checksums; sizes are compared in any case.
     """
     try:
@@ -297,7 +300,7 @@ def load(path: Path, wanted: Callable[[str], bool] | None = None, verify: bool =
             if verify and "sha256" in entry and _checksum(path / name) != entry["sha256"]:
                 raise RunError(f"{path / name}: its checksum differs from the manifest; the checkpoint is damaged.")
         trees = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        trees = {group: tree for group, tree in trees.items() if wanted is None or wanted(group)}
+        trees = {group: tree for group, tree in trees.items() if reads is None or reads(group)}
         with safe_open(path / "tensors.safetensors", framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys() if name.rsplit("/", 1)[0] in trees}  # noqa: SIM118
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -65,17 +65,17 @@ def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
             if folder.resolve() not in [d.resolve() for d in dirs]:
                 dirs.append(folder)
         elif folder != here:
-            raise ConfigError(f"--config-dir: no folder '{folder}'; wanted one that holds graph/ or recipe/ files.")
+            raise ConfigError(f"--config-dir: no folder '{folder}'; expected one that holds graph/ or recipe/ files.")
     return dirs
 
 
 def list_choices(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
     """Choice name → file of a config group ("recipe", "graph", "model", …)."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in dirs:
         for file in sorted((folder / group).glob("*.yaml")):
-            found.setdefault(file.stem, file)
-    return found
+            files.setdefault(file.stem, file)
+    return files
 
 
 def list_groups(dirs: Sequence[Path]) -> set[str]:
@@ -102,7 +102,7 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
         key, equals, value = bare.partition("=")
         group = key.partition("@")[0]
         if not equals and not text.startswith("~"):
-            problems.append(f"override '{text}': no '='; wanted key=value, for example run.seed=1 or recipe=toy_srpo.")
+            problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
             continue
         is_group = group in groups and "." not in key
         if is_group:
@@ -134,7 +134,7 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
 
 
 def _quoted(value: str) -> str:
-    """The value as hydra's grammar has it; a plain text with characters that it keeps for itself (the = in a run's name) gets quotes."""
+    """The value in hydra's grammar; text with characters that the grammar reserves, such as "=", gets quotes."""
     if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
         return value
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
@@ -179,13 +179,13 @@ def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]
 
 
 def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The graph with the sections named like nodes merged in, and the problems found on the way."""
+    """The graph with the sections named like nodes merged in, and the problems on the way."""
     nodes = values.get("nodes")
     if not isinstance(nodes, dict) or not nodes:
         unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
         return {"nodes": {}}, [
             *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
-            "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (creditgraph graph --list shows both).",
+            "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (see creditgraph graph --list).",
         ]
     problems: list[str] = []
     merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
@@ -202,7 +202,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 )
         elif not isinstance(settings, dict):
             problems.append(
-                f"section '{section}': found {settings!r}; wanted settings of the node, for example "
+                f"section '{section}': got {settings!r}; expected settings of the node, for example "
                 f"{section}.setting=value."
             )
         elif isinstance(spec, dict):
@@ -214,7 +214,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _is_choice(settings: Any) -> bool:
-    """Whether a section only chooses a component, as the engine and learner groups do; harmless in a graph without that node."""
+    """Whether a section only chooses a component, as the groups engine and learner do; any graph may ignore it."""
     return isinstance(settings, dict) and set(settings) <= {"use"}
 
 
@@ -239,7 +239,7 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals or not key:
-            raise ConfigError(f"-o {text}: no '='; wanted setting=value, for example -o normalize=mean.")
+            raise ConfigError(f"-o {text}: no '='; expected setting=value, for example -o normalize=mean.")
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as error:
@@ -260,11 +260,11 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     spec, problems = graph_dict(values)
     built: dict[str, Any] = {}
     for section, cls in (("run", RunSettings), ("model", ModelSpec)):
-        built[section], found = build_config(cls, values.get(section) or {}, section)
-        problems += found
+        built[section], sentences = build_config(cls, values.get(section) or {}, section)
+        problems += sentences
     data = values.get("data") or {}
     if not isinstance(data, dict) or any(not isinstance(v, dict) for v in data.values()):
-        problems.append(f"data: found {data!r}; wanted one mapping per split, such as data.train and data.eval.")
+        problems.append(f"data: expected one mapping per split, such as data.train and data.eval, got {data!r}.")
     graph = None
     if spec["nodes"]:
         try:
@@ -311,7 +311,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {_first_lines(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: found {type(values).__name__}; wanted a mapping.")
+        raise ConfigError(f"{file}: expected a mapping, got {type(values).__name__}.")
     return values
 
 
@@ -326,10 +326,10 @@ def resolved_section(section: str, file: Path, values: Mapping[str, Any]) -> dic
 
     whole = OmegaConf.create({**values, section: read_yaml(file)})
     try:
-        found: dict[str, Any] = OmegaConf.to_container(whole[section], resolve=True)  # type: ignore[assignment]
+        resolved: dict[str, Any] = OmegaConf.to_container(whole[section], resolve=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{file}: {_first_lines(error)}") from error
-    return found
+    return resolved
 
 
 def _first_lines(error: BaseException, limit: int = 6) -> str:

@@ -16,9 +16,8 @@ def describe_difference(old: Any, new: Any) -> list[str]:
     """Sentences on how two payloads differ, field by field; empty when they are bitwise equal."""
     if isinstance(old, Batch) and isinstance(new, Batch) and type(old) is type(new):
         if not torch.equal(old.uid, new.uid):
-            return [
-                f"rows differ: {len(old)} recorded, {len(new)} now, {len(set(old.uid.tolist()) & set(new.uid.tolist()))} in common"
-            ]
+            common = set(old.uid.tolist()) & set(new.uid.tolist())
+            return [f"rows differ: {len(old)} recorded, {len(new)} now, {len(common)} in common"]
         lines = []
         for field in dataclasses.fields(old):
             lines += _field_difference(field.name, getattr(old, field.name), getattr(new, field.name), old.uid)
@@ -66,10 +65,12 @@ def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | No
     first = int(changed.nonzero()[0])
     row = int(rows[first])
     where = f"uid {int(uid[row])}" if uid is not None else f"row {row}"
-    a, b = old.double(), new.double()
+    a = old.double()
+    b = new.double()
+    num_rows = len(set(rows[changed].tolist()))
     largest = float((a - b).abs().nan_to_num().max())
     return [
-        f"{name}: {int(changed.sum())} of {len(old)} values in {len(set(rows[changed].tolist()))} rows differ, largest |Δ| {largest:.4g}, "
+        f"{name}: {int(changed.sum())} of {len(old)} values in {num_rows} rows differ, largest |Δ| {largest:.4g}, "
         f"mean {float(a.mean()):.4g} → {float(b.mean()):.4g}; first at {where}: {float(a[first]):.4g} → "
         f"{float(b[first]):.4g}"
     ]

@@ -1,7 +1,7 @@
 """Runs a graph: iterations, two overlapping lanes, records, metrics, checkpoints, resume.
 
-Every value carries the iteration it belongs to, and a wire says which iteration it reads. So the graph fixes which policy
-version samples which rollout; overlapping generation with learning changes when things are computed, never what.
+Every value carries the iteration it belongs to, and a wire says which iteration it reads. So the graph fixes which
+policy version samples which rollout; overlapping generation with learning changes when things are computed, never what.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Executor:
             runner.setup()
 
     def restore(self) -> int:
-        """Continues from the newest sound checkpoint, if there is one; returns the number of iterations already done."""
+        """Continues from the newest sound checkpoint, if there is one; returns the number of completed iterations."""
         checkpoint = self._snapshots.newest_checkpoint()
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
         if self._run:

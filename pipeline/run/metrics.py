@@ -1,4 +1,4 @@
-"""The run's own numbers, and where all numbers go: metrics.jsonl always; `pipeline/app/trackers.py` has wandb and TensorBoard."""
+"""The numbers of the run itself, and where all numbers go: metrics.jsonl and other sinks, such as wandb."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TableSettings:
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.rows < 1:
-            raise ValueError(f"every {self.every} and rows {self.rows}: wanted every ≥ 0 and rows ≥ 1.")
+            raise ValueError(f"every {self.every} and rows {self.rows}: expected every ≥ 0 and rows ≥ 1.")
 
 
 class Sink(Protocol):

@@ -27,7 +27,14 @@ class NodeFailure(RuntimeError):
 
 @dataclass
 class NodeReport:
-    """What a node logged in one iteration; metric names are complete ("node/name", "seconds/node"). `counts` are sums over replicas."""
+    """What a node logged in one iteration.
+
+    Attributes:
+        metrics: complete name ("node/name", "seconds/node") → number.
+        rejected: rows that it skipped, each with the reason.
+        seconds: wall time of `run`.
+        counts: the metrics that are summed over replicas.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -111,8 +118,12 @@ class NodeRunner:
         return self._checked(result, iteration)
 
     def harvest(self) -> NodeReport:
-        """Takes what the node logged since the last call; after its readers have run, because a handle it gave out may log too."""
-        name, context = self.node.name, self.context
+        """Takes what the node logged since the last call.
+
+        It is called when its readers have run, because a handle that it returned may log too.
+        """
+        name = self.node.name
+        context = self.context
         metrics = {f"{name}/{k}": v for k, v in context.metrics.items()}
         counts = {f"{name}/{k}" for k in context.counts} | {f"rejected/{name}"}
         rejected = list(context.rejected)
@@ -131,7 +142,7 @@ class NodeRunner:
             return {}
         if not dataclasses.is_dataclass(result) or {f.name for f in dataclasses.fields(result)} != set(sockets):
             raise ContractError(
-                f"{place}: run returned {_described(result)}; wanted its declared outputs "
+                f"{place}: run returned {_described(result)}; expected its declared outputs "
                 f"{', '.join(sockets) or 'None'}. "
                 "Return an instance of the dataclass that run is annotated with."
             )
@@ -140,11 +151,9 @@ class NodeRunner:
             value = getattr(result, name)
             items = value if socket.is_list and isinstance(value, list) else [value]
             for item in items:
-                if not any(
-                    wanted is Any or not isinstance(wanted, type) or isinstance(item, wanted) for wanted in socket.types
-                ):
+                if not any(t is Any or not isinstance(t, type) or isinstance(item, t) for t in socket.types):
                     raise ContractError(
-                        f"{place}: output '{name}' is {_described(item)}; wanted {socket.type_text}, as declared."
+                        f"{place}: output '{name}' is {_described(item)}; expected {socket.type_text}, as declared."
                     )
             outputs[name] = set_origin(value, f"{self.node.name}.{name}")
         return outputs
@@ -170,7 +179,7 @@ class _Named:
 
 
 def set_origin(value: Any, origin: str) -> Any:
-    """Marks a payload with the output it came from; one that passes through another node unchanged is copied (not its tensors)."""
+    """Marks a payload with the output it came from; one that another node passes on is copied, without its tensors."""
     if not isinstance(value, Payload) or value.origin == origin:
         return value
     if value.origin:

@@ -64,8 +64,8 @@ class RankView:
         wires = [(socket, wire) for socket, wire in node.all_wires if remote(wire)]
         if wires:
             parts = self.collectives(node.name).to_all([sent[wire] for _, wire in wires] if self.ranks.leader else [])
-            for (_, wire), *found in zip(wires, *parts, strict=True):
-                local[wire] = set_origin(join(found), f"{wire.source}.{wire.output}")
+            for (_, wire), *batches in zip(wires, *parts, strict=True):
+                local[wire] = set_origin(join(batches), f"{wire.source}.{wire.output}")
         return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
 
     def recorded(self, node: Node, value: Any) -> Any:
@@ -76,7 +76,9 @@ class RankView:
         return None if parts is None else set_origin(join(parts), value.origin)
 
     def merge(self, reports: dict[str, NodeReport]) -> dict[str, NodeReport]:
-        """Rank 0: the reports with those of all replicas' `replica` nodes merged in; elsewhere what came in. Every leader calls it.
+        """On rank 0 the reports, merged with those of all replicas' `replica` nodes; elsewhere the argument.
+
+        Every leader calls it.
 
         Counts are summed, seconds are those of the slowest replica, and other numbers are averaged over the replicas
         that have them. A report that is no node's is merged too.
@@ -94,7 +96,10 @@ class RankView:
     # Checkpoints
 
     def states(self, snapshots: Mapping[str, Encoded]) -> dict[str, Encoded]:
-        """Rank 0: the states of all replicas, "node.NAME", and "node.NAME@replica" where another replica's differs. All leaders call it."""
+        """On rank 0 the states of all replicas: "node.NAME", and "node.NAME@replica" where a replica's differs.
+
+        Every leader calls it.
+        """
         if not self.many or not self.ranks.leader:
             return dict(snapshots)
         mine = {g: s for g, s in snapshots.items() if self.graph[g.removeprefix("node.")].placement == "replica"}
@@ -108,7 +113,10 @@ class RankView:
         return dict(snapshots) | others
 
     def in_flight(self, values: list[tuple[str, str, int, Any]]) -> dict[str, Encoded]:
-        """Rank 0: the values on `@k` wires as groups "values", and "values@replica" for those of other replicas. All leaders call it."""
+        """On rank 0 the values on `@k` wires: group "values", and "values@replica" for those of other replicas.
+
+        Every leader calls it.
+        """
         held = {(node, output, tag): value for node, output, tag, value in values}
         groups = {"values": encode(held, "values in flight", copy=False)}
         if not self.many or not self.ranks.leader:
@@ -131,16 +139,19 @@ class RankView:
 
     def states_of(self, groups: dict[str, Any]) -> dict[str, Any]:
         """Node → state for this replica."""
-        found = {g.removeprefix("node."): s for g, s in groups.items() if g.startswith("node.") and "@" not in g}
-        for name, state in found.items():
+        own = {g.removeprefix("node."): s for g, s in groups.items() if g.startswith("node.") and "@" not in g}
+        for name, state in own.items():
             if name in self.graph and self.graph[name].placement == "replica":
                 others = [groups[f"node.{name}@{r}"] for r in range(1, len(groups)) if f"node.{name}@{r}" in groups]
                 cls: Any = self.graph[name].cls
-                found[name] = cls.state_for([state, *others], self.ranks.replica, self.ranks.num_replicas)
-        return found
+                own[name] = cls.state_for([state, *others], self.ranks.replica, self.ranks.num_replicas)
+        return own
 
     def values_of(self, groups: dict[str, Any]) -> InFlight:
-        """Values in flight for this replica. When their number has changed, the first one gets the batches of all, the others no rows."""
+        """Values in flight for this replica.
+
+        When the number of replicas has changed, the first one gets the batches of all, the others no rows.
+        """
         held: InFlight = dict(groups.get("values", {}))
         others = [groups[f"values@{r}"] for r in range(1, len(groups)) if f"values@{r}" in groups]
         made = 1 + len(others)
@@ -164,7 +175,7 @@ class RankView:
                 raise ConfigError(
                     f"{node.name}.{socket}: wire '{wire}' brings a handle to a collective node, but handles cannot be "
                     "sent to "
-                    f"{self.ranks.world} ranks; wanted a batch. Run it as one process, or make the reader a replica "
+                    f"{self.ranks.world} ranks; expected a batch. Run it as one process, or make the reader a replica "
                     "node."
                 )
 
@@ -175,8 +186,11 @@ def _is_sendable(value: Any) -> bool:
 
 
 def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Reports of two groups of replicas as one: node → [metric → [sum, or most of seconds; replicas that have it], rejected, …]."""
-    found = {}
+    """Reports of two groups of replicas as one.
+
+    A report is [metric → [sum, or maximum of seconds; number of replicas], rejected, seconds, counts].
+    """
+    merged = {}
     for node, (metrics, rejected, seconds, counts) in first.items():
         others, more, longer, further = second[node]
         both = dict(metrics)
@@ -186,8 +200,8 @@ def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
                 both[name] = [value, number]
             else:
                 both[name] = [max(mine[0], value) if name.startswith("seconds/") else mine[0] + value, mine[1] + number]
-        found[node] = [both, rejected + more, max(seconds, longer), sorted({*counts, *further})]
-    return found
+        merged[node] = [both, rejected + more, max(seconds, longer), sorted({*counts, *further})]
+    return merged
 
 
 def _unpacked(
@@ -201,7 +215,7 @@ def _unpacked(
 
 
 def _digest(state: Encoded) -> str:
-    found = hashlib.sha256(json.dumps(state.tree).encode())
+    digest = hashlib.sha256(json.dumps(state.tree).encode())
     for tensor in state.tensors.values():
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -50,9 +50,9 @@ class RecordSettings:
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise ValueError(f"every {self.every}: wanted 0 (nothing) or more.")
+            raise ValueError(f"every {self.every}: expected 0 (nothing) or more.")
         if isinstance(self.outputs, str) and self.outputs != "all":
-            raise ValueError(f"outputs {self.outputs!r}: wanted a list such as [sampler.trajectories], or 'all'.")
+            raise ValueError(f"outputs {self.outputs!r}: expected a list such as [sampler.trajectories], or 'all'.")
 
 
 def to_arrow(payload: Any) -> pa.Table:
@@ -85,7 +85,7 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
         note = json.loads((table.schema.metadata or {})[KEY])
     except (KeyError, ValueError):
         raise DataError(
-            f"{place}: not a recorded payload (no 'creditgraph' entry in its schema); wanted a file from a run's "
+            f"{place}: not a recorded payload (no 'creditgraph' entry in its schema); expected a file from a run's "
             "record/ folder."
         ) from None
     if note["format"] > FORMAT:
@@ -161,8 +161,8 @@ class Recorder:
         self._path, self._trace = path, trace
         self._every = settings.every
         everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
-        self._wanted = everything if settings.outputs == "all" else set(settings.outputs)
-        for name in sorted(self._wanted - everything):
+        self._chosen = everything if settings.outputs == "all" else set(settings.outputs)
+        for name in sorted(self._chosen - everything):
             raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
         self._error: BaseException | None = None
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
@@ -170,7 +170,7 @@ class Recorder:
 
     def wants(self, node: str, output: str, iteration: int) -> bool:
         """Whether an output of this iteration is recorded."""
-        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._wanted
+        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._chosen
 
     def put(self, node: str, output: str, iteration: int, value: Any) -> None:
         """Hands a value to the writer, when it is one to record."""
@@ -309,7 +309,7 @@ def _to_numpy(place: str, value: Tensor) -> np.ndarray[Any, Any]:
         return value.to(torch.float32).numpy()
     if value.is_complex() or value.layout != torch.strided:
         raise DataError(
-            f"{place}: a {value.layout} tensor of {value.dtype} has no column form; wanted a dense real tensor."
+            f"{place}: a {value.layout} tensor of {value.dtype} has no column form; expected a dense real tensor."
         )
     return value.numpy()
 
@@ -337,7 +337,7 @@ def _json(place: str, value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{place}: {error}; wanted a tensor of one dimension, a Jagged, or values that JSON can hold."
+            f"{place}: {error}; expected a tensor of one dimension, a Jagged, or values that JSON can hold."
         ) from None
     return text
 

@@ -140,7 +140,7 @@ class Replay(GraphSession):
             runner.load(groups[f"node.{name}"])
         if at != after:
             self.notes.append(
-                f"{name}: the state after iteration {at} is used in place of the one after {after} (no checkpoint there)."
+                f"{name}: the state after iteration {at} is used, because iteration {after} has no checkpoint."
             )
 
 

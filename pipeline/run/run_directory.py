@@ -35,14 +35,15 @@ logger = logging.getLogger("creditgraph")
 FREE_TO_CHANGE = ("run", "recipe", "hydra")
 FIXED = ("run.seed",)
 
+_FREE_SPACE = "free some space or choose another place with run.root=PATH, then start the run again"
 _NEXT_STEP = {
     errno.EACCES: "it may not be written; choose another place with run.root=PATH or correct its permissions",
     errno.EPERM: "it may not be written; choose another place with run.root=PATH or correct its permissions",
     errno.EROFS: "the file system is read-only; choose another place with run.root=PATH",
-    errno.ENOSPC: "the disk is full; free some space or choose another place with run.root=PATH, then start the run again",
-    errno.EDQUOT: "the disk quota is used up; free some space or choose another place with run.root=PATH, then start the run again",
-    errno.ENOTDIR: "a file stands where a folder is wanted; remove it or choose another run.name",
-    errno.EEXIST: "a file stands where a folder is wanted; remove it or choose another run.name",
+    errno.ENOSPC: f"the disk is full; {_FREE_SPACE}",
+    errno.EDQUOT: f"the disk quota is used up; {_FREE_SPACE}",
+    errno.ENOTDIR: "a file is in the place of a folder; remove it or choose another run.name",
+    errno.EEXIST: "a file is in the place of a folder; remove it or choose another run.name",
 }
 
 
@@ -78,7 +79,7 @@ def write_aside(path: Path, text: str) -> None:
 
 
 def take_lock(path: Path, instead: str) -> int:
-    """Locks a file for this process and notes in it who has it; the kernel ends the lock with the process, however that ends.
+    """Locks a file for this process and writes its name into it; the lock ends with the process, however that ends.
 
     Args:
         path: the file, in the directory that it is the lock of; made where there is none.
@@ -242,7 +243,7 @@ class RunDirectory:
                 f"{self.path}: holds a run with another configuration:\n"
                 + "\n".join(f"  {line}" for line in serious[:20])
                 + (f"\n  … and {len(serious) - 20} more" if len(serious) > 20 else "")
-                + "\nChoose another run.name, go back to these settings, or continue all the same with run.allow_changes=true."
+                + "\nChoose another run.name, restore these settings, or continue anyway with run.allow_changes=true."
             )
 
 

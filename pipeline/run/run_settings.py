@@ -53,11 +53,11 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.name in ("", ".", "..") or not self.name.isprintable():
-            raise ValueError(f"name {self.name!r}: wanted that of a folder below root.")
+            raise ValueError(f"name: expected the name of a folder below root, got {self.name!r}.")
         if self.iterations < 0 or self.iterations >= 1 << 24:
-            raise ValueError(f"iterations {self.iterations}: wanted 0 to {(1 << 24) - 1}.")
+            raise ValueError(f"iterations {self.iterations}: expected 0 to {(1 << 24) - 1}.")
         if self.timeout <= 0:
-            raise ValueError(f"timeout {self.timeout}: wanted seconds above 0.")
+            raise ValueError(f"timeout {self.timeout}: expected seconds above 0.")
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> str:
@@ -66,26 +66,25 @@ def resolve_device(name: str, local_rank: int | None = None) -> str:
     With `local_rank`, the rank of several on this host, "cuda" becomes the GPU of that number.
     """
     if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"run.device: found '{name}'; wanted auto, cpu, cuda or cuda:N.")
+        raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N, got '{name}'.")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"run.device: found '{name}', but torch sees no CUDA device here; run on a GPU machine or set "
-            "run.device=cpu."
+            f"run.device: '{name}', but torch sees no CUDA device here; run on a GPU machine or set run.device=cpu."
         )
-    found = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    if found != "cuda" or local_rank is None:
-        return found
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if device != "cuda" or local_rank is None:
+        return device
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"run.device: this is process {local_rank + 1} of its host, which has {torch.cuda.device_count()} GPUs; "
-            "wanted a GPU per "
+            "expected a GPU per "
             "process. Start fewer processes per host."
         )
     return f"cuda:{local_rank}"
 
 
 class Observer(Protocol):
-    """Is told what happens, for a progress display. `node_started` may come from either lane's thread."""
+    """Receives progress, for a display. `node_started` may come from either lane's thread."""
 
     def node_started(self, node: str, iteration: int) -> None:
         """A node begins an iteration."""

@@ -30,8 +30,8 @@ class GraphSession:
         experiment: the graph, and the run, model and data sections.
         seed: key of every random stream; by default the experiment's.
         weights: carried by every delayed `Weights` wire; by default the learner's initial ones.
-        uids_from_top: numbers nodes from the highest index down, so that the rows of this session can be given to another
-            session of a similar graph without sharing a uid with its rows.
+        uids_from_top: numbers nodes from the highest index down, so that the rows of this session can be given to
+            another session of a similar graph without sharing a uid with its rows.
         iterations: planned length of the run, as the nodes see it; by default the experiment's.
 
     Attributes:

@@ -69,7 +69,7 @@ class Snapshots:
         return self._checkpoints is not None and self._every > 0 and (iteration + 1) % self._every == 0
 
     def take(self, lane: str, nodes: list[Node], iteration: int) -> None:
-        """At the end of a lane's iteration. The generation lane goes on while the checkpoint is written, so it copies."""
+        """At the end of a lane's iteration; the generation lane copies, as it runs on while the checkpoint is saved."""
         due = self._states(nodes, copy=lane == "generation") if self.is_due(iteration) else None
         light = self._states([n for n in nodes if n.placement != "collective"], copy=True)
         with self._values.changed:

@@ -129,7 +129,7 @@ class Stops:
         self._values.changed.notify_all()
 
     def _agree(self, start: int) -> None:
-        """Once per iteration, in the main lane: when any rank has a reason to stop, all stop after the same iteration."""
+        """Once per iteration, in the main lane: if any rank has a reason to stop, all stop after the same iteration."""
         if self._team.ranks.world == 1 or self._last is not None:
             return
         with self._trace.waiting("other ranks"):

@@ -18,12 +18,12 @@ class Stopped(Exception):
     """The other lane has failed; this one ends quietly."""
 
 
-def as_inputs(node: Node, found: dict[str, list[Any]]) -> dict[str, Any]:
+def as_inputs(node: Node, by_socket: dict[str, list[Any]]) -> dict[str, Any]:
     """The keyword arguments of `run`: list sockets get lists, others their one value."""
     sockets = node.sockets.inputs
     return {
         name: values if sockets[name].is_list else values[0]
-        for name, values in found.items()
+        for name, values in by_socket.items()
         if values or sockets[name].is_list
     }
 
@@ -69,16 +69,16 @@ class Values:
     def gather(self, node: Node, iteration: int) -> dict[str, Any]:
         """The inputs of `node` for `iteration`, waiting where needed; list sockets get lists."""
         with self.changed:
-            found = {
+            by_socket = {
                 socket: [self._wait(wire, iteration - wire.delay) for wire in wires]
                 for socket, wires in node.wires.items()
             }
-        return as_inputs(node, found)
+        return as_inputs(node, by_socket)
 
-    def read(self, node: Node, iteration: int, wanted: Callable[[Wire], bool]) -> dict[Wire, Any]:
+    def read(self, node: Node, iteration: int, chosen: Callable[[Wire], bool]) -> dict[Wire, Any]:
         """The values of some of a node's wires for `iteration`, waiting where needed."""
         with self.changed:
-            return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if wanted(wire)}
+            return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if chosen(wire)}
 
     def release(self, node: Node, iteration: int) -> None:
         """`node` has run `iteration`: drops inputs that nobody needs any more."""

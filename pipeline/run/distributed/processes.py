@@ -27,7 +27,9 @@ START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 
 
 class Processes(Team):
-    """This rank among all. Use as a context manager around everything that ranks do together; an error inside ends all of them.
+    """The ranks of a run, as one of them sees them.
+
+    Use it as a context manager around everything that ranks do together: an error inside ends all of them.
 
     Args:
         meeting: where the ranks meet.
@@ -127,8 +129,8 @@ class Processes(Team):
         leave(stopped(rank, first), 2 if isinstance(error, CreditgraphError) and not _is_loss(error) else EXIT_CODE)
 
     def _places(self) -> str:
-        told = where(self.folder) if self.folder else ""
-        return f" ({told})" if told else ""
+        place = where(self.folder) if self.folder else ""
+        return f" ({place})" if place else ""
 
 
 class _Collectives(Collectives):
@@ -209,10 +211,10 @@ def _allow_files(world: int) -> None:
     """gloo connects a rank to every other one in each of its groups; from some 250 ranks on, more than the usual soft
     limit of 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 8 * world
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    needed = 1024 + 8 * world
+    if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
         )
 
 

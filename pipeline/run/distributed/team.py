@@ -26,7 +26,8 @@ from pipeline.core.graph import Graph
 
 __all__ = ["Collectives", "DistributedError", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
 
-_FIRST_PORT, _PORTS = 20000, 20000
+_FIRST_PORT = 20000
+_PORTS = 20000
 
 
 class DistributedError(CreditgraphError):
@@ -66,12 +67,13 @@ def rendezvous(environ: Mapping[str, str] | None = None) -> Rendezvous:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in env]
         if missing:
-            found = ", ".join(name for name in (*names, "LOCAL_RANK") if name in env)
+            present = ", ".join(name for name in (*names, "LOCAL_RANK") if name in env)
             raise DistributedError(
-                f"environment: found {found}, but not {', '.join(missing)}; wanted all variables that torchrun sets. "
+                f"environment: expected all variables that torchrun sets, got {present} without {', '.join(missing)}. "
                 "Start with torchrun, or unset RANK and WORLD_SIZE for one process."
             )
-        rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+        rank = _number(env, "RANK")
+        world = _number(env, "WORLD_SIZE")
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return Rendezvous(
             ranks=_ranks(rank, world, _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0),
@@ -83,7 +85,8 @@ def rendezvous(environ: Mapping[str, str] | None = None) -> Rendezvous:
     # A batch script has SLURM_PROCID too, but only a task of srun belongs to a step.
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-        rank, world = _number(env, "SLURM_PROCID"), _number(env, tasks)
+        rank = _number(env, "SLURM_PROCID")
+        world = _number(env, tasks)
         if world > 1:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
             job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
@@ -112,14 +115,14 @@ def first_host(nodes: str) -> str:
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes[:end])
     if not host or "[" in host:
         raise DistributedError(
-            f"SLURM_STEP_NODELIST: found '{nodes}'; wanted a node list such as node[01-04]. Set MASTER_ADDR to rank "
+            f"SLURM_STEP_NODELIST: expected a node list such as node[01-04], got '{nodes}'. Set MASTER_ADDR to rank "
             "0's host."
         )
     return host
 
 
 def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
-    """Cuts the ranks into replicas as the graph's collective nodes ask for.
+    """Divides the ranks into replicas of the size that the graph's collective nodes need.
 
     Raises:
         DistributedError: the number of processes does not fit.
@@ -134,27 +137,30 @@ def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
     odd = [f"'{n.name}' takes {s}" for n, s in sizes if s not in (1, size)]
     if odd:
         raise DistributedError(
-            f"processes per replica: {owner} takes {size}, {odd[0]}; wanted one number. Give both the same parallel "
+            f"processes per replica: {owner} takes {size}, {odd[0]}; expected one number. Give both the same parallel "
             "sizes."
         )
     if ranks.world % size:
         below = ranks.world // size * size
         fits = f"{below} or {below + size}" if below else f"{size}, or a multiple of it"
         raise DistributedError(
-            f"{owner}: one replica takes {size} processes, but the run has {ranks.world}; wanted a multiple. Start "
+            f"{owner}: one replica takes {size} processes, but the run has {ranks.world}; expected a multiple. Start "
             f"{fits}, for example "
             f"torchrun --nproc-per-node {size} --no-python creditgraph train …, or change the parallel sizes."
         )
     replicas = ranks.world // size
     if replicas > MAX_REPLICAS:
         raise DistributedError(
-            f"{replicas} replicas; wanted at most {MAX_REPLICAS}. Use more processes per replica or fewer processes."
+            f"{replicas} replicas; expected at most {MAX_REPLICAS}. Use more processes per replica or fewer processes."
         )
     return Ranks(rank=ranks.rank, world=ranks.world, local_rank=ranks.local_rank, num_replicas=replicas)
 
 
 class Collectives:
-    """Communication between the ranks of one lane; for one rank there is nobody to talk to. Values are what a checkpoint can hold."""
+    """Communication between the ranks of one lane; this one is for a single rank.
+
+    Values are what a checkpoint can hold.
+    """
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks with this position in every replica."""
@@ -165,7 +171,7 @@ class Collectives:
         return [value]
 
     def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
-        """Leaders only: on rank 0 the values of all replicas, folded pair by pair in the order of replicas; on other leaders None.
+        """Leaders only: on rank 0 the values of all replicas, folded pair by pair in order; on other leaders None.
 
         A rank sends one value and takes in at most log2(replicas).
         """
@@ -181,7 +187,7 @@ class Collectives:
 
 
 class Team:
-    """All processes of a run as one of them sees them. This one is a run of one process; `pipeline.run.distributed.processes` has the other."""
+    """All processes of a run, as one of them sees them; this one is a run of one process, see also `Processes`."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
@@ -203,13 +209,13 @@ class Team:
         """Waits for all ranks."""
 
     def report(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed; for a thread whose error does not end the process by itself."""
+        """Reports to the other ranks that this one has failed; for a thread whose error does not end the process."""
 
 
 def _ranks(rank: int, world: int, local_rank: int) -> Ranks:
     if not 0 <= rank < world:
         raise DistributedError(
-            f"environment: rank {rank} of {world} processes; wanted 0 to {world - 1}. Check RANK and WORLD_SIZE."
+            f"environment: rank {rank} of {world} processes; expected 0 to {world - 1}. Check RANK and WORLD_SIZE."
         )
     return Ranks(rank=rank, world=world, local_rank=local_rank)
 
@@ -223,7 +229,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except ValueError:
         raise DistributedError(
-            f"environment: {name} is '{env[name]}'; wanted a number. Start with torchrun or srun."
+            f"environment: {name} is '{env[name]}'; expected a number. Start with torchrun or srun."
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""The first error of a run of many processes, told to all of them, so that no rank waits for one that is gone.
+"""The first error of a run of many processes, reported to all of them, so that no rank waits for one that is gone.
 
 A rank that fails writes why into the store that all ranks share. Ranks that wait in a collective see its connection
-break; ranks that compute, or wait for somebody who waits, are told by a thread of theirs that watches the store. Ranks
-that live count up a number there, which tells who died without a word.
+break; ranks that compute, or wait for somebody who waits, learn of it from a thread of theirs that watches the store.
+Ranks that live count up a number there, which shows who died without reporting an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SILENCE = 4 * PULSE  # without one for this long a rank is dead
 GRACE = 5.0  # seconds a rank has to end by itself once another has failed
 ERROR = "first_error"
 EXIT_CODE = 1
+_STORE_GONE = "rank 0: the store is gone, and with it the process that served it; look into its log"
 
 
 class PeerLost(DistributedError):
@@ -36,10 +37,11 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, ranks: Ranks) -> None:
-        self._store, self._ranks = store, ranks
+        self._store = store
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._found: str | None = None  # kept, because the store may end before this rank does
+        self._error: str | None = None  # kept, because the store may end before this rank does
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -61,24 +63,24 @@ class Watchdog:
     def first(self) -> str | None:
         """The first error of the run, when there is one."""
         with self._lock:
-            if self._found is None and self._store.check([ERROR]):
-                self._found = self._store.get(ERROR).decode()
-            return self._found
+            if self._error is None and self._store.check([ERROR]):
+                self._error = self._store.get(ERROR).decode()
+            return self._error
 
     def blame(self) -> str:
         """After a broken collective: the first error, once it is known, else which ranks are silent. Raises nothing."""
-        if self._found is not None:
-            return self._found
+        if self._error is not None:
+            return self._error
         try:
             before = self._pulses()
             end = time.monotonic() + SILENCE
             while time.monotonic() < end:
-                if (found := self.first()) is not None:
-                    return found
+                if (error := self.first()) is not None:
+                    return error
                 time.sleep(PULSE / 4)
             silent = [rank for rank, (old, new) in enumerate(zip(before, self._pulses(), strict=True)) if old == new]
         except Exception as error:
-            return f"rank 0: the store is gone ({type(error).__name__}), and with it the process that served it; look into its log"
+            return f"{_STORE_GONE} ({type(error).__name__})"
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             return self.report(
@@ -95,14 +97,14 @@ class Watchdog:
             while not self._done.wait(PULSE):
                 with self._lock:
                     self._store.add(f"pulse/{self._ranks.rank}", 1)
-                if (found := self.first()) is not None:
+                if (first := self.first()) is not None:
                     break
             else:
                 return
         except Exception:
-            found = "rank 0: the store is gone, and with it the process that served it; look into its log"
+            first = _STORE_GONE
         if not self._done.wait(GRACE):
-            leave(stopped(self._ranks.rank, found))
+            leave(stopped(self._ranks.rank, first))
 
 
 def stopped(rank: int, first: str) -> str:

@@ -23,7 +23,10 @@ def pack(value: Any, place: str = "value") -> Tensor:
 
 
 def pack_encoded(state: Encoded) -> Tensor:
-    """An encoded value as uint8 [bytes]: 8 bytes length of the header, the header, then every tensor from a multiple of 8 on."""
+    """An encoded value as uint8 [bytes]: the length of the header in 8 bytes, the header, then the tensors.
+
+    Every part begins at a multiple of 8.
+    """
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()]
     header = json.dumps({"tree": state.tree, "tensors": about}).encode()
     header += b" " * (-len(header) % 8)
@@ -54,8 +57,10 @@ def unpack(data: Tensor) -> Any:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """What all replicas have together: batches concatenated in order (parts without rows add nothing), lists item by item, of anything
-    else the first replica's."""
+    """The values of all replicas as one: batches are concatenated in order, lists item by item.
+
+    Parts without rows add nothing; of anything else the first replica's value is taken.
+    """
     first = values[0]
     if isinstance(first, list):
         return [join([v[i] for v in values]) for i in range(len(first))]

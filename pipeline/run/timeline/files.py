@@ -1,7 +1,7 @@
 """RUN/traces/rank-N.json: written line by line, readable while the run goes on and after a kill.
 
-The format is the JSON array of trace events that chrome://tracing and ui.perfetto.dev read, one event a line and without its
-closing bracket.
+The format is the JSON array of trace events that chrome://tracing and ui.perfetto.dev read, one event a line and
+without its closing bracket.
 """
 
 from __future__ import annotations

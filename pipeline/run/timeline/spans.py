@@ -35,7 +35,8 @@ from pipeline.run.timeline.heartbeat import heartbeat_name, heartbeat_pause, rea
 
 logger = logging.getLogger("creditgraph")
 
-# Phase → role whose clock it moves. Sampling and scoring move the engine's clock wherever they are requested, see `Engine`.
+# Phase → role whose clock it moves. Sampling and scoring move the engine's clock wherever they are requested, see
+# `Engine`.
 _ROLES = {
     "weight update": "engine",
     "learning": "learner",

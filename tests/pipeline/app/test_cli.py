@@ -96,7 +96,7 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path, capsys: pytest.Capture
         (["trian"], ["unknown command 'trian'", "Did you mean 'train'?"]),
         (["train", "recipe=toy_srop"], ["no recipe named 'toy_srop'", "Did you mean 'toy_srpo'?"]),
         (["train", "recpie=toy_srpo"], ["section 'recpie'", "Did you mean 'recipe'?"]),
-        (["train", "recipe=toy_srpo", "lr"], ["override 'lr'", "wanted key=value"]),
+        (["train", "recipe=toy_srpo", "lr"], ["override 'lr'", "expected key=value"]),
         (["train"], ["no graph", "recipe=NAME"]),
         (["train", "recipe=toy_grpo", "-c", "/nowhere"], ["--config-dir", "/nowhere"]),
         (["components", "samplr.chains"], ["no component 'samplr.chains'", "Did you mean 'sampler.chains'?"]),
@@ -328,7 +328,7 @@ def test_overlap_gives_the_same_bits(tmp_path: Path) -> None:
         (["model.path=/nowhere"], ["/nowhere"]),
         (["model.path={empty}"], ["{empty}", "tokenizer"]),
         (["run.root=/proc/nowhere"], ["/proc/nowhere"]),
-        (["run.device=tpu"], ["run.device: found 'tpu'", "wanted auto, cpu, cuda"]),
+        (["run.device=tpu"], ["run.device: got 'tpu'", "wanted auto, cpu, cuda"]),
     ],
 )
 def test_what_is_missing_is_named(

@@ -30,7 +30,7 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         (
             "Settings",
             [
-                "Settings.Config is not frozen; settings never change after a graph is built: write @dataclass(frozen=True, kw_only=True).",
+                "Settings.Config is not frozen, but settings never change; write @dataclass(frozen=True, kw_only=True).",
                 "Settings.Config takes quiet, nested by position; write @dataclass(frozen=True, kw_only=True).",
                 "Settings.Config.quiet has no docstring; write a string below it that says its unit and what it changes.",
                 "Settings.Config.nested.depth has no docstring; write a string below it that says its unit and what it changes.",
@@ -40,7 +40,7 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         ("Melted", ["Melted.run returns MeltedOut, which is not frozen; write @dataclass(frozen=True, kw_only=True)."]),
         ("NoRun", ["NoRun: no method 'run'; a component defines run(self, *, …) -> Outputs."]),
         ("Unannotated", ["Unannotated.run: input 'prompts' has no annotation; write its payload type."]),
-        ("ReturnsNumber", ["ReturnsNumber.run: returns int; wanted a frozen dataclass with one field per output."]),
+        ("ReturnsNumber", ["ReturnsNumber.run: returns int; expected a frozen dataclass with one field per output."]),
         (
             "Rows",
             [
@@ -51,7 +51,7 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         (
             "Number",
             [
-                "Number.run: input 'size' is int; wanted a payload, a class derived from pipeline.core.payloads.Payload.",
+                "Number.run: input 'size' is int; expected a payload, subclass creditgraph.Payload.",
                 "Number.run: input 'size' defaults to 3; an optional input is 'T | None = None'.",
             ],
         ),
@@ -65,17 +65,17 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         (
             "Unstorable",
             [
-                "Unstorable.state_dict: 'made' is object; wanted a nested dict of tensors, numbers, strings, lists.",
-                "Unstorable.state_dict: key 3 in by_row is int, not str; wanted a nested dict of tensors, numbers, strings, lists.",
+                "Unstorable.state_dict: 'made' is object; expected a nested dict of tensors, numbers, strings, lists.",
+                "Unstorable.state_dict: key 3 in by_row is int, not str; expected a nested dict of tensors, numbers, strings, lists.",
             ],
         ),
         ("Crashes", ["Crashes(Config()) raises OSError: no model at /models; the default settings must build."]),
         (
             "Initial",
             [
-                "Initial.placement is 'somewhere'; wanted 'replica' or 'collective'.",
+                "Initial.placement is 'somewhere'; expected 'replica' or 'collective'.",
                 "Initial.initial gives 'wieghts', which is no output. Did you mean 'weights'?",
-                "Initial.initial: 'policy' is int; wanted Policy.",
+                "Initial.initial: 'policy' is int; expected Policy.",
             ],
         ),
     ],

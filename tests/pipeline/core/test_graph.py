@@ -111,13 +111,13 @@ def test_one_wire_is_enough_for_a_list(srpo: Nodes) -> None:
 
 def test_no_nodes() -> None:
     for description in ({}, {"nodes": None}, {"nodes": []}, None):
-        with pytest.raises(GraphError, match=r"nodes: found none; wanted 'nodes: \{name: \{use"):
+        with pytest.raises(GraphError, match=r"nodes: expected 'nodes: \{name: \{use"):
             build_graph(description)
 
 
 def test_unknown_component_names_the_nearest() -> None:
     assert only({"a": {"use": "advantage.grup"}}).startswith(
-        "a.use: unknown component 'advantage.grup'; wanted a registered name"
+        "a.use: unknown component 'advantage.grup'; expected a registered name"
     )
     assert only({"a": {"use": "advantage.grup"}}).endswith("Did you mean 'advantage.group'?")
 
@@ -139,8 +139,8 @@ def test_unknown_component_names_the_nearest() -> None:
             "a.use: graph_toys:NotAComponent is not a component; derive it from creditgraph.Component.",
         ),
         ("graph_toys:Positional", "a.use: Positional.run: 'batch' is not keyword-only; write run(self, *, batch: …)."),
-        (None, "a.use: found None; wanted a component name or 'package.module:Class'."),
-        (7, "a.use: found 7; wanted a component name"),
+        (None, "a.use: expected a component name or 'package.module:Class', got None."),
+        (7, "a.use: expected a component name or 'package.module:Class', got 7."),
     ],
 )
 def test_classes_that_cannot_be_used(use: Any, text: str) -> None:
@@ -148,23 +148,23 @@ def test_classes_that_cannot_be_used(use: Any, text: str) -> None:
 
 
 def test_entries_that_are_no_nodes() -> None:
-    assert only({"a": "prompts.dataset"}) == "a: found 'prompts.dataset'; wanted '{use: prompts.dataset}'."
-    assert only({"a": [1]}) == "a: found [1]; wanted a mapping with 'use' and, where needed, 'in' and 'config'."
+    assert only({"a": "prompts.dataset"}) == "a: expected '{use: prompts.dataset}', got 'prompts.dataset'."
+    assert only({"a": [1]}) == "a: expected a mapping with 'use' and, where needed, 'in' and 'config', got [1]."
     assert (
         only({"a": {"use": "graph_toys:Source", "inn": {}}})
         == "a.inn: unknown key; a node has 'use', 'in' and 'config'. Did you mean 'in'?"
     )
-    assert only({"a": {"use": "graph_toys:Source", "in": [1]}}) == "a.in: found [1]; wanted 'input: node.output' pairs."
+    assert only({"a": {"use": "graph_toys:Source", "in": [1]}}) == "a.in: expected 'input: node.output' pairs, got [1]."
     assert (
         only({"a": {"use": "graph_toys:Source", "config": 3}})
-        == "a: found 3 (int); wanted settings as 'name: value' pairs."
+        == "a: expected settings as 'name: value' pairs, got 3 (int)."
     )
 
 
 @pytest.mark.parametrize("name", ["A", "1st", "a-b", "a.b", ""])
 def test_bad_names(name: str) -> None:
     assert only({name: {"use": "graph_toys:Source"}}).startswith(
-        f"{name}: not a node name; wanted lower-case letters, digits and '_'"
+        f"{name}: not a node name; expected lower-case letters, digits and '_'"
     )
 
 
@@ -173,7 +173,7 @@ def test_reserved_names_and_too_many_nodes() -> None:
         "model: this name is reserved for a section of the configuration"
     )
     many = {f"n{i}": {"use": "graph_toys:Source"} for i in range(129)}
-    assert only(many) == "nodes: found 129; wanted at most 128."
+    assert only(many) == "nodes: expected at most 128, got 129."
 
 
 def test_a_delayed_handle_is_refused(srpo):
@@ -187,16 +187,19 @@ def test_a_delayed_handle_is_refused(srpo):
 @pytest.mark.parametrize(
     ("wire", "text"),
     [
-        ("sampler", "localizer.failures: found 'sampler'; wanted a wire, 'node.output' or 'node.output@k'."),
-        (3, "localizer.failures: found 3; wanted a wire"),
-        ("sampler.failures@x", "localizer.failures: found 'sampler.failures@x'; wanted a wire"),
+        ("sampler", "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 'sampler'."),
+        (3, "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 3."),
+        (
+            "sampler.failures@x",
+            "localizer.failures: expected a wire, 'node.output' or 'node.output@k', got 'sampler.failures@x'.",
+        ),
         (
             "sampler.failures@0",
-            "localizer.failures: wire 'sampler.failures@0' reads 0 iterations back; wanted k ≥ 1 in '@k', or no '@k' for",
+            "localizer.failures: wire 'sampler.failures@0' reads 0 iterations back; expected k ≥ 1 in '@k', or no '@k' for",
         ),
         (
             "sampler.failures@-1",
-            "localizer.failures: wire 'sampler.failures@-1' reads -1 iterations back; wanted k ≥ 1",
+            "localizer.failures: wire 'sampler.failures@-1' reads -1 iterations back; expected k ≥ 1",
         ),
         (
             "samplr.failures",
@@ -206,7 +209,7 @@ def test_a_delayed_handle_is_refused(srpo):
             "sampler.failure",
             "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'failure'. Did you mean 'failures'?",
         ),
-        ("rewards.rewards", "localizer.failures: wire 'rewards.rewards' carries Rewards; wanted Trajectories."),
+        ("rewards.rewards", "localizer.failures: wire 'rewards.rewards' carries Rewards; expected Trajectories."),
         (
             "watch.x",
             "localizer.failures: wire 'watch.x': watch (graph_toys:Watch) has no output 'x'. It has no outputs.",
@@ -218,9 +221,9 @@ def test_a_delayed_handle_is_refused(srpo):
         ),
         (
             ["sampler.failures", "sampler.trajectories"],
-            "localizer.failures: found 2 wires (sampler.failures + sampler.trajectories); wanted one, this input is no list.",
+            "localizer.failures: expected one wire, got 2 (sampler.failures + sampler.trajectories); this input is not a list.",
         ),
-        ([], "localizer.failures: found an empty list; wanted at least one wire."),
+        ([], "localizer.failures: expected at least one wire, got an empty list."),
     ],
 )
 def test_wire_texts(srpo: Nodes, wire: Any, text: str) -> None:
@@ -327,7 +330,8 @@ def test_two_cycles_are_two_problems() -> None:
 def test_credit_nobody_reads(srpo: Nodes) -> None:
     srpo["other"] = {"use": "graph_toys:Advantage", "in": srpo["advantage"]["in"]}
     assert (
-        only(srpo) == "other.credit: nobody reads this Credit, so it trains nothing; wire it to a learner or remove it."
+        only(srpo)
+        == "other.credit: no node reads this Credit, so it trains nothing; wire it to a learner or remove it."
     )
 
 
@@ -337,7 +341,7 @@ def test_settings_problems_carry_the_node(srpo: Nodes) -> None:
     assert problems(srpo) == [
         "prompts.x: unknown setting. There are no settings here.",
         "learner.objectiv: unknown setting. Did you mean 'objective'?",
-        "learner.optimizer.lr: found 'fast' (str); wanted float.",
+        "learner.optimizer.lr: expected float, got 'fast' (str).",
     ]
 
 
@@ -350,5 +354,9 @@ def test_all_problems_come_in_one_message(srpo: Nodes) -> None:
         build_graph({"nodes": srpo}, "configs/graph/x.yaml")
     text = str(caught.value)
     assert text.startswith("configs/graph/x.yaml: 4 problems\n  1. prompts.use: ")
-    for part in ("sampler.group_size: found 'many'", "wire 'verifier.verifer'", "localizer.failures: not wired"):
+    for part in (
+        "sampler.group_size: expected int, got 'many'",
+        "wire 'verifier.verifer'",
+        "localizer.failures: not wired",
+    ):
         assert part in text

@@ -144,13 +144,13 @@ def test_equal_looks_at_lengths_dtype_values_and_nan() -> None:
     [
         (
             lambda: Jagged(torch.zeros(2, 2), torch.tensor([0, 2])),
-            r"values of shape \(2, 2\).*wanted values \[total\] and int64 offsets",
+            r"values of shape \(2, 2\).*expected values \[total\] and int64 offsets",
         ),
         (lambda: Jagged(torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32)), "torch.int32 offsets"),
         (lambda: Jagged(torch.zeros(0), torch.zeros(0, dtype=torch.int64)), r"offsets of shape \(0,\)"),
         (lambda: Jagged.from_lengths(torch.zeros(3), torch.tensor([1, 1])), "lengths sum to 2, but there are 3 values"),
         (lambda: ints([[1, 2]]).with_values(torch.zeros(3)), "3 values for rows that hold 2"),
-        (lambda: Jagged.concat([]), "no parts; wanted at least one"),
+        (lambda: Jagged.concat([]), "no parts; expected at least one"),
     ],
 )
 def test_refusals(make: object, text: str) -> None:

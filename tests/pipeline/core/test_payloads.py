@@ -82,7 +82,7 @@ def test_index_of_names_what_is_missing() -> None:
     object.__setattr__(batch, "origin", "sampler.failures")
     with pytest.raises(
         AlignmentError,
-        match=r"^sampler\.failures: no row for uid \[4, 9\]… \(2 missing\); wanted every referenced uid\.",
+        match=r"^sampler\.failures: no row for uid \[4, 9\]… \(2 missing\); expected every referenced uid\.",
     ):
         batch.index_of(tensor(3, 9, 4))
     with pytest.raises(AlignmentError, match=r"^Batch: no row for uid \[1\]… \(1 missing\)"):
@@ -98,7 +98,7 @@ def test_check_aligned_texts() -> None:
     assert str(caught.value) == (
         "buffer.trajectories (3 rows) and Rewards (3 rows) describe different populations: 1 rows only in "
         "buffer.trajectories, 1 only "
-        "in Rewards; wanted the same uids in the same order. Wire both inputs from the same population."
+        "in Rewards; expected the same uids in the same order. Wire both inputs from the same population."
     )
     with pytest.raises(AlignmentError, match="the same rows in another order"):
         check_aligned(Batch(uid=tensor(1, 2)), Batch(uid=tensor(2, 1)))
@@ -131,11 +131,11 @@ def test_columns_of_other_lengths_are_refused() -> None:
 
 
 def test_concat_refusals() -> None:
-    with pytest.raises(AlignmentError, match=r"Credit\.concat: no batches; wanted at least one\."):
+    with pytest.raises(AlignmentError, match=r"Credit\.concat: no batches; expected at least one\."):
         Credit.concat([])
     with pytest.raises(
         AlignmentError,
-        match=r"Credit\.columns: batches with columns \[\['a'\], \[\]\]; wanted the same columns in all\.",
+        match=r"Credit\.columns: batches with columns \[\['a'\], \[\]\]; expected the same columns in all\.",
     ):
         Credit.concat([credit(1, columns=("a",)), credit(2)])
 
@@ -166,6 +166,6 @@ def test_trajectories_stay_whole_under_select_and_concat() -> None:
 def test_entropies_that_an_engine_left_out_are_told() -> None:
     assert known_entropies(torch.tensor([0.5, 0.0]), "reader").tolist() == [0.5, 0.0]
     with pytest.raises(
-        CreditgraphError, match=r"reader: the engine gave no entropy for 1 of 2 tokens; wanted all of them"
+        CreditgraphError, match=r"reader: the engine gave no entropy for 1 of 2 tokens; expected all of them"
     ):
         known_entropies(torch.tensor([0.5, float("nan")]), "reader")

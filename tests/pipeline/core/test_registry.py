@@ -53,9 +53,9 @@ def test_entry_points_add_names_but_take_none_over() -> None:
     [
         (
             "buffer.merg",
-            "unknown component 'buffer.merg'; wanted a registered name or 'package.module:Class'. Did you mean 'buffer.merge'?",
+            "unknown component 'buffer.merg'; expected a registered name or 'package.module:Class'. Did you mean 'buffer.merge'?",
         ),
-        ("zzz", "unknown component 'zzz'; wanted a registered name or 'package.module:Class'. Known: advantage."),
+        ("zzz", "unknown component 'zzz'; expected a registered name or 'package.module:Class'. Known: advantage."),
         ("a b:C", "unknown component 'a b:C'"),
         ("graph_toys:", "unknown component 'graph_toys:'"),
         (

@@ -52,7 +52,7 @@ class Needs:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise ValueError(f"steps is {self.steps}; wanted at least 1.")
+            raise ValueError(f"steps is {self.steps}; expected at least 1.")
 
 
 class NoDataclass:
@@ -113,35 +113,35 @@ def test_converted(name: str, value: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"count": True}, "node.count: found True (bool); wanted int."),
-        ({"count": 1.5}, "node.count: found 1.5 (float); wanted int."),
-        ({"count": "many"}, "node.count: found 'many' (str); wanted int."),
-        ({"count": None}, "node.count: found None (NoneType); wanted int."),
-        ({"count": [1]}, "node.count: found [1] (list); wanted int."),
-        ({"name": 5}, "node.name: found 5 (int); wanted str."),
-        ({"flag": "maybe"}, "node.flag: found 'maybe' (str); wanted bool."),
-        ({"kind": "men"}, "node.kind: found 'men' (str); wanted 'std' or 'mean' or 3. Did you mean 'mean'?"),
-        ({"kind": True}, "node.kind: found True (bool); wanted 'std' or 'mean' or 3."),
-        ({"limit": "no"}, "node.limit: found 'no' (str); wanted int or None."),
-        ({"limit": False}, "node.limit: found False (bool); wanted int or None."),
-        ({"inner": 3}, "node.inner: found 3 (int); wanted settings as 'name: value' pairs."),
-        ({"inner": {"lr": "fast"}}, "node.inner.lr: found 'fast' (str); wanted float."),
-        ({"inner": {"lr": True}}, "node.inner.lr: found True (bool); wanted float."),
+        ({"count": True}, "node.count: expected int, got True (bool)."),
+        ({"count": 1.5}, "node.count: expected int, got 1.5 (float)."),
+        ({"count": "many"}, "node.count: expected int, got 'many' (str)."),
+        ({"count": None}, "node.count: expected int, got None (NoneType)."),
+        ({"count": [1]}, "node.count: expected int, got [1] (list)."),
+        ({"name": 5}, "node.name: expected str, got 5 (int)."),
+        ({"flag": "maybe"}, "node.flag: expected bool, got 'maybe' (str)."),
+        ({"kind": "men"}, "node.kind: expected 'std' or 'mean' or 3, got 'men' (str). Did you mean 'mean'?"),
+        ({"kind": True}, "node.kind: expected 'std' or 'mean' or 3, got True (bool)."),
+        ({"limit": "no"}, "node.limit: expected int or None, got 'no' (str)."),
+        ({"limit": False}, "node.limit: expected int or None, got False (bool)."),
+        ({"inner": 3}, "node.inner: expected settings as 'name: value' pairs, got 3 (int)."),
+        ({"inner": {"lr": "fast"}}, "node.inner.lr: expected float, got 'fast' (str)."),
+        ({"inner": {"lr": True}}, "node.inner.lr: expected float, got True (bool)."),
         ({"inner": {"lrr": 1}}, "node.inner.lrr: unknown setting. Did you mean 'lr'?"),
-        ({"inner": {"betas": [1]}}, "node.inner.betas: found 1 values; wanted 2, tuple[float, float]."),
-        ({"inner": {"betas": [1, "b"]}}, "node.inner.betas[1]: found 'b' (str); wanted float."),
+        ({"inner": {"betas": [1]}}, "node.inner.betas: expected 2 values (tuple[float, float]), got 1."),
+        ({"inner": {"betas": [1, "b"]}}, "node.inner.betas[1]: expected float, got 'b' (str)."),
         ({"maybe": {"momentum": 1}}, "node.maybe.momentum: unknown setting. Known: betas, lr."),
-        ({"stop": "x"}, "node.stop: found 'x' (str); wanted tuple[str, ...]."),
-        ({"rates": [1, "b"]}, "node.rates[1]: found 'b' (str); wanted float."),
-        ({"table": {"a": "b"}}, "node.table.a: found 'b' (str); wanted int."),
+        ({"stop": "x"}, "node.stop: expected tuple[str, ...], got 'x' (str)."),
+        ({"rates": [1, "b"]}, "node.rates[1]: expected float, got 'b' (str)."),
+        ({"table": {"a": "b"}}, "node.table.a: expected int, got 'b' (str)."),
         ({"several": [{}, {"lrr": 1}]}, "node.several[1].lrr: unknown setting. Did you mean 'lr'?"),
-        ({"either": "aut"}, "node.either: found 'aut' (str); wanted float or 'auto'. Did you mean 'auto'?"),
-        ({"either": True}, "node.either: found True (bool); wanted float or 'auto'."),
-        ({"share": 2}, "node.share: found 2 (int); wanted float (input should be less than or equal to 1)."),
+        ({"either": "aut"}, "node.either: expected float or 'auto', got 'aut' (str). Did you mean 'auto'?"),
+        ({"either": True}, "node.either: expected float or 'auto', got True (bool)."),
+        ({"share": 2}, "node.share: expected float, got 2 (int) (input should be less than or equal to 1)."),
         ({"cuont": 1}, "node.cuont: unknown setting. Did you mean 'count'?"),
         ({3: 1}, "node.3: unknown setting. Known: count, either, flag"),
-        ("abc", "node: found 'abc' (str); wanted settings as 'name: value' pairs."),
-        ([1], "node: found [1] (list); wanted settings as 'name: value' pairs."),
+        ("abc", "node: expected settings as 'name: value' pairs, got 'abc' (str)."),
+        ([1], "node: expected settings as 'name: value' pairs, got [1] (list)."),
     ],
 )
 def test_refused(values: Any, text: str) -> None:
@@ -158,13 +158,13 @@ def test_every_problem_is_told_at_once() -> None:
     _, problems = build_config(Needs, {"size": "l", "stepz": 2}, "node")
     assert problems == [
         "node.stepz: unknown setting. Did you mean 'steps'?",
-        "node.model: missing; wanted str.",
-        "node.size: found 'l' (str); wanted 's' or 'm'.",
+        "node.model: missing; expected str.",
+        "node.size: expected 's' or 'm', got 'l' (str).",
     ]
 
 
 def test_post_init_speaks_for_the_whole() -> None:
-    assert one({"model": "m", "size": "s", "steps": 0}, Needs) == "node: steps is 0; wanted at least 1."
+    assert one({"model": "m", "size": "s", "steps": 0}, Needs) == "node: steps is 0; expected at least 1."
 
 
 def test_broken_config_classes_are_problems_not_crashes() -> None:

@@ -112,7 +112,7 @@ def test_context_stream_and_uids() -> None:
     assert second.common_uids(1).tolist() == [base + 1]
     with pytest.raises(
         RunError,
-        match=r"node 'sampler': 4194306 rows in iteration 2 of one replica; wanted at most 4194304.*more replicas",
+        match=r"node 'sampler': 4194306 rows in iteration 2 of one replica; expected at most 4194304.*more replicas",
     ):
         second.uids(2**22)
     assert Context(node_index=127, iteration=2**24 - 1).uids(1).item() == pytest.approx(2**63 - 2**32, abs=0)

@@ -87,7 +87,7 @@ def test_payloads_in_flight_come_back(tmp_path):
 def test_what_cannot_be_stored_is_named_with_its_place():
     with pytest.raises(
         RunError,
-        match=r"learner: state_dict\(\)\['a'\]\[1\]: found a builtins\.set, which cannot be checkpointed; wanted tensors",
+        match=r"learner: state_dict\(\)\['a'\]\[1\]: a builtins\.set cannot be checkpointed; expected tensors",
     ):
         encode({"a": [1, {2}]}, "learner: state_dict()")
     with pytest.raises(RunError, match=r"dense real tensor"):
@@ -152,5 +152,5 @@ def test_a_failed_write_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeyp
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="wanted every ≥ 0 and keep ≥ 1"):
+    with pytest.raises(ValueError, match="expected every ≥ 0 and keep ≥ 1"):
         CheckpointSettings(keep=0)

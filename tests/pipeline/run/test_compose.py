@@ -54,7 +54,7 @@ def test_a_run_may_be_named_by_the_name_it_got():
 
 @pytest.mark.parametrize("name", [".", "..", "two\nlines", "bell\a"])
 def test_a_name_that_is_no_folder_is_refused(name):
-    with pytest.raises(GraphError, match="wanted that of a folder below root"):
+    with pytest.raises(GraphError, match="expected the name of a folder below root"):
         build_experiment(compose(["recipe=toy_grpo", f"run.name={name}"]))
 
 

@@ -140,10 +140,10 @@ def test_wrong_outputs_get_a_sentence():
 
     with pytest.raises(
         ContractError,
-        match=r"node \(toy:Nothing\), iteration 0: run returned None; wanted its declared outputs rewards\.",
+        match=r"node \(toy:Nothing\), iteration 0: run returned None; expected its declared outputs rewards\.",
     ):
         run_in_memory(one_node(Nothing))
-    with pytest.raises(ContractError, match=r"output 'rewards' is a Weights; wanted Rewards, as declared\."):
+    with pytest.raises(ContractError, match=r"output 'rewards' is a Weights; expected Rewards, as declared\."):
         run_in_memory(one_node(Mistyped))
     assert issubclass(ContractError, CreditgraphError)
 

@@ -133,7 +133,7 @@ def test_what_has_no_column_form_is_a_sentence():
 
     with pytest.raises(
         DataError,
-        match=r"Rewards\.value: Object of type Tensor is not JSON serializable; wanted a tensor of one dimension",
+        match=r"Rewards\.value: Object of type Tensor is not JSON serializable; expected a tensor of one dimension",
     ):
         to_arrow(rewards(torch.zeros(2, 2), ["", ""]))
     with pytest.raises(DataError, match=r"Rewards\.detail: Object of type set"):
@@ -212,7 +212,7 @@ def test_recorder_refuses_unknown_outputs(tmp_path):
         match=r"run\.record\.outputs: no output 'maker\.reward' in this graph\. Did you mean 'maker\.rewards'\?",
     ):
         recorder(tmp_path, outputs=["maker.reward"])
-    with pytest.raises(ValueError, match=r"wanted a list such as \[sampler\.trajectories\], or 'all'"):
+    with pytest.raises(ValueError, match=r"expected a list such as \[sampler\.trajectories\], or 'all'"):
         RecordSettings(outputs="some")
 
 
@@ -221,7 +221,7 @@ def test_an_error_of_the_writer_reaches_the_main_thread(tmp_path):
     made = recorder(tmp_path)
     made.put("maker", "rewards", 0, everything(1))
     with pytest.raises(
-        RunError, match=r"maker\.rewards/000000\.parquet: cannot be written .*a file stands where a folder is wanted"
+        RunError, match=r"maker\.rewards/000000\.parquet: cannot be written .*a file is in the place of a folder"
     ):
         made.flush()
     made.close()

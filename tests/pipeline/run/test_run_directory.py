@@ -93,7 +93,7 @@ def test_a_broken_configuration_file_is_a_sentence(tmp_path):
 
 def test_a_file_in_the_way_is_a_sentence(tmp_path):
     (tmp_path / "r").write_text("")
-    with pytest.raises(RunError, match=r"r: cannot be written .*a file stands where a folder is wanted"):
+    with pytest.raises(RunError, match=r"r: cannot be written .*a file is in the place of a folder"):
         RunDirectory.open(tmp_path / "r", CONFIG)
 
 

@@ -124,7 +124,7 @@ def test_traces_of_ranks_fit_on_one_clock(launch):
     for i in range(3):
         # Each learner begins after every rank has scored, for it gets all rows. Clocks of one host differ by what a
         # barrier takes, which is long on a busy machine.
-        scored = max(spans[r, "score", "other", i][1] for r in range(2))
+        scored = max(spans[r, "score", "verification", i][1] for r in range(2))
         assert all(spans[r, "learner", "learning", i][0] >= scored - 1_000_000 for r in range(2))
     assert [b["rank"] for b in heartbeats(found.path)] == [0, 1]
     assert found.metrics[0]["utilisation/learner"] <= 1
@@ -200,12 +200,12 @@ def test_ranks_that_do_not_fit_are_told_before_anything_loads(launch):
     found = launch(3, "odd", size=2)
     assert found.codes == [2, 2, 2]
     assert (
-        "'learner' (toy:Learn): one replica takes 2 processes, but the run has 3; wanted a multiple. Start 2 or 4, for "
+        "'learner' (toy:Learn): one replica takes 2 processes, but the run has 3; expected a multiple. Start 2 or 4, for "
         "example "
         "torchrun --nproc-per-node 2 --no-python creditgraph train …"
     ) in found.text(0)
     assert not found.path.exists()
-    assert "the run has 1; wanted a multiple. Start 2, or a multiple of it" in launch(1, "few", size=2).text(0)
+    assert "the run has 1; expected a multiple. Start 2, or a multiple of it" in launch(1, "few", size=2).text(0)
 
 
 def test_environments():
@@ -230,21 +230,22 @@ def test_environments():
     assert rendezvous(torchrun).hosts_store
     assert not rendezvous({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
     with pytest.raises(
-        DistributedError, match=r"found RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; wanted all .* torchrun sets"
+        DistributedError,
+        match=r"expected all .* torchrun sets, got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
     ):
         rendezvous({"RANK": "0"})
-    with pytest.raises(DistributedError, match=r"WORLD_SIZE is 'two'; wanted a number"):
+    with pytest.raises(DistributedError, match=r"WORLD_SIZE is 'two'; expected a number"):
         rendezvous({**torchrun, "WORLD_SIZE": "two"})
-    with pytest.raises(DistributedError, match=r"rank 2 of 2 processes; wanted 0 to 1"):
+    with pytest.raises(DistributedError, match=r"rank 2 of 2 processes; expected 0 to 1"):
         rendezvous({**torchrun, "RANK": "2"})
-    with pytest.raises(DistributedError, match=r"found ''; wanted a node list"):
+    with pytest.raises(DistributedError, match=r"found ''; expected a node list"):
         first_host("")
 
 
 def test_replicas_are_limited(srpo):
     graph = build_graph({"nodes": srpo})
     assert plan_ranks(graph, Ranks(rank=3, world=4)).replica == 3
-    with pytest.raises(DistributedError, match=r"2000 replicas; wanted at most 1024"):
+    with pytest.raises(DistributedError, match=r"2000 replicas; expected at most 1024"):
         plan_ranks(graph, Ranks(rank=3, world=2000))
 
 
