@@ -238,7 +238,7 @@ def test_environments():
         rendezvous({**torchrun, "WORLD_SIZE": "two"})
     with pytest.raises(DistributedError, match=r"rank 2 of 2 processes; expected 0 to 1"):
         rendezvous({**torchrun, "RANK": "2"})
-    with pytest.raises(DistributedError, match=r"found ''; expected a node list"):
+    with pytest.raises(DistributedError, match=r"expected a node list such as node\[01-04\], got ''"):
         first_host("")
 
 
