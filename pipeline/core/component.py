@@ -41,6 +41,7 @@ from pipeline.core.trace import NO_TRACE, Trace
 
 Placement = Literal["replica", "collective"]
 
+# A uid is, from the top: sign 0, 24 bits of iteration, 7 of node, 10 of replica, 22 of counter.
 COUNTER_BITS = 22  # of a uid; 10 bits of replica are above them
 MAX_REPLICAS = 1 << 10
 
@@ -121,6 +122,7 @@ class Ranks:
         >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
         """
+        # Contiguous shares keep the groups of a prompt together.
         size, more = divmod(count, self.num_replicas)
         start = self.replica * size + min(self.replica, more)
         return slice(start, start + size + (self.replica < more))
@@ -186,6 +188,7 @@ class Context:
     def common_uids(self, count: int) -> Tensor:
         """int64 [count] ids as of `uids`, but the same on every replica: for rows of which each replica keeps its
         share."""
+        # The counter starts again in every iteration, so a resumed run gives out the same uids.
         start = self._counter[1] if self._counter[0] == self.iteration else 0
         if start + count > 1 << COUNTER_BITS:
             raise RunError(
@@ -194,6 +197,7 @@ class Context:
                 f"{1 << COUNTER_BITS}, the ids there are. Lower the batch or the group size, or use more replicas."
             )
         self._counter = (self.iteration, start + count)
+        # 39 = 22 counter + 10 replica + 7 node; 32 = 22 counter + 10 replica.
         base = (self.iteration << 39) | (self.node_index << 32)
         return torch.arange(base + start, base + start + count, dtype=torch.int64)
 

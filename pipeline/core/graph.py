@@ -95,6 +95,7 @@ class Graph:
         """The largest k of any `@k` wire, 0 without one."""
         return max((w.delay for n in self.nodes for _, w in n.all_wires), default=0)
 
+    # Two lanes suffice: what follows a collective node within an iteration has to wait for it anyway.
     @cached_property
     def _lanes(self) -> dict[str, Lane]:
         lanes: dict[str, Lane] = {}

@@ -88,6 +88,7 @@ class Jagged:
 
     def rows(self) -> list[Tensor]:
         """Views of all rows."""
+        # One call, where a slice per row would cost a Python round trip each.
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def to_lists(self) -> list[list[Any]]:
@@ -107,6 +108,7 @@ class Jagged:
 
     def sum(self) -> Tensor:
         """Row sums [rows]; an empty row sums to 0. Exact for integers, deterministic for floats."""
+        # Differences of a cumulative sum would lose precision for floats; for integers they are exact and faster.
         if self.values.dtype.is_floating_point:
             return torch.segment_reduce(self.values, "sum", offsets=self.offsets, initial=0)
         total = torch.zeros(len(self.values) + 1, dtype=torch.int64, device=self.values.device)
@@ -122,6 +124,7 @@ class Jagged:
 
     def cumsum(self) -> Jagged:
         """Inclusive cumulative sums within each row, accumulated in float64 for floats."""
+        # One scan over all rows, from which each row subtracts what stood before it: float64 keeps that exact enough.
         wide = self.values.to(torch.float64 if self.values.dtype.is_floating_point else torch.int64)
         total = torch.cat([wide.new_zeros(1), wide.cumsum(0)])
         within = total[1:] - total[self.offsets[:-1]][self.row_ids]

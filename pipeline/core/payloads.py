@@ -80,6 +80,7 @@ class Batch(Payload):
 
     def index_of(self, uid: Tensor) -> Tensor:
         """int64 [M]: the row of each given uid; raises AlignmentError when one is missing."""
+        # uids are unique but in no order: sorted once, each lookup is a binary search.
         order = torch.argsort(self.uid)
         place = torch.searchsorted(self.uid[order], uid)
         rows = order[place.clamp(max=max(len(order) - 1, 0))] if len(order) else torch.zeros_like(uid)

@@ -68,6 +68,7 @@ BUILTIN: dict[str, str] = {
     "evaluator.resets": "components.evaluator.resets:Resets",
 }
 
+# "package.module:Class"; a registered name has no colon.
 _EXTERNAL = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -76,6 +77,7 @@ def known_components() -> dict[str, str]:
     """Name → "module:Class" of every registered component, built-in and from other packages."""
     components = dict(BUILTIN)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
+        # A plug-in cannot replace a built-in component under its own name.
         components.setdefault(entry.name, entry.value)
     return components
 

@@ -78,6 +78,7 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
         )
         return _FAILED
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
+    # A class is built only when all of its settings are sound, so __post_init__ sees no wrong types.
     count = len(problems)
     for key in values:
         if key not in fields:
@@ -134,6 +135,7 @@ def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str,
 
 
 def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
+    # To pydantic true is 1; to a user who writes it for a number it is a mistake.
     if isinstance(value, bool) and not _takes_bool(hint):
         problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}.")
         return _FAILED
@@ -151,6 +153,7 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
             "less_than_equal",
         ):
             reason = f" ({error.errors()[0]['msg'].lower()})"
+        # The nearest literal, such as "mean" for "maen".
         choices = [
             a for h in (hint, *get_args(hint)) if get_origin(h) is Literal for a in get_args(h) if isinstance(a, str)
         ]

@@ -56,6 +56,7 @@ class Sockets:
     outputs: dict[str, Socket]
 
 
+# Reading annotations is slow, and a class does not change.
 @cache
 def sockets_of(component: type) -> Sockets:
     """Reads the sockets of a component class; raises ConfigError when `run` does not follow the contract."""
@@ -69,6 +70,7 @@ def sockets_of(component: type) -> Sockets:
             f"{component.__name__}.run: its annotations cannot be read ({error}); import the types at module level."
         ) from error
     inputs = {}
+    # The first parameter is self.
     for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             raise ConfigError(f"{component.__name__}.run: '{name}' is not keyword-only; write run(self, *, {name}: …).")

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Constants of SplitMix64: the golden ratio as an odd 64-bit step, and the two multipliers of its finaliser.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -35,6 +36,7 @@ def counter_uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64] | int)
     with np.errstate(over="ignore"):
         step = np.asarray(counter, dtype=np.uint64) + np.uint64(1)
         bits = mix64(seed + step * _GOLDEN)
+    # The upper 53 bits are the mantissa of a double.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -52,6 +54,7 @@ def counter_seed(seed: int, counter: int) -> int:
 
 def key_of(*parts: int | str) -> int:
     """A stable 64-bit key of numbers and names (the same in every process and Python version)."""
+    # Types are part of the key, so that 1 and "1" differ; the separator cannot occur in a name.
     text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -72,6 +75,7 @@ class Stream:
         rows = uid.cpu().numpy().astype(np.int64).view(np.uint64)
         with np.errstate(over="ignore"):
             keyed = mix64(np.array(np.uint64(key_of(draw)) + self._key * _GOLDEN))
+            # Mixed twice, with the key in between: uids are nearly consecutive, and so may keys be.
             return mix64(mix64(rows * _GOLDEN + keyed) + keyed)
 
     def seeds(self, uid: Tensor, draw: int | str = 0) -> Tensor:

@@ -147,6 +147,7 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
         other = socket.same_rows
         if other is None or name not in node.wires or other not in node.wires:
             continue
+        # A wire of the wrong type has been reported; its rows mean nothing.
         if not (_all_fit(nodes, node, name) and _all_fit(nodes, node, other)):
             continue
         mine = populations.of_wires(node.wires[name])

@@ -86,6 +86,7 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
         key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
         if value.numel() and key in seen:
             return seen[key]
+        # Numbers in place of paths, which may hold any character.
         name = str(len(encoded.tensors))
         stored = value.cpu().contiguous()
         shares = stored.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -139,6 +140,7 @@ def decode(encoded: Encoded) -> Any:
             return [walk(v) for v in node]
         if not isinstance(node, dict):
             return node
+        # "!" marks what JSON has no form for; plain dicts are lists of pairs, because keys may be numbers.
         kind, value = node["!"], node["v"]
         if kind == "tensor":
             return encoded.tensors[value]
@@ -224,10 +226,12 @@ class Checkpoints:
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise _as_os_error(error) from error
+            # A run that was resumed from before may write the same iteration again.
             if final.exists():
                 self._discard(final)
             os.replace(aside, final)
             sync_directory(self.path)
+        # Only now is an older one superfluous.
         for old in self._numbered()[: -self.keep]:
             self._discard(old)
         return final

@@ -128,6 +128,7 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
         elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
             out.append(item.text)
         else:
+            # "++" adds the key or replaces it: which settings there are is the component's to say, not the file's.
             out.append(f"++{item.key}={_quoted(item.value)}")
     paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
     return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
@@ -189,6 +190,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ]
     problems: list[str] = []
     merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
+    # A section named like a node holds settings of that node: that is what learner.optimizer.lr=1e-4 makes.
     for section, settings in values.items():
         if section in RESERVED:
             continue

@@ -61,6 +61,7 @@ def _field_difference(name: str, old: Any, new: Any, uid: Tensor | None) -> list
 
 
 def _numbers(name: str, old: Tensor, new: Tensor, rows: Tensor, uid: Tensor | None) -> list[str]:
+    # NaN differs from itself, but two NaNs are no difference.
     changed = (old != new) & ~(old.isnan() & new.isnan()) if old.is_floating_point() else old != new
     first = int(changed.nonzero()[0])
     row = int(rows[first])

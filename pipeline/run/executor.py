@@ -152,6 +152,7 @@ class Executor:
                 if runner.has_shards:
                     runner.load_shards(checkpoint.path / SHARDS)
                 runner.harvest()  # what `setup` logs and rejects belongs to the first start
+        # From here on as if this attempt had run the iterations before.
         self._values.completed = self._start - 1
         self._snapshots.saved = self._start - 1
         return self._start
@@ -269,6 +270,7 @@ class Executor:
             return
         generation = [n for n in self._view.nodes if lanes[n.name] == "generation"]
         learning = [n for n in self._view.nodes if lanes[n.name] == "learning"]
+        # The learner keeps the main thread: signals arrive there.
         thread = threading.Thread(target=self._generation_lane, args=(generation,), name="generation", daemon=True)
         thread.start()
         try:
@@ -279,6 +281,7 @@ class Executor:
         except BaseException as error:
             self._values.fail(error)
             thread.join()
+            # The generation lane failed first: its error is the one to show.
             if isinstance(error, Stopped) and self._values.error is not None:
                 raise self._values.error from self._values.error.__cause__
             raise

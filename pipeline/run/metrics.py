@@ -99,6 +99,7 @@ class JsonLines:
     def __init__(self, path: Path, last_iteration: int = -1) -> None:
         self.path = path
         with writing(path):
+            # Iterations after the checkpoint run again and are logged again.
             cut_lines(path, last_iteration)
             self._file = path.open("a", encoding="utf-8")
 

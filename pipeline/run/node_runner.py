@@ -183,6 +183,7 @@ def set_origin(value: Any, origin: str) -> Any:
     if not isinstance(value, Payload) or value.origin == origin:
         return value
     if value.origin:
+        # A handle is an object with state; a copy would be another one.
         if isinstance(value, Handle):
             return value
         value = copy.copy(value)

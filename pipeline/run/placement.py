@@ -59,6 +59,7 @@ class RankView:
         def remote(wire: Wire) -> bool:
             return self.graph[wire.source].placement == "replica"
 
+        # Values of collective nodes are on every rank; those of replica nodes are on the leaders, which send them.
         local = values.read(node, iteration, lambda wire: not remote(wire))
         sent = values.read(node, iteration, remote) if self.ranks.leader else {}
         wires = [(socket, wire) for socket, wire in node.all_wires if remote(wire)]
@@ -104,6 +105,7 @@ class RankView:
             return dict(snapshots)
         mine = {g: s for g, s in snapshots.items() if self.graph[g.removeprefix("node.")].placement == "replica"}
         lane = self._collectives["learning"]
+        # Most states are the same on all replicas; comparing digests is cheaper than sending the states.
         digests = lane.among_leaders({group: _digest(state) for group, state in mine.items()})
         odd = {group for group in mine for other in digests if other.get(group) != digests[0].get(group)}
         if not odd:
@@ -207,6 +209,7 @@ def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _unpacked(
     metrics: dict[str, list[float]], rejected: list[dict[str, Any]], seconds: float, counts: list[str]
 ) -> NodeReport:
+    # A mean over the replicas that have the metric, not over all.
     known = set(counts)
     means = {
         k: value if k in known or k.startswith("seconds/") else value / number for k, (value, number) in metrics.items()

@@ -96,6 +96,7 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
         cls = payload_class(note["class"])
     except RunError as error:
         raise DataError(f"{place}: {error}") from None
+    # A field that has gone since is ignored, so that older records can be read.
     known = {f.name for f in dataclasses.fields(cls)}
     values = {name: _unpack(name, how, table) for name, how in note["fields"].items() if name in known}
     missing = [
@@ -165,6 +166,7 @@ class Recorder:
         for name in sorted(self._chosen - everything):
             raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
         self._error: BaseException | None = None
+        # Bounded, so that a slow disk slows the run down instead of filling the memory.
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
         self._thread: threading.Thread | None = None
 

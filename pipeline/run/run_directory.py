@@ -60,6 +60,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def sync_directory(path: Path) -> None:
     """Makes renames and new files in `path` durable."""
+    # A rename is durable only when the folder that holds the name is.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -129,6 +129,7 @@ class Values:
     def fail(self, error: BaseException) -> None:
         """Keeps the first error and wakes everyone."""
         with self.changed:
+            # The first error is the cause; later ones follow from it.
             self.error = self.error or error
             self.changed.notify_all()
 

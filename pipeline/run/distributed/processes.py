@@ -152,6 +152,7 @@ class _Collectives(Collectives):
         return total
 
     def to_first(self, value: Any) -> list[Any] | None:
+        # gloo gathers tensors of one size only.
         mine = self._padded(pack(value))
         slots = [torch.empty_like(mine) for _ in range(self._ranks.num_replicas)] if self._ranks.rank == 0 else None
         with _collective("collecting on rank 0"):
@@ -159,6 +160,7 @@ class _Collectives(Collectives):
         return None if slots is None else [unpack(slot) for slot in slots]
 
     def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
+        # A binary tree: after the round with step s, every (2 s)-th replica has folded its 2 s neighbours.
         me, replicas, step = self._ranks.replica, self._ranks.num_replicas, 1
         while step < replicas:
             if me % (2 * step):

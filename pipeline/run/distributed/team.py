@@ -26,6 +26,7 @@ from pipeline.core.graph import Graph
 
 __all__ = ["Collectives", "DistributedError", "Ranks", "Rendezvous", "Team", "plan_ranks", "rendezvous"]
 
+# Jobs on one host must not share a port, so it is derived from the job's number.
 _FIRST_PORT = 20000
 _PORTS = 20000
 
@@ -140,6 +141,7 @@ def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
             f"processes per replica: {owner} takes {size}, {odd[0]}; expected one number. Give both the same parallel "
             "sizes."
         )
+    # A remainder would be ranks without work.
     if ranks.world % size:
         below = ranks.world // size * size
         fits = f"{below} or {below + size}" if below else f"{size}, or a multiple of it"

@@ -39,6 +39,7 @@ class Watchdog:
     def __init__(self, store: Any, ranks: Ranks) -> None:
         self._store = store
         self._ranks = ranks
+        # The store's client may not be used by two threads at once.
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._error: str | None = None  # kept, because the store may end before this rank does
@@ -72,6 +73,7 @@ class Watchdog:
         if self._error is not None:
             return self._error
         try:
+            # Two looks at the counters: a rank whose counter stands still is dead.
             before = self._pulses()
             end = time.monotonic() + SILENCE
             while time.monotonic() < end:

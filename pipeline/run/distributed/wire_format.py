@@ -34,6 +34,7 @@ def pack_encoded(state: Encoded) -> Tensor:
     parts = [torch.frombuffer(bytearray(front), dtype=torch.uint8)]
     for tensor in state.tensors.values():
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+        # Padded to 8 bytes, so that a view as any dtype is aligned.
         parts += [raw, raw.new_zeros(-len(raw) % 8)]
     return torch.cat(parts)
 
