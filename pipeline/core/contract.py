@@ -203,7 +203,8 @@ def _initial(cls: Any, component: Component) -> Iterator[str]:
     if cls.initial is Component.initial:
         return
     try:
-        values, outputs = component.initial(), sockets_of(cls).outputs
+        values = component.initial()
+        outputs = sockets_of(cls).outputs
     except Exception:
         return  # it may need what setup loads
     for name, value in values.items():

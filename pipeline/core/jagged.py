@@ -93,7 +93,8 @@ class Jagged:
 
     def to_lists(self) -> list[list[Any]]:
         """All rows as Python lists."""
-        flat, bounds = self.values.tolist(), self.offsets.tolist()
+        flat = self.values.tolist()
+        bounds = self.offsets.tolist()
         return [flat[a:b] for a, b in pairwise(bounds)]
 
     def with_values(self, values: Tensor) -> Jagged:

@@ -43,7 +43,8 @@ def type_text(hint: Any) -> str:
     >>> type_text(Literal["std", "mean"]), type_text(tuple[int, ...]), type_text(float | None)
     ("'std' or 'mean'", 'tuple[int, ...]', 'float or None')
     """
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if hasattr(hint, "__metadata__"):
         return type_text(args[0])
     if origin is Literal:
@@ -101,7 +102,8 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
 
 def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
     """Walks dataclasses and containers, so that unknown keys are reported at any depth; pydantic converts leaves."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and types.NoneType in args:
             return None
@@ -121,7 +123,8 @@ def _convert(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
 
 
 def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str, problems: list[str]) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is list or args[-1] is Ellipsis:
         members = [args[0]] * len(value)
     elif len(args) == len(value):

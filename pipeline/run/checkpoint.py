@@ -141,7 +141,8 @@ def decode(encoded: Encoded) -> Any:
         if not isinstance(node, dict):
             return node
         # "!" marks what JSON has no form for; plain dicts are lists of pairs, because keys may be numbers.
-        kind, value = node["!"], node["v"]
+        kind = node["!"]
+        value = node["v"]
         if kind == "tensor":
             return encoded.tensors[value]
         if kind == "dict":
@@ -214,7 +215,8 @@ class Checkpoints:
 
         `shards` is called with the folder `SHARDS` in it.
         """
-        final, aside = self.path / f"{iteration:06d}", self.aside(iteration)
+        final = self.path / f"{iteration:06d}"
+        aside = self.aside(iteration)
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()

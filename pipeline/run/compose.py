@@ -96,7 +96,8 @@ class Override:
 def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Override]:
     """Splits overrides into group choices and settings; all mistakes in one ConfigError."""
     groups = list_groups(dirs)
-    problems, parsed = [], []
+    problems = []
+    parsed = []
     for text in overrides:
         bare = text.lstrip("+~")
         key, equals, value = bare.partition("=")

@@ -159,7 +159,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path, settings: RecordSettings, graph: Graph, trace: Trace = NO_TRACE) -> None:
-        self._path, self._trace = path, trace
+        self._path = path
+        self._trace = trace
         self._every = settings.every
         everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
         self._chosen = everything if settings.outputs == "all" else set(settings.outputs)
@@ -212,7 +213,8 @@ class Recorder:
 
     def _check(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def _write(self, name: str, iteration: int, value: Any) -> None:

@@ -161,7 +161,9 @@ class _Collectives(Collectives):
 
     def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
         # A binary tree: after the round with step s, every (2 s)-th replica has folded its 2 s neighbours.
-        me, replicas, step = self._ranks.replica, self._ranks.num_replicas, 1
+        me = self._ranks.replica
+        replicas = self._ranks.num_replicas
+        step = 1
         while step < replicas:
             if me % (2 * step):
                 with _collective("collecting on rank 0"):
@@ -188,7 +190,8 @@ class _Collectives(Collectives):
         dist.send(data, rank, group=self._peers)
 
     def _receive(self, replica: int) -> Tensor:
-        rank, size = replica * self._ranks.per_replica + self._ranks.position, torch.zeros(1, dtype=torch.int64)
+        rank = replica * self._ranks.per_replica + self._ranks.position
+        size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=self._peers)
         data = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(data, rank, group=self._peers)

@@ -107,7 +107,8 @@ def first_host(nodes: str) -> str:
     >>> first_host("gpu[003-010,12],login"), first_host("a,b"), first_host("r[1-2]n[05,07]")
     ('gpu003', 'a', 'r1n05')
     """
-    depth, end = 0, len(nodes)
+    depth = 0
+    end = len(nodes)
     for i, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")
         if letter == "," and not depth:

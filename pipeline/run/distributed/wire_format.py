@@ -43,7 +43,8 @@ def unpack_encoded(data: Tensor) -> Encoded:
     """What `pack_encoded` was given."""
     size = int.from_bytes(data[:8].numpy().tobytes(), "little")
     header = json.loads(data[8 : 8 + size].numpy().tobytes())
-    tensors, at = {}, 8 + size
+    tensors = {}
+    at = 8 + size
     for name, kind, shape in header["tensors"]:
         dtype = getattr(torch, kind)
         count = torch.Size(shape).numel() * dtype.itemsize
