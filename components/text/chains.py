@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -174,11 +175,6 @@ def true_facts(problem: Problem) -> list[Fact]:
     return facts
 
 
-def prompt_text(problem: Problem) -> str:
-    """What the model sees when it has to solve the problem."""
-    return f"<solve> {problem['question']} </problem>"
-
-
 def thought(index: int, fact: Fact, after: int, last: bool) -> str:
     """Thought `index` (1-based) as text, closed by its stop string; the last one boxes the value."""
     value, operator, operand = fact
@@ -217,11 +213,53 @@ def first_error(problem: Problem, thoughts: Sequence[str]) -> int:
     return 0 if len(thoughts) == len(right) else min(len(thoughts), len(right)) + 1
 
 
-def prefix_is_sound(problem: Problem, thoughts: Sequence[str]) -> bool:
-    """Whether these first thoughts (maybe none, maybe all) hold no error, so that the problem can still be solved from here."""
-    error = first_error(problem, thoughts)
-    return error == 0 or error > len(thoughts)
-
-
 def _words(text: str) -> list[str]:
     return text.replace("<eos>", " ").replace(THOUGHT_END, f" {THOUGHT_END}").split()
+
+
+# Prompts in the words of the embedded model's vocabulary. "Step i:" is one label word, c1 … c12, so that a step costs
+# five tokens.
+
+
+def solve_prompt(question: str) -> str:
+    """Asks for a solution."""
+    return f"<solve> {question} </problem>"
+
+
+def localize_prompt(question: str, steps: Sequence[str]) -> str:
+    """Asks for the first wrong step of a failed attempt."""
+    return f"<localize> {question} </problem> {_label(steps, {})} </steps>"
+
+
+def revise_prompt(question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str]) -> str:
+    """Asks for a repaired attempt.
+
+    Only the values in the first half of the reference are shown, so that revising means repairing and not copying.
+    """
+    return f"<revise> {question} </problem> {_label(wrong_steps, shown_values(reference_steps))} </steps>"
+
+
+def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
+    """Step → value after it, for the first half of a reference chain, rounded up; malformed steps show nothing."""
+    values = {}
+    for i, step in enumerate(reference_steps[: (len(reference_steps) + 1) // 2], 1):
+        match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
+        if match:
+            values[i] = match.group(1)
+    return values
+
+
+def bare_step(step: str) -> str:
+    """A step without its stop string; white space is collapsed where it is a single line."""
+    if "\n" in step.strip():
+        return step.replace(THOUGHT_END, "").strip()
+    return " ".join(step.replace(THOUGHT_END, " ").split())
+
+
+def _label(steps: Sequence[str], shown: Mapping[int, str]) -> str:
+    lines = []
+    for i, step in enumerate(steps, 1):
+        body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", bare_step(step)).strip())
+        reference = f" ref {shown[i]}" if i in shown else ""
+        lines.append(" ".join(f"c{i} {body}{reference}".split()))
+    return " ".join(lines)

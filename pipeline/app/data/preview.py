@@ -1,4 +1,4 @@
-"""The first prompts of a configuration, token by token, as the model will get them, and what ends a response to them."""
+"""The first prompts of a configuration, token by token, as the model gets them, and what ends a response to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class PromptView:
     """One prompt.
 
     Attributes:
@@ -45,22 +45,22 @@ class Preview:
 
     Attributes:
         prompts: the first ones of iteration 0.
-        ends: stop id → token, whatever the prompt's template.
-        stops: strings that end a response or a thought, per sampling node.
+        stop_tokens: id → token, whatever the prompt's template.
+        stop_strings: what ends a response or a thought, per sampling node.
+        max_tokens: of a response, per sampling node.
         context: tokens in prompt plus response.
         reserve: tokens of the context that prompts leave free.
         long_prompts: what happens to prompts that are longer.
-        budgets: response budget in tokens, per sampling node.
         warnings: what is likely not meant.
     """
 
-    prompts: list[Shown]
-    ends: dict[int, str]
-    stops: dict[str, list[str]]
+    prompts: list[PromptView]
+    stop_tokens: dict[int, str]
+    stop_strings: dict[str, list[str]]
+    max_tokens: dict[str, int]
     context: int
     reserve: int
     long_prompts: str
-    budgets: dict[str, int]
     warnings: list[str] = field(default_factory=list)
 
 
@@ -78,33 +78,32 @@ def preview(experiment: Experiment, count: int) -> Preview:
     tokenizer = load_tokenizer(experiment.model)
     component = node.cls(node.config)
     component.setup(Context(node=node.name, seed=experiment.run.seed, model=experiment.model, data=experiment.data))
-    shown: list[Shown] = []
-    while len(shown) < min(count, len(component.rows)):
+    prompts: list[PromptView] = []
+    while len(prompts) < min(count, len(component.rows)):
         batch = component.run().batch
-        for i in range(min(len(batch), count - len(shown))):
-            metadata = batch.metadata[i]
-            pieces = token_pieces(batch.tokens.row(i).tolist(), tokenizer)
-            shown.append(
-                Shown(
-                    pieces=pieces,
-                    answer=batch.answer[i],
+        for tokens, answer, metadata in zip(batch.tokens.to_lists(), batch.answer, batch.metadata, strict=True):
+            prompts.append(
+                PromptView(
+                    pieces=token_pieces(tokens, tokenizer),
+                    answer=answer,
                     source_row=metadata["source_row"],
                     template=metadata["template"],
                 )
             )
-    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in end_ids(experiment.model, tokenizer)}
+    prompts = prompts[:count]
+    stop_tokens = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids(experiment.model, tokenizer)}
     sampling = {
         n.name: n.config for n in nodes.values() if hasattr(n.config, "sampling") and hasattr(n.config, "thoughts")
     }
     return Preview(
-        prompts=shown,
-        ends=ends,
-        stops={name: _stops(config) for name, config in sampling.items()},
+        prompts=prompts,
+        stop_tokens=stop_tokens,
+        stop_strings={name: _stop_strings(config) for name, config in sampling.items()},
+        max_tokens={name: config.max_tokens for name, config in sampling.items()},
         context=context_length(experiment.model),
         reserve=node.config.reserve,
         long_prompts=node.config.long_prompts,
-        budgets={name: config.max_tokens for name, config in sampling.items()},
-        warnings=_warnings(shown, tokenizer, ends),
+        warnings=_warnings(prompts, tokenizer, stop_tokens),
     )
 
 
@@ -113,42 +112,41 @@ def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
     special = set(tokenizer.all_special_ids) | {
         i for i, token in tokenizer.added_tokens_decoder.items() if token.special
     }
-    found = []
+    pieces = []
     for i in ids:
         text = tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         name = str(tokenizer.convert_ids_to_tokens(i))
-        found.append(Piece(id=i, text=name if "\ufffd" in text or not text else text, special=i in special))
-    return found
+        pieces.append(Piece(id=i, text=name if "\ufffd" in text or not text else text, special=i in special))
+    return pieces
 
 
-def end_ids(spec: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a response in every engine: the generation configuration's, the tokenizer's, and the end of a chat turn."""
+def stop_ids(spec: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a response in every engine: of the generation configuration, the tokenizer and the chat template."""
     vocab_size = int(load_config(spec).get_text_config().vocab_size)
     return [int(i) for i in eos_mask(generation_config(spec), tokenizer, vocab_size).nonzero()[:, 0]]
 
 
-def _stops(config: Any) -> list[str]:
-    if config.mode == "thought":
-        return [config.thoughts.stop, config.thoughts.final]
-    return list(config.stop)
+def _stop_strings(config: Any) -> list[str]:
+    return [config.thoughts.stop, config.thoughts.final] if config.mode == "thought" else list(config.stop)
 
 
-def _warnings(shown: list[Shown], tokenizer: Any, ends: dict[int, str]) -> list[str]:
-    found = []
+def _warnings(prompts: list[PromptView], tokenizer: Any, stop_tokens: dict[int, str]) -> list[str]:
+    warnings = []
     bos = tokenizer.bos_token_id
-    if shown and bos is not None:
-        doubled = [i for i, s in enumerate(shown) if [p.id for p in s.pieces[:2]] == [bos, bos]]
+    if prompts and bos is not None:
+        doubled = [i for i, prompt in enumerate(prompts, 1) if [p.id for p in prompt.pieces[:2]] == [bos, bos]]
         if doubled:
-            found.append(f"prompt {doubled[0] + 1} begins with two {tokenizer.bos_token}")
-        if shown[0].template != "chat" and getattr(tokenizer, "add_bos_token", False) and shown[0].pieces[0].id != bos:
-            found.append(
+            warnings.append(f"prompt {doubled[0]} begins with two {tokenizer.bos_token}")
+        first = prompts[0]
+        if first.template != "chat" and getattr(tokenizer, "add_bos_token", False) and first.pieces[0].id != bos:
+            warnings.append(
                 f"this tokenizer usually puts {tokenizer.bos_token} before raw text; prompts of template "
-                f"{shown[0].template} have none"
+                f"{first.template} have none"
             )
-    inside = next((p for s in shown for p in s.pieces[-1:] if p.id in ends), None)
-    if inside is not None:
-        found.append(
-            f"prompts end with {inside.text}, which ends a response: the template lacks the beginning of the answer's "
-            "turn"
+    last = next((prompt.pieces[-1] for prompt in prompts if prompt.pieces[-1].id in stop_tokens), None)
+    if last is not None:
+        warnings.append(
+            f"prompts end with {last.text}, which ends a response: the template lacks the beginning of the "
+            "assistant's turn"
         )
-    return found
+    return warnings

@@ -1,4 +1,4 @@
-"""Model folders with small tokenizers of the chat formats that models in use have: specials, template, stop tokens; no weights."""
+"""Model folders with small tokenizers in the chat formats of well-known models: specials, template, stop tokens."""
 
 import json
 from pathlib import Path

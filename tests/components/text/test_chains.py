@@ -23,7 +23,7 @@ RIGHT = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 </thought>", "s3 5 - 9 9 \\boxed{ 
 def test_a_problem_by_hand():
     assert chains.solution(PROBLEM) == RIGHT
     assert chains.answer(PROBLEM) == "9"
-    assert chains.prompt_text(PROBLEM) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
+    assert chains.solve_prompt(PROBLEM["question"]) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
     assert chains.true_facts(PROBLEM) == [(7, "*", 4), (2, "+", 3), (5, "-", 9)]
 
 
@@ -51,12 +51,6 @@ def test_a_problem_by_hand():
 )
 def test_first_error_by_hand(thoughts, error):
     assert chains.first_error(PROBLEM, thoughts) == error
-
-
-def test_a_sound_prefix_can_still_be_solved():
-    assert [chains.prefix_is_sound(PROBLEM, RIGHT[:k]) for k in range(4)] == [True] * 4
-    assert not chains.prefix_is_sound(PROBLEM, ["s1 7 * 4 3 </thought>"])
-    assert not chains.prefix_is_sound(PROBLEM, [*RIGHT, "s4 9 + 2 11 </thought>"])
 
 
 def test_split_thoughts_undoes_joining():

@@ -1,4 +1,4 @@
-"""Hub datasets by the real code of `datasets`, behind a stand-in for the network; failures as sentences."""
+"""Hub datasets by the real code of `datasets`, with a fake network; failures as sentences."""
 
 import builtins
 import json
@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.prompts.loading import load_problems
+from components.data.loading import load_data
 from pipeline.core.component import Context
 from pipeline.core.errors import DataError
 
@@ -37,7 +37,7 @@ def hub(monkeypatch, tmp_path):
 
 def load(toolbox, **entry):
     settings = {"source": "hub", "name": "a/b", "template": "plain", **entry}
-    return load_problems(settings, Context(), toolbox.tokenizer(), place="data.train", room=1000)
+    return load_data(settings, Context(), toolbox.tokenizer(), place="data.train", room=1000)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -47,7 +47,8 @@ def load(toolbox, **entry):
 def test_downloaded_and_streamed_rows_are_the_same(streaming, split, wanted, hub, toolbox):
     if streaming and "%" in split:
         with pytest.raises(
-            DataError, match=r"its number of rows is unknown while streaming; wanted rows, as in train\[:1000\]"
+            DataError,
+            match=r"its number of rows is unknown while streaming, expected a part in rows, as in train\[:1000\]",
         ):
             load(toolbox, split=split, streaming=streaming)
         return
@@ -103,7 +104,7 @@ def test_named_files_of_a_repository_are_fetched_one_by_one(monkeypatch, tmp_pat
     assert found.revision == COMMIT
 
 
-UNREACHABLE = "cannot be loaded from the Hugging Face hub .*Check the name, the network and access rights"
+UNREACHABLE = "it cannot be loaded from the Hugging Face hub .*Check the name, the network and access rights"
 FAILURES = [  # type, text, further settings, what the sentence says
     ("ConnectionError", "Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)", {}, UNREACHABLE),
     ("DatasetNotFoundError", "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed.", {}, UNREACHABLE),
@@ -113,7 +114,12 @@ FAILURES = [  # type, text, further settings, what the sentence says
         {"revision": "x"},
         "revision 'x' does not exist",
     ),
-    ("ValueError", 'Unknown split "tets".', {"split": "tets"}, "split 'tets' cannot be had .*Correct data.train.split"),
+    (
+        "ValueError",
+        'Unknown split "tets".',
+        {"split": "tets"},
+        "split 'tets' cannot be loaded .*Correct data.train.split",
+    ),
     (
         "RuntimeError",
         "Dataset scripts are no longer supported, but found b.py",
@@ -139,17 +145,17 @@ def test_every_failure_names_the_local_way(kind, said, entry, text, monkeypatch,
         load(toolbox, **entry)
 
 
-def test_a_joined_dataset_that_cannot_be_had_is_named(hub, toolbox, tmp_path):
+def test_a_joined_dataset_that_cannot_be_loaded_is_named(hub, toolbox, tmp_path):
     join = {"path": str(tmp_path / "missing.jsonl"), "row": "answer"}
-    with pytest.raises(DataError, match=r"missing.jsonl: not found"):
+    with pytest.raises(DataError, match=r"missing.jsonl does not exist"):
         load(toolbox, join=join, question="joined.question")
     (tmp_path / "other.jsonl").write_text('{"statement": "s0"}\n[1]\n{"statement": "s2"}\n')
     join["path"] = str(tmp_path / "other.jsonl")
-    with pytest.raises(DataError, match=r"data.train.join: .* has no column 'question'; found statement"):
+    with pytest.raises(DataError, match=r"data.train.join: .* has no column 'question'; it has statement"):
         load(toolbox, join=join, question="joined.question")
     found = load(toolbox, join=join, question="joined.statement")
     assert [r.text for r in found.rows] == ["s0", "s2"]
     assert found.counts.rejected == {
         "answer names no row of the joined dataset": 17,
-        "a JSON list; wanted an object": 1,
+        "a JSON list, expected an object": 1,
     }

@@ -31,9 +31,10 @@ class Row:
 
 
 class RowStore(Sequence[Row]):
-    """Rows in the order they were appended. Beyond 16 MiB they lie in a file without a name, which ends with the process.
+    """Rows in the order they were appended. Beyond 16 MiB they are in a file without a name.
 
-    Eight bytes per row stay in memory, so a million rows cost 8 MB however long their texts are.
+    The file ends with the process. Eight bytes per row stay in memory, so a million rows cost 8 MB however long their
+    texts are.
 
     Args:
         folder: where the file goes; the system's folder for temporary files when None.

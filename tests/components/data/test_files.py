@@ -1,4 +1,4 @@
-"""Files as they come: compressed, cut short, with huge cells, nulls, other scripts, parts of splits, copies of hub repositories."""
+"""Files as they come: compressed, cut short, huge cells, nulls, other scripts, parts of splits, copies of the hub."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.prompts.loading import load_problems
-from components.prompts.readers import bounds, open_path
+from components.data.files import bounds, open_path
+from components.data.loading import load_data
 from pipeline.core.component import Context
 from pipeline.core.errors import DataError
 
@@ -29,7 +29,7 @@ def zstd(data):
 def load(path, toolbox, context=None, **entry):
     options = {name: entry.pop(name) for name in ("drop_duplicates", "place") if name in entry}
     settings = {"source": "file", "path": str(path), "template": "plain", **entry}
-    return load_problems(settings, context or Context(), toolbox.tokenizer(), room=1 << 30, **options)
+    return load_data(settings, context or Context(), toolbox.tokenizer(), room=1 << 30, **options)
 
 
 def reasons(loaded):
@@ -59,22 +59,22 @@ def test_a_compressed_file_that_is_cut_short_is_refused_with_the_rows_it_gave(na
     (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(
         DataError,
-        match=rf"{name}: cannot be decompressed after \d+ rows \(.*\); wanted a complete file\. Copy it again",
+        match=rf"{name} cannot be decompressed after \d+ lines \(.*\), expected a complete file\. Copy it again",
     ):
         load(tmp_path / name, toolbox)
     (tmp_path / name).write_bytes(b"no such magic")
-    with pytest.raises(DataError, match=rf"{name}: cannot be decompressed after 0 rows"):
+    with pytest.raises(DataError, match=rf"{name} cannot be decompressed after 0 lines"):
         load(tmp_path / name, toolbox)
 
 
 def test_a_whole_json_file_cut_short_and_a_parquet_file_cut_short(tmp_path, toolbox):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode())[:-50])
-    with pytest.raises(DataError, match=r"a.json.gz: cannot be decompressed after 0 rows"):
+    with pytest.raises(DataError, match=r"a.json.gz cannot be decompressed after 0 lines"):
         load(tmp_path / "a.json.gz", toolbox)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"a.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as parquet"):
         load(tmp_path / "a.parquet", toolbox)
 
 
@@ -110,10 +110,10 @@ def test_nulls_wrong_types_and_numbers_that_are_none(tmp_path, toolbox):
     assert [r.answer for r in found.rows] == ["3", "0.5", "1, 2", "yes", str(10**400)]
     assert reasons(found) == {
         "no answer": 3,
-        "answer is a dict; wanted text": 1,
-        "answer is a list; wanted text": 2,
-        "answer is nan; wanted a number": 1,
-        "answer is inf; wanted a number": 1,
+        "answer is a dict, expected text": 1,
+        "answer is a list, expected text": 2,
+        "answer is nan, expected a number": 1,
+        "answer is inf, expected a number": 1,
     }
 
 
@@ -161,7 +161,7 @@ def test_columns_inside_columns(tmp_path, toolbox):
         found = load(tmp_path / name, toolbox, keep={"details.level": ["L3", "L4"]})
         assert [r.metadata["source_row"] for r in found.rows] == [1]
         assert found.counts.filtered == {"details.level": 2}
-        with pytest.raises(DataError, match=r"has no column 'details.lvl'; found question, answer, details"):
+        with pytest.raises(DataError, match=r"has no column 'details.lvl'; it has question, answer, details"):
             load(tmp_path / name, toolbox, keep={"details.lvl": "L3"})
         with pytest.raises(DataError, match=r"keep left out all of its 3 rows by details.level"):
             load(tmp_path / name, toolbox, keep={"details.level": "L9"})
@@ -193,7 +193,7 @@ def test_a_part_of_a_local_file_and_a_wrong_part(tmp_path, toolbox):
     first, second = (load(tmp_path / "a.jsonl", toolbox, split=f"train{part}").rows for part in ("[:80%]", "[80%:]"))
     assert [r.answer for r in first] + [r.answer for r in second] == [str(i) for i in range(10)]
     assert len(first) == 8
-    with pytest.raises(DataError, match=r"split part '\[:x\]': wanted \[from:to\] in rows or per cent"):
+    with pytest.raises(DataError, match=r"split part '\[:x\]': .*Expected \[from:to\] in rows or per cent"):
         load(tmp_path / "a.jsonl", toolbox, split="train[:x]")
 
 
@@ -210,9 +210,9 @@ def test_a_copy_of_a_hub_repository_is_read_by_split(tmp_path, toolbox):
     hub = {"source": "hub", "name": "a/b"}
     assert [r.answer for r in load(tmp_path / "copy", toolbox, **hub, split="train").rows] == ["0", "1", "2", "3", "4"]
     assert [r.answer for r in load(tmp_path / "copy", toolbox, **hub, split="test").rows] == ["5"]
-    with pytest.raises(DataError, match=r"no file of split 'validation'; found data/test-00000-of-00001.parquet"):
+    with pytest.raises(DataError, match=r"has no file of split 'validation'; it has data/test-00000-of-00001.parquet"):
         load(tmp_path / "copy", toolbox, **hub, split="validation")
-    with pytest.raises(DataError, match=r"copy: no file 'test6.jsonl'; wanted a copy of the repository"):
+    with pytest.raises(DataError, match=r"copy has no file 'test6.jsonl', expected a copy of the repository"):
         load(tmp_path / "copy", toolbox, **hub, files=["test6.jsonl"])
 
 
@@ -227,7 +227,7 @@ def test_types_that_cannot_be_read(tmp_path):
     for name, shown in (("a.parquet.gz", ".parquet.gz"), ("a.txt", ".txt"), ("a.bz2", ".bz2")):
         (tmp_path / name).write_text("x")
         with pytest.raises(
-            DataError, match=rf"{name}: type '{shown}'; wanted one of .jsonl, .* \(text types also with .gz or .zst\)"
+            DataError, match=rf"{name}: expected one of .jsonl, .* \(text types also with .gz or .zst\), got '{shown}'"
         ):
             open_path(tmp_path / name, [])
 
@@ -248,6 +248,6 @@ def test_choices_that_are_none(tmp_path, toolbox):
     assert all(r.text == "q\n\nA. x\nB. y" for r in found.rows)
     assert reasons(found) == {
         "answer names none of the N choices": 1,
-        "c: wanted N to N texts": 2,
-        "c is text that is not JSON; wanted a list": 1,
+        "c: expected N to N texts": 2,
+        "c is text that is not JSON, expected a list": 1,
     }
