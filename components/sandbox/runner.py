@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: one program, once per test. Standard library only; it is never told what the right answers are.
+"""What runs inside the sandbox: one program, once per test. Standard library only; it never gets the expected outputs.
 
 The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for
 each test {"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line,
@@ -176,7 +176,7 @@ def _watch(state: _Test, deadline: float, wake: int) -> None:
 
 
 def _kill_rest(job: dict[str, Any], pid: int) -> None:
-    """Kills what the test started. In a process namespace of its own that is everything but this process and the namespace's init."""
+    """Kills what the test started: its session, or in a process namespace all but this process and the init."""
     try:
         if job["isolated"] and os.getpid() < 10:
             os.kill(-1, signal.SIGKILL)
@@ -203,10 +203,10 @@ def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoRetu
         for target in range(4):
             os.dup2(target + 100, target)
         os.closerange(4, 1024)
-        _limit(resource.RLIMIT_NOFILE, 64)
+        _limit(resource.RLIMIT_NOFILE, job["open_files"])
         _limit(resource.RLIMIT_FSIZE, job["files"])
-        _limit(resource.RLIMIT_CPU, int(job["seconds"]) + 2)
-        _limit(resource.RLIMIT_STACK, min(64 << 20, job["memory"] // 4))
+        _limit(resource.RLIMIT_CPU, job["cpu_seconds"])
+        _limit(resource.RLIMIT_STACK, job["stack"])
         _limit(resource.RLIMIT_AS, job["memory"])
         code = _execute(job, test)
     except BaseException as error:
@@ -222,8 +222,7 @@ def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
 
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(50_000)
+    sys.set_int_max_str_digits(job["digits"])
     sys.path[:] = [p for p in sys.path if p and not p.startswith("/sandbox")] + job["packages"]
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")

@@ -1,4 +1,4 @@
-"""Programs judged by tests, and the comparison of outputs."""
+"""Programs verified by tests, and the comparison of outputs."""
 
 import itertools
 import json
@@ -8,8 +8,8 @@ import pytest
 
 from components.sandbox.isolation import INSTALL
 from components.sandbox.limits import Limits
+from components.text.code_tests import extract_code, read_tests, same_output, same_value
 from components.verifier.code import Code
-from components.verifier.code_tests import extract_code, read_tests, same_output, same_value
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def test_tests_as_lines_of_a_list():
     assert found.tests[0].input == "1\n2"
 
 
-def test_impossible_settings_are_told():
-    with pytest.raises(ValueError, match="max_tests must be 0 or more, workers 0 to 64"):
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="expected max_tests ≥ 0 and 0 ≤ workers ≤ 64, got 0 and 65"):
         Code.Config(workers=65)
-    with pytest.raises(ValueError, match="tolerance: found 2; wanted 0 to 1"):
+    with pytest.raises(ValueError, match="expected 0 ≤ tolerance < 1, got 2"):
         Code.Config(tolerance=2)

@@ -3,8 +3,16 @@
 import pytest
 
 from components.verifier.composite import Composite
+from components.verifier.exact import Exact
 from pipeline.core.errors import ConfigError
 from pipeline.core.settings import build_config
+
+
+class NoVerifier(Exact):
+    """A component that is no verifier."""
+
+    def run(self):
+        return None
 
 
 def start(toolbox, **values):
@@ -44,24 +52,12 @@ def test_terms_add_up(toolbox):
     node.close()
 
 
-def test_mistakes_are_told(toolbox):
+def test_mistakes_are_reported(toolbox):
     _, problems = build_config(Composite.Config, {"parts": [{"use": "verifier.exact", "decides": False}]}, "verifier")
-    assert problems == [
-        "verifier: parts: no verifier decides what is correct; wanted at least one part with decides: true."
-    ]
+    assert problems == ["verifier: parts: expected at least one part with decides: true, got none."]
     with pytest.raises(
         ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"
     ):
         start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
     with pytest.raises(ConfigError, match="returns no verifier; choose one"):
         start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoVerifier"}]).run()
-
-
-from components.verifier.exact import Exact
-
-
-class NoVerifier(Exact):
-    """A component that is no verifier."""
-
-    def run(self):
-        return None

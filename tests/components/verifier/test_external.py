@@ -44,7 +44,7 @@ def server():
     found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.requests, found.script, found.lock = [], [], threading.Lock()
     threading.Thread(target=found.serve_forever, daemon=True).start()
-    found.url = f"http://127.0.0.1:{found.server_port}/judge"
+    found.url = f"http://127.0.0.1:{found.server_port}/verify"
     yield found
     found.shutdown()
     found.server_close()
@@ -77,7 +77,7 @@ def test_failures_that_pass_are_tried_again(toolbox, server):
     node.close()
 
 
-def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, server):
+def test_failures_that_stay_are_reported_and_requested_again_the_next_time(toolbox, server):
     server.script = ["busy", "busy"]
     rewards, node = ask(toolbox, server, ["\\boxed{1}"], retries=1)
     assert rewards.valid.tolist() == [False]
@@ -94,7 +94,7 @@ def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, serv
     [
         ("refuse", "HTTP 400 busy"),
         ("short", "0 results for 1 items"),
-        ("nonsense", "the reply is not JSON with 'results'"),
+        ("nonsense", "the response is not JSON with 'results'"),
     ],
 )
 def test_replies_that_cannot_be_used(toolbox, server, how, detail):
@@ -116,14 +116,14 @@ def test_values_that_are_no_numbers_cost_their_row_alone(toolbox, server):
 def test_a_server_that_hangs_or_is_not_there(toolbox, server):
     server.script = ["hang"]
     rewards, node = ask(toolbox, server, ["\\boxed{1}"], seconds=0.3, retries=0)
-    assert rewards.detail == [f"no answer from {server.url} in 0.3 s"]
+    assert rewards.detail == [f"no response from {server.url} in 0.3 s"]
     node.close()
-    node = toolbox.start(External, url="http://127.0.0.1:9/judge", retries=1, wait=0.01)
+    node = toolbox.start(External, url="http://127.0.0.1:9/verify", retries=1, wait=0.01)
     rewards, _ = ask(toolbox, server, ["\\boxed{1}"], node)
-    assert "http://127.0.0.1:9/judge" in rewards.detail[0]
+    assert "http://127.0.0.1:9/verify" in rewards.detail[0]
     node.close()
 
 
-def test_a_url_is_wanted():
-    with pytest.raises(ValueError, match="url: found 'judge'; wanted http"):
-        External.Config(url="judge")
+def test_a_url_is_required():
+    with pytest.raises(ValueError, match=r"url: expected http.*got 'verify'"):
+        External.Config(url="verify")
