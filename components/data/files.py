@@ -60,6 +60,7 @@ def open_path(path: Path, columns: list[str], split: str = "") -> RawDataset:
         return open_files([path], columns, part)
     if any((path / note).exists() for note in ("dataset_info.json", "dataset_dict.json", "state.json")):
         return RawDataset(rows=_saved_rows(path, name, part, columns), files=[{"path": str(path)}])
+    # Not load_dataset(path): it would copy the whole folder into its cache.
     return open_files(_files_of_split(path, name), columns, part)
 
 

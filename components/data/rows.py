@@ -16,7 +16,6 @@ from components.data.store import Row
 from components.text.code_tests import read_tests
 from components.text.templates import extract_answer, solve_prompt
 
-_MAX_FOREIGN = 0.1  # share of letters
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what bytes that are not UTF-8 were read as
 _BEGINS_WITH = "The program begins with:"
 
@@ -77,8 +76,6 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
         listed = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, texts, strict=False)]
         question += "\n\n" + "\n".join(listed)
         further["choices"] = texts
-    if source.script == "latin" and foreign_share(question) > _MAX_FOREIGN:
-        raise ValueError(f"{source.question} is not in the Latin script")
     code = column_of(raw, source.starter_code) if source.starter_code else None
     if isinstance(code, str) and code.strip():
         question += f"\n\n{_BEGINS_WITH}\n```python\n{code.rstrip()}\n```"
@@ -92,19 +89,6 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
     metadata = {"task": source.name or source.path, "template": template, "question": question, "source_row": number}
     text = solve_prompt(template, question, tokenizer, source.answer_kind)
     return Row(text=text, answer=answer, metadata=further | metadata)
-
-
-def foreign_share(text: str) -> float:
-    """Share of letters that are neither Latin nor Greek.
-
-    >>> foreign_share("Sei α = 2"), foreign_share("求 x")
-    (0.0, 0.5)
-    """
-    letters = [c for c in text if c.isalpha()]
-    foreign = sum(
-        not (c.isascii() or unicodedata.name(c, "").startswith(("LATIN", "GREEK", "MATHEMATICAL"))) for c in letters
-    )
-    return foreign / max(len(letters), 1)
 
 
 def _text(value: Any, column: str) -> str:

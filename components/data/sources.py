@@ -86,9 +86,6 @@ class Source(HubDataset):
     """keeps only rows whose column (left) has this value, or one of these values (right), compared as text"""
     max_answer: int = 10000
     """characters of the longest answer taken; longer ones are rejected; 0 takes all"""
-    script: Literal["", "latin"] = ""
-    """latin: rejects questions with more than a tenth of their letters in another script; Greek counts as
-    mathematics"""
     size: int = 0
     """most rows to take, from the front; 0 takes all (chains: 2000)"""
     seed: int = 0

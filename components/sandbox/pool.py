@@ -29,21 +29,15 @@ from components.sandbox.limits import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Test:
-    """One run of a program: text for standard input, or arguments (JSON values) for the function it defines."""
-
-    __test__ = False  # for pytest
-
-    input: str = ""
-    args: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Program:
-    """Source text and its tests; `function` is called with their arguments, "" is for standard input and output."""
+    """Source text, and one input per test.
+
+    An input is text for standard input; or, for a program that defines `function`, the list of its arguments (JSON
+    values).
+    """
 
     source: str
-    tests: tuple[Test, ...]
+    inputs: Sequence[Any]
     function: str = ""
 
 
@@ -110,7 +104,7 @@ class _Sandbox:
 
     def __init__(self, program: Program, slot: int, isolation: Isolation, limits: Limits) -> None:
         self._limits = limits
-        self._tests = len(program.tests)
+        self._tests = len(program.inputs)
         self._isolated = bool(isolation.bubblewrap)
         self._ready = False
         self._unread = b""
@@ -122,7 +116,7 @@ class _Sandbox:
         job = {
             "source": program.source,
             "function": program.function,
-            "tests": [{"args": list(t.args)} if program.function else {"input": t.input} for t in program.tests],
+            "inputs": list(program.inputs),
             "isolated": self._isolated,
             "uid": isolation.user_of(slot),
             "packages": isolation.module_path(),

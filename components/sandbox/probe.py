@@ -10,7 +10,7 @@ from functools import cache
 
 from components.sandbox.isolation import INSTALL, Isolation, base_interpreter, refusal
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, Test, run_programs
+from components.sandbox.pool import Program, run_programs
 from pipeline.core.errors import RunError
 
 # Each line it prints names something that must not be possible.
@@ -51,7 +51,7 @@ os._exit(0)
 def failures(isolation: Isolation) -> str:
     """Why this way does not isolate, "" when it does."""
     limits = Limits(seconds=20.0, memory_mb=256, processes=8, files_mb=4, output_kb=64)
-    result = run_programs([Program(source=PROBE, tests=(Test(input=""),))], isolation, limits, workers=1)[0][0]
+    result = run_programs([Program(source=PROBE, inputs=[""])], isolation, limits, workers=1)[0][0]
     if result.status != "exit" or result.code != 0:
         return result.reason or f"the probe ended with {result.status} {result.code}"
     try:

@@ -49,8 +49,8 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write)
     _send(results, {"ready": True})
     timeouts = 0
-    for test in job["tests"]:
-        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test, wake_read)
+    for test_input in job["inputs"]:
+        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test_input, wake_read)
         timeouts += reply["status"] == "timeout"
         _send(results, reply)
 
@@ -113,7 +113,7 @@ class _Test:
             self.stdin = -1
 
 
-def _run(job: dict[str, Any], test: dict[str, Any], wake: int) -> dict[str, Any]:
+def _run(job: dict[str, Any], test_input: Any, wake: int) -> dict[str, Any]:
     pairs = [os.pipe() for _ in range(4)]  # stdin, stdout, stderr, result
     theirs = [pairs[0][0]] + [p[1] for p in pairs[1:]]
     ours = [pairs[0][1]] + [p[0] for p in pairs[1:]]
@@ -124,12 +124,12 @@ def _run(job: dict[str, Any], test: dict[str, Any], wake: int) -> dict[str, Any]
             os.close(fd)
         return {"status": "signal", "code": 0, "out": "", "err": str(error), "result": ""}
     if pid == 0:
-        _child(job, test, theirs)
+        _child(job, test_input, theirs)
     for fd in theirs:
         os.close(fd)
     for fd in ours:
         os.set_blocking(fd, False)
-    state = _Test(job, pid, ours, memoryview(test.get("input", "").encode("utf-8", "replace")))
+    state = _Test(job, pid, ours, memoryview(b"" if job["function"] else test_input.encode("utf-8", "replace")))
     _watch(state, time.monotonic() + job["seconds"], wake)
     _kill_rest(job, pid)
     if not state.reaped:
@@ -191,7 +191,7 @@ def _last_line(err: bytearray) -> str:
     return lines[-1].strip().removesuffix(":")[:200] if lines else ""
 
 
-def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoReturn:
+def _child(job: dict[str, Any], test_input: Any, ends: list[int]) -> NoReturn:
     """The test's process: limits, descriptors, then the program. Never returns."""
     code = 1
     try:
@@ -208,14 +208,14 @@ def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoRetu
         _limit(resource.RLIMIT_CPU, job["cpu_seconds"])
         _limit(resource.RLIMIT_STACK, job["stack"])
         _limit(resource.RLIMIT_AS, job["memory"])
-        code = _execute(job, test)
+        code = _execute(job, test_input)
     except BaseException as error:
         code = _report(error)
     finally:
         os._exit(code)
 
 
-def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
+def _execute(job: dict[str, Any], test_input: Any) -> int:
     import _sitebuiltins
     import atexit
     import builtins
@@ -232,7 +232,7 @@ def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
         try:
             exec(compile(job["source"], "program.py", "exec"), module.__dict__)
             if job["function"]:
-                _call(module, job["function"], test["args"])
+                _call(module, job["function"], test_input)
         finally:
             if "threading" in sys.modules:
                 sys.modules["threading"]._shutdown()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from components.sandbox.isolation import no_isolation
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, Test, TestResult, run_programs
+from components.sandbox.pool import Program, TestResult, run_programs
 from components.sandbox.probe import find_isolation
 from components.text.code_tests import CodeTest, CodeTests, extract_code, read_tests, same_output, same_value
 from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
@@ -100,8 +100,7 @@ class Code(VerifierComponent):
             return wrong(f"a program of {len(source)} characters; at most {MAX_SOURCE} are run")
         if self.config.max_tests:
             tests = replace(tests, tests=tests.tests[: self.config.max_tests])
-        inputs = tuple(Test(args=tuple(t.input)) if tests.function else Test(input=t.input) for t in tests.tests)
-        return Program(source=source, tests=inputs, function=tests.function), tests
+        return Program(source=source, inputs=[test.input for test in tests.tests], function=tests.function), tests
 
     def _verdict(self, tests: CodeTests, results: Sequence[TestResult]) -> Verdict:
         failures = [

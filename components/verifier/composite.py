@@ -1,4 +1,4 @@
-"""Several verifiers, a format and a length as one reward."""
+"""Several verifiers and a length as one reward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import torch
 
 from components.rollouts.overlong import overlong_punishment
 from components.verifier.base import Outputs, build_verifier, verifier_of
-from components.verifier.pattern import compile_pattern
 from pipeline.core.component import Component, Context
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
-
-_SECONDS = 1.0  # limit of the format's pattern per response: a pattern may backtrack for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +25,6 @@ class Part:
     """whether a response must satisfy it to be correct"""
     config: dict[str, Any] = field(default_factory=dict)
     """its settings"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """A form that responses should have."""
-
-    pattern: str = ""
-    """regular expression that must match somewhere; empty: no such term"""
-    weight: float = 0.1
-    """added when it matches"""
-
-    def __post_init__(self) -> None:
-        if self.pattern:
-            compile_pattern(self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +44,10 @@ class Length:
 
 
 class Composite(Component, Verifier):
-    """Σ weight × reward of several verifiers, plus a format and a length term. All deciding parts must say correct.
+    """Σ weight × reward of several verifiers, minus a length term. Correct means that all deciding parts say so.
 
     Each part verifies the whole batch in its own way. A row on which one of them cannot decide is invalid, for a sum
-    with a term missing is another reward.
+    with a term missing is another reward. A format is a part too: verifier.regex with compare and decides off.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -73,8 +56,6 @@ class Composite(Component, Verifier):
 
         parts: list[Part] = field(default_factory=lambda: [Part()])
         """the verifiers"""
-        format: Format = field(default_factory=Format)
-        """a form to reward"""
         length: Length = field(default_factory=Length)
         """a length to punish"""
 
@@ -87,8 +68,6 @@ class Composite(Component, Verifier):
     def setup(self, context: Context) -> None:
         """Builds the parts and sets them up."""
         super().setup(context)
-        pattern = self.config.format.pattern
-        self._pattern = compile_pattern(pattern) if pattern else None
         self._components: list[Component] = []
         self._verifiers: list[Verifier] = []
         for i, part in enumerate(self.config.parts):
@@ -125,11 +104,6 @@ class Composite(Component, Verifier):
                 correct &= rewards.correct
             for texts, detail in zip(details, rewards.detail, strict=True):
                 texts += [f"{part.use.removeprefix('verifier.')}: {detail}"] if detail else []
-        if self._pattern is not None:
-            matches = [self._matches(text) for text in trajectories.text]
-            value += self.config.format.weight * torch.tensor(matches, dtype=torch.float32)
-            for texts, matched in zip(details, matches, strict=True):
-                texts += [] if matched else ["format: the pattern does not match"]
         length = self.config.length
         if length.max_tokens:
             lengths = trajectories.response_tokens.lengths
@@ -144,10 +118,3 @@ class Composite(Component, Verifier):
             valid=valid,
             detail=["; ".join(texts) for texts in details],
         )
-
-    def _matches(self, text: str) -> bool:
-        assert self._pattern is not None
-        try:
-            return self._pattern.search(text, timeout=_SECONDS) is not None
-        except TimeoutError:
-            return False

@@ -7,20 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.text import Text
-
 from pipeline.app.report.page import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
 from pipeline.run.compose import build_experiment, compose, list_choices, read_yaml, search_dirs
 
 if TYPE_CHECKING:
     from pipeline.app.data.check import DataCheck
-    from pipeline.app.data.preview import Preview, PromptView
 
 MAX_CHARACTERS = 1500  # of a prompt
 MAX_REFUSED = 5
-_SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 
 
 def main(options: argparse.Namespace) -> int:
@@ -116,53 +111,10 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
 
 
 def _preview(options: argparse.Namespace) -> int:
-    from pipeline.app.data.preview import preview
+    from pipeline.app.data.preview import print_preview
 
     if options.prompts < 1 or options.tokens < 0:
         raise ConfigError(f"expected --prompts ≥ 1 and --tokens ≥ 0, got {options.prompts} and {options.tokens}.")
-    overrides = options.overrides
-    view = preview(build_experiment(compose(overrides, options.config_dir), " ".join(overrides)), options.prompts)
-    console = Console(highlight=False, soft_wrap=True)
-    for number, prompt in enumerate(view.prompts, 1):
-        _print_prompt(console, number, prompt, options.tokens)
-    _print_ends(console, view)
-    for warning in view.warnings:
-        console.print(Text(f"note: {visible(warning)}"))
+    experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
+    print_preview(experiment, options.prompts, options.tokens)
     return 0
-
-
-def _print_prompt(console: Console, number: int, prompt: PromptView, max_tokens: int) -> None:
-    pieces = prompt.pieces
-    count = len(pieces)
-    head = f"prompt {number}: row {prompt.source_row} of the data, template {prompt.template}, {count} tokens"
-    console.print(Text(f"{head}, answer '{visible(prompt.answer[:80])}'", "bold"))
-    parts = [pieces]
-    if max_tokens and count > max_tokens:
-        parts = [pieces[: max_tokens // 2], pieces[count - (max_tokens - max_tokens // 2) :]]
-    text = Text()
-    for part in parts:
-        if part is not parts[0]:
-            text.append(f"\n… {count - max_tokens} tokens …\n", "dim")
-        for k, piece in enumerate(part):
-            bare = visible(piece.text)
-            text.append(f"⟦{bare}⟧" if piece.special else bare, "bold magenta" if piece.special else _SHADES[k % 2])
-            if "\n" in piece.text:
-                text.append("\n")
-    console.print(text)
-    ids = [" ".join(str(piece.id) for piece in part) for part in parts]
-    console.print(Text("ids " + " … ".join(ids), "dim"))
-    console.print()
-
-
-def _print_ends(console: Console, view: Preview) -> None:
-    console.print(Text("a response ends", "bold"))
-    console.print(Text("  at      " + ", ".join(f"{visible(token)} ({i})" for i, token in view.stop_tokens.items())))
-    for node, strings in view.stop_strings.items():
-        named = ", ".join(f"'{visible(s)}'" for s in strings)
-        budget = f"  {node}: at most {view.max_tokens[node]:,} tokens"
-        console.print(Text(budget + (f"; strings {named}" if named else "")))
-    room = view.context - max(len(prompt.pieces) for prompt in view.prompts)
-    console.print(Text(f"  context {view.context:,} tokens; the longest prompt above leaves {room:,}"))
-    action = "cut at the beginning of their question" if view.long_prompts == "cut" else "rejected and counted"
-    limit = f"  prompts of {view.context - view.reserve:,} tokens or more are {action}"
-    console.print(Text(f"{limit} (prompts.reserve, prompts.long_prompts)"))

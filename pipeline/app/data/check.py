@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from components.data.card import LoadedData
-from components.data.loading import load_data, make_prompts
+from components.data.loading import load_data
 from components.data.sources import parse_source
-from components.data.store import Row
 from components.text.code_tests import read_tests
-from components.verifier.base import build_verifier, verifier_of
+from components.verifier.base import Item, VerifierComponent, build_verifier
 from pipeline.core.component import Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories
+from pipeline.core.errors import ConfigError
 
 _ANY_LENGTH = 1 << 40
 _BATCH = 1000  # rows verified at a time
@@ -99,39 +95,22 @@ def _describe_tests(loaded: LoadedData) -> str:
 
 def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, str, str]]:
     component = build_verifier(use, {}, use)
+    if not isinstance(component, VerifierComponent):
+        raise ConfigError(f"data check: expected a VerifierComponent, got {use}.")
     component.setup(context)
     refused = []
     try:
-        verifier = verifier_of(component, use)
         for start in range(0, len(loaded.rows), _BATCH):
             rows = loaded.rows[start : start + _BATCH]
-            uids = torch.arange(start, start + len(rows))
-            rewards = verifier.verify(make_prompts(rows, WordTokenizer(), uids), _boxed_answers(rows, uids))
-            for row, correct, detail in zip(rows, rewards.correct.tolist(), rewards.detail, strict=True):
-                if not correct:
-                    refused.append((int(row.metadata["source_row"]), row.answer, detail or "it is not correct"))
+            # A response that boxes the reference answer.
+            items = [
+                Item(text=f"The answer is \\boxed{{{row.answer}}}.", answer=row.answer, metadata=row.metadata)
+                for row in rows
+            ]
+            for row, verdict in zip(rows, component.verdicts(items), strict=True):
+                if not verdict.correct:
+                    reason = verdict.detail or "it is not correct"
+                    refused.append((int(row.metadata["source_row"]), row.answer, reason))
     finally:
         component.close()
     return refused
-
-
-def _boxed_answers(rows: list[Row], uids: torch.Tensor) -> Trajectories:
-    """A response per problem that boxes the reference answer."""
-    count = len(rows)
-    tokens = Jagged.from_rows([[0]] * count, torch.int32)
-    numbers = Jagged.from_rows([[0.0]] * count, torch.float32)
-    return Trajectories(
-        uid=uids,
-        prompt_uid=uids,
-        group=uids,
-        parent=torch.full((count,), -1),
-        prompt_tokens=tokens,
-        response_tokens=tokens,
-        inherited=torch.zeros(count, dtype=torch.int64),
-        engine_logprobs=numbers,
-        entropies=numbers,
-        thought_ends=Jagged.from_rows([[1]] * count, torch.int32),
-        policy_version=torch.zeros(count, dtype=torch.int64),
-        finish_reason=["eos"] * count,
-        text=[f"The answer is \\boxed{{{row.answer}}}." for row in rows],
-    )

@@ -1,16 +1,23 @@
-"""The first prompts of a configuration, token by token, as the model gets them, and what ends a response to them."""
+"""Prints the first prompts of a configuration as the model gets them, token by token, and what ends a response."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import context_length, load_config, load_tokenizer
 from components.prompts.dataset import DatasetPrompts
-from pipeline.core.component import Context
+from pipeline.app.report.page import visible
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.payloads import Prompts
 from pipeline.run.compose import Experiment
+
+_SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,50 +29,13 @@ class Piece:
     special: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptView:
-    """One prompt.
-
-    Attributes:
-        pieces: its tokens in order.
-        answer: reference answer.
-        source_row: number of its row in the source.
-        template: how it was made.
-    """
-
-    pieces: list[Piece]
-    answer: str
-    source_row: int
-    template: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Prompts, stop tokens and limits of a configuration.
-
-    Attributes:
-        prompts: the first ones of iteration 0.
-        stop_tokens: id → token, whatever the prompt's template.
-        stop_strings: what ends a response or a thought, per sampling node.
-        max_tokens: of a response, per sampling node.
-        context: tokens in prompt plus response.
-        reserve: tokens of the context that prompts leave free.
-        long_prompts: what happens to prompts that are longer.
-        warnings: what is likely not meant.
-    """
-
-    prompts: list[PromptView]
-    stop_tokens: dict[int, str]
-    stop_strings: dict[str, list[str]]
-    max_tokens: dict[str, int]
-    context: int
-    reserve: int
-    long_prompts: str
-    warnings: list[str] = field(default_factory=list)
-
-
-def preview(experiment: Experiment, count: int) -> Preview:
+def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     """Runs the configuration's own prompts node for its first batches; loads the tokenizer, no model.
+
+    Args:
+        experiment: the configuration.
+        count: prompts to show.
+        max_tokens: tokens to show of each, from both ends; 0 shows all.
 
     Raises:
         ConfigError: the graph has no such node.
@@ -74,37 +44,62 @@ def preview(experiment: Experiment, count: int) -> Preview:
     nodes = {n.name: n for n in experiment.graph.nodes}
     node = next((n for n in nodes.values() if issubclass(n.cls, DatasetPrompts)), None)
     if node is None:
-        raise ConfigError(f"preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
+        raise ConfigError(f"data preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
     tokenizer = load_tokenizer(experiment.model)
     component = node.cls(node.config)
     component.setup(Context(node=node.name, seed=experiment.run.seed, model=experiment.model, data=experiment.data))
-    prompts: list[PromptView] = []
-    while len(prompts) < min(count, len(component.rows)):
+    console = Console(highlight=False, soft_wrap=True)
+    prompts: list[list[Piece]] = []
+    templates: list[str] = []
+    count = min(count, len(component.rows))
+    while len(prompts) < count:
         batch = component.run().batch
-        for tokens, answer, metadata in zip(batch.tokens.to_lists(), batch.answer, batch.metadata, strict=True):
-            prompts.append(
-                PromptView(
-                    pieces=token_pieces(tokens, tokenizer),
-                    answer=answer,
-                    source_row=metadata["source_row"],
-                    template=metadata["template"],
-                )
-            )
-    prompts = prompts[:count]
-    stop_tokens = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids(experiment.model, tokenizer)}
-    sampling = {
-        n.name: n.config for n in nodes.values() if hasattr(n.config, "sampling") and hasattr(n.config, "thoughts")
-    }
-    return Preview(
-        prompts=prompts,
-        stop_tokens=stop_tokens,
-        stop_strings={name: _stop_strings(config) for name, config in sampling.items()},
-        max_tokens={name: config.max_tokens for name, config in sampling.items()},
-        context=context_length(experiment.model),
-        reserve=node.config.reserve,
-        long_prompts=node.config.long_prompts,
-        warnings=_warnings(prompts, tokenizer, stop_tokens),
-    )
+        for row in range(min(len(batch), count - len(prompts))):
+            prompts.append(token_pieces(batch.tokens.row(row).tolist(), tokenizer))
+            templates.append(batch.metadata[row]["template"])
+            _print_prompt(console, len(prompts), batch, row, prompts[-1], max_tokens)
+    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids(experiment.model, tokenizer)}
+    console.print(Text("a response ends", "bold"))
+    console.print(Text("  at      " + ", ".join(f"{visible(token)} ({i})" for i, token in ends.items())))
+    for name, config in ((n.name, n.config) for n in nodes.values()):
+        if hasattr(config, "sampling") and hasattr(config, "thoughts"):
+            by_thoughts = config.mode == "thought"
+            strings = [config.thoughts.stop, config.thoughts.final] if by_thoughts else list(config.stop)
+            named = "; strings " + ", ".join(f"'{visible(s)}'" for s in strings) if strings else ""
+            console.print(Text(f"  {name}: at most {config.max_tokens:,} tokens{named}"))
+    context = context_length(experiment.model)
+    room = context - max(map(len, prompts))
+    console.print(Text(f"  context {context:,} tokens; the longest prompt above leaves {room:,}"))
+    action = "cut at the beginning of their question" if node.config.long_prompts == "cut" else "rejected and counted"
+    limit = f"  prompts of {context - node.config.reserve:,} tokens or more are {action}"
+    console.print(Text(f"{limit} (prompts.reserve, prompts.long_prompts)"))
+    for warning in _warnings(prompts, templates[0], tokenizer, ends):
+        console.print(Text(f"note: {visible(warning)}"))
+
+
+def _print_prompt(
+    console: Console, number: int, batch: Prompts, row: int, pieces: list[Piece], max_tokens: int
+) -> None:
+    metadata = batch.metadata[row]
+    count = len(pieces)
+    head = f"prompt {number}: row {metadata['source_row']} of the data, template {metadata['template']}, {count} tokens"
+    console.print(Text(f"{head}, answer '{visible(batch.answer[row][:80])}'", "bold"))
+    parts = [pieces]
+    if max_tokens and count > max_tokens:
+        parts = [pieces[: max_tokens // 2], pieces[count - (max_tokens - max_tokens // 2) :]]
+    text = Text()
+    for part in parts:
+        if part is not parts[0]:
+            text.append(f"\n… {count - max_tokens} tokens …\n", "dim")
+        for k, piece in enumerate(part):
+            bare = visible(piece.text)
+            text.append(f"⟦{bare}⟧" if piece.special else bare, "bold magenta" if piece.special else _SHADES[k % 2])
+            if "\n" in piece.text:
+                text.append("\n")
+    console.print(text)
+    ids = [" ".join(str(piece.id) for piece in part) for part in parts]
+    console.print(Text("ids " + " … ".join(ids), "dim"))
+    console.print()
 
 
 def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
@@ -120,30 +115,26 @@ def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
     return pieces
 
 
-def stop_ids(spec: Any, tokenizer: Any) -> list[int]:
+def stop_ids(model: ModelSpec, tokenizer: Any) -> list[int]:
     """Ids that end a response in every engine: of the generation configuration, the tokenizer and the chat template."""
-    vocab_size = int(load_config(spec).get_text_config().vocab_size)
-    return [int(i) for i in eos_mask(generation_config(spec), tokenizer, vocab_size).nonzero()[:, 0]]
+    vocab_size = int(load_config(model).get_text_config().vocab_size)
+    return [int(i) for i in eos_mask(generation_config(model), tokenizer, vocab_size).nonzero()[:, 0]]
 
 
-def _stop_strings(config: Any) -> list[str]:
-    return [config.thoughts.stop, config.thoughts.final] if config.mode == "thought" else list(config.stop)
-
-
-def _warnings(prompts: list[PromptView], tokenizer: Any, stop_tokens: dict[int, str]) -> list[str]:
+def _warnings(prompts: list[list[Piece]], template: str, tokenizer: Any, ends: dict[int, str]) -> list[str]:
+    """What is likely not meant."""
     warnings = []
     bos = tokenizer.bos_token_id
-    if prompts and bos is not None:
-        doubled = [i for i, prompt in enumerate(prompts, 1) if [p.id for p in prompt.pieces[:2]] == [bos, bos]]
+    if bos is not None:
+        doubled = [i for i, pieces in enumerate(prompts, 1) if [p.id for p in pieces[:2]] == [bos, bos]]
         if doubled:
             warnings.append(f"prompt {doubled[0]} begins with two {tokenizer.bos_token}")
-        first = prompts[0]
-        if first.template != "chat" and getattr(tokenizer, "add_bos_token", False) and first.pieces[0].id != bos:
+        if template != "chat" and getattr(tokenizer, "add_bos_token", False) and prompts[0][0].id != bos:
             warnings.append(
-                f"this tokenizer usually puts {tokenizer.bos_token} before raw text; prompts of template "
-                f"{first.template} have none"
+                f"this tokenizer usually puts {tokenizer.bos_token} before raw text; prompts of template {template} "
+                "have none"
             )
-    last = next((prompt.pieces[-1] for prompt in prompts if prompt.pieces[-1].id in stop_tokens), None)
+    last = next((pieces[-1] for pieces in prompts if pieces[-1].id in ends), None)
     if last is not None:
         warnings.append(
             f"prompts end with {last.text}, which ends a response: the template lacks the beginning of the "

@@ -1,4 +1,4 @@
-"""Files as they come: compressed, cut short, huge cells, nulls, other scripts, parts of splits, copies of the hub."""
+"""Files as they come: compressed, cut short, huge cells, nulls, parts of splits, copies of the hub."""
 
 import gzip
 import json
@@ -125,21 +125,6 @@ def test_json_that_is_too_deep_costs_its_row(tmp_path, toolbox):
     assert len(found.rows) == 1
     assert reasons(found)["question is not UTF-8"] == 1
     assert sum(reasons(found).values()) == 2
-
-
-def test_mixed_languages_stay_unless_one_script_is_asked_for(tmp_path, toolbox):
-    questions = [
-        "Find x.",
-        "求 x 的值，其中 x 是整数",
-        "Найдите значение выражения",
-        "Où α ≤ β, γ est né près de δ",
-        "Find the 中 of x and y",
-    ]
-    (tmp_path / "a.jsonl").write_bytes(text_of([{"question": q, "answer": "1"} for q in questions]))
-    assert [r.text for r in load(tmp_path / "a.jsonl", toolbox).rows] == questions
-    latin = load(tmp_path / "a.jsonl", toolbox, script="latin")
-    assert [r.text for r in latin.rows] == [questions[0], questions[3], questions[4]]
-    assert reasons(latin) == {"question is not in the Latin script": 2}
 
 
 def test_duplicates_by_normalised_text_are_counted(tmp_path, toolbox):

@@ -12,7 +12,7 @@ import pytest
 from components.sandbox import probe, seccomp
 from components.sandbox.isolation import Isolation, no_isolation
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, Test, run_programs
+from components.sandbox.pool import Program, run_programs
 from components.sandbox.probe import find_isolation
 from pipeline.core.errors import RunError
 
@@ -20,8 +20,7 @@ LIMITS = Limits(seconds=4.0, memory_mb=192, processes=8, files_mb=4, output_kb=6
 
 
 def run(way, source, *inputs, function="", limits=LIMITS):
-    tests = tuple(Test(args=tuple(i)) if function else Test(input=i) for i in inputs)
-    return run_programs([Program(source=source, tests=tests, function=function)], way, limits, workers=1)[0]
+    return run_programs([Program(source=source, inputs=inputs, function=function)], way, limits, workers=1)[0]
 
 
 def test_standard_input_to_standard_output(way):
@@ -85,7 +84,7 @@ def test_a_time_out_is_reported_and_what_was_printed_does_not_count(way):
 
 
 def test_results_keep_their_order(way):
-    programs = [Program(source=f"print({i})", tests=(Test(),)) for i in range(12)]
+    programs = [Program(source=f"print({i})", inputs=[""]) for i in range(12)]
     assert [r[0].out for r in run_programs(programs, way, LIMITS, workers=3)] == [f"{i}\n" for i in range(12)]
     assert run_programs([], way, LIMITS, workers=2) == []
 
@@ -138,9 +137,7 @@ def test_the_probe_notices_a_missing_isolation():
 def test_without_isolation_limits_still_hold():
     limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
     programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
-    found = run_programs(
-        [Program(source=p, tests=(Test(input="1"),)) for p in programs], no_isolation(), limits, workers=2
-    )
+    found = run_programs([Program(source=p, inputs=["1"]) for p in programs], no_isolation(), limits, workers=2)
     assert [r[0].reason for r in found] == [
         "",
         "timed out after 1 s",
@@ -161,9 +158,10 @@ def test_an_ordinary_user_isolates_with_a_user_namespace(way):
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from components.sandbox.probe import find_isolation\n"
         "from components.sandbox.limits import Limits\n"
-        "from components.sandbox.pool import Program, Test, run_programs\n"
+        "from components.sandbox.pool import Program, run_programs\n"
         "way = find_isolation()\n"
-        "print(way.user_namespace, run_programs([Program(source='print(7)', tests=(Test(),))], way, Limits(), "
+        "print(way.user_namespace, run_programs([Program(source='print(7)', inputs=["
+        "])], way, Limits(), "
         "1)[0][0].out)\n"
     )
     command = [
