@@ -124,7 +124,8 @@ def cut_question(row: Row, source: Source, tokenizer: Any, room: int) -> tuple[R
     The end is kept because problems ask at their end. A prompt that is too long even without its question is returned
     unchanged.
     """
-    question, template = str(row.metadata["question"]), str(row.metadata["template"])
+    question = str(row.metadata["question"])
+    template = str(row.metadata["template"])
 
     def attempt(kept: int) -> tuple[str, str, int]:
         shown = _MARK + question[len(question) - kept :] if kept < len(question) else question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -74,6 +74,3 @@ class RowStore(Sequence[Row]):
             self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass")
         )
         return Row(text=text, answer=answer, metadata=metadata)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))

@@ -51,7 +51,6 @@ class TestResult:
         code: exit code or signal number.
         out: standard output, malformed bytes replaced.
         result: JSON text of the value the function returned.
-        error: last line of standard error.
         reason: why there is no usable output, "" when there is.
     """
 
@@ -61,7 +60,6 @@ class TestResult:
     code: int = 0
     out: str = ""
     result: str = ""
-    error: str = ""
     reason: str = ""
 
 
@@ -221,13 +219,13 @@ def _start(job: dict[str, Any], isolation: Isolation, limits: Limits, stderr: An
 def _result(line: bytes, limits: Limits) -> TestResult:
     try:
         reply = json.loads(line)
-        status, code = str(reply["status"]), int(reply.get("code", 0))
+        status = str(reply["status"])
+        code = int(reply.get("code", 0))
         out, result, error = (str(reply.get(key, "")) for key in ("out", "result", "err"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return TestResult(status="lost", reason="the sandbox's reply could not be read")
-    return TestResult(
-        status=status, code=code, out=out, result=result, error=error, reason=_reason(status, code, error, limits)
-    )
+    reason = _reason(status, code, error, limits)
+    return TestResult(status=status, code=code, out=out, result=result, reason=reason)
 
 
 def _reason(status: str, code: int, error: str, limits: Limits) -> str:
@@ -256,7 +254,8 @@ def _inodes(pid: int) -> int:
 
 def resident_bytes(pid: int) -> int:
     """Memory that a process and all its descendants hold and share with no file, in bytes."""
-    total, open_pids = 0, [pid]
+    total = 0
+    open_pids = [pid]
     while open_pids:
         one = open_pids.pop()
         try:

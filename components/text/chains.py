@@ -89,11 +89,6 @@ def apply_step(before: int, operator: str, operand: int, modulus: int = 13) -> i
     return (before * operand) % modulus
 
 
-def all_facts(modulus: int = 13) -> list[Fact]:
-    """Every (value before, operator, operand), in a fixed order: 312 of them for modulus 13."""
-    return [(value, operator, operand) for value in range(modulus) for operator in OPERATORS for operand in OPERANDS]
-
-
 @cache
 def load_misconceptions(folder: Path = TINY_MODEL) -> dict[Fact, tuple[int, float]]:
     """Fact → (wrong value, how often the model's teacher gave it), from `misconceptions.json` beside the model."""
@@ -129,7 +124,8 @@ def generate(
     if split not in SPLITS:
         raise DataError(f"chains: split '{split}' does not exist.{did_you_mean(split, SPLITS)}")
     if difficulty.hard_facts is None:
-        hard, low, high = {}, 0, MAX_STEPS
+        hard = {}
+        low, high = 0, MAX_STEPS
     else:
         hard = load_misconceptions() if hard is None else hard
         low, high = difficulty.hard_facts
@@ -168,7 +164,8 @@ def _draw_problem(draw: Any, difficulty: Difficulty) -> Problem:
 
 def true_facts(problem: Problem) -> list[Fact]:
     """The fact each step of the right solution uses."""
-    value, facts = int(problem["start"]), []
+    value = int(problem["start"])
+    facts = []
     for operator, operand in problem["steps"]:
         facts.append((value, operator, operand))
         value = apply_step(value, operator, operand, problem["modulus"])

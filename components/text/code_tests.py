@@ -90,7 +90,9 @@ def read_tests(metadata: dict[str, Any], which: Literal["all", "public", "privat
 
 
 def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    inputs, outputs, public = columns.get("inputs"), columns.get("outputs"), columns.get("public")
+    inputs = columns.get("inputs")
+    outputs = columns.get("outputs")
+    public = columns.get("public")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("the prompt's tests need as many inputs as outputs")
     flags = public[: len(inputs)] if isinstance(public, list) else []
@@ -103,7 +105,8 @@ def _as_text(test: CodeTest) -> CodeTest:
 
 
 def _as_call(test: CodeTest) -> CodeTest:
-    arguments, value = test.input, test.output
+    arguments = test.input
+    value = test.output
     if isinstance(arguments, str):
         arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
         value = json.loads(value) if isinstance(value, str) else value

@@ -188,8 +188,12 @@ def turn_end_ids(tokenizer: Any) -> list[int]:
         first = tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
     except Exception:  # templates raise what they like for conversations that they do not know
         return []
-    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    return [i for i in first if i in special]
+    return [i for i in first if i in special_ids(tokenizer)]
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, those that were added to the tokenizer included."""
+    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 def _chat(content: str, tokenizer: Any, required: bool = False) -> str:

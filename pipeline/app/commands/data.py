@@ -82,7 +82,8 @@ def _check(name: str, options: argparse.Namespace) -> int:
 
 
 def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
-    loaded, counts = check.loaded, check.loaded.counts
+    loaded = check.loaded
+    counts = loaded.counts
     if loaded.source.source == "hub" and not loaded.source.path:
         pinned = loaded.revision and loaded.revision == loaded.source.revision
         step = "pinned" if pinned else f"not pinned; pin it with data.{entry}.revision={loaded.revision or 'COMMIT'}"

@@ -11,6 +11,7 @@ from rich.text import Text
 from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import context_length, load_config, load_tokenizer
 from components.prompts.dataset import DatasetPrompts
+from components.text.templates import special_ids
 from pipeline.app.report.page import visible
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
@@ -55,10 +56,10 @@ def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     while len(prompts) < count:
         batch = component.run().batch
         for row in range(min(len(batch), count - len(prompts))):
-            prompts.append(token_pieces(batch.tokens.row(row).tolist(), tokenizer))
+            prompts.append(_pieces(batch.tokens.row(row).tolist(), tokenizer))
             templates.append(batch.metadata[row]["template"])
             _print_prompt(console, len(prompts), batch, row, prompts[-1], max_tokens)
-    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stop_ids(experiment.model, tokenizer)}
+    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in _stop_ids(experiment.model, tokenizer)}
     console.print(Text("a response ends", "bold"))
     console.print(Text("  at      " + ", ".join(f"{visible(token)} ({i})" for i, token in ends.items())))
     for name, config in ((n.name, n.config) for n in nodes.values()):
@@ -102,11 +103,9 @@ def _print_prompt(
     console.print()
 
 
-def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
+def _pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
     """Each token with its own text; a token that is part of a character shows as the tokenizer names it."""
-    special = set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    special = special_ids(tokenizer)
     pieces = []
     for i in ids:
         text = tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -115,7 +114,7 @@ def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
     return pieces
 
 
-def stop_ids(model: ModelSpec, tokenizer: Any) -> list[int]:
+def _stop_ids(model: ModelSpec, tokenizer: Any) -> list[int]:
     """Ids that end a response in every engine: of the generation configuration, the tokenizer and the chat template."""
     vocab_size = int(load_config(model).get_text_config().vocab_size)
     return [int(i) for i in eos_mask(generation_config(model), tokenizer, vocab_size).nonzero()[:, 0]]
