@@ -73,20 +73,10 @@ class Code(VerifierComponent):
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
         """One verdict per item; the programs of a batch run several at a time."""
-        verdicts: list[Verdict | None] = []
-        programs: list[Program] = []
-        tests_run: list[CodeTests] = []
-        for item in items:
-            prepared = self._prepare(item)
-            if isinstance(prepared, Verdict):
-                verdicts.append(prepared)
-            else:
-                verdicts.append(None)
-                programs.append(prepared[0])
-                tests_run.append(prepared[1])
-        results = run_programs(programs, self._isolation, self.config.limits, self._workers)
-        ran = map(self._verdict, tests_run, results)
-        return [next(ran) if verdict is None else verdict for verdict in verdicts]
+        prepared = [self._prepare(item) for item in items]
+        programs = [p[0] for p in prepared if not isinstance(p, Verdict)]
+        results = iter(run_programs(programs, self._isolation, self.config.limits, self._workers))
+        return [p if isinstance(p, Verdict) else self._verdict(p[1], next(results)) for p in prepared]
 
     def _prepare(self, item: Item) -> Verdict | tuple[Program, CodeTests]:
         try:

@@ -7,6 +7,7 @@ of `verifier.math`; needs math-verify, and of this project nothing but `math_tex
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from components.verifier.math_text import choice_letter, clean, parts, quantity, same_quantity, split, squeeze, words
@@ -50,12 +51,8 @@ def _without_algebra(gold: str, answer: str) -> bool | None:
     gold_words, answer_words = words(gold), words(answer)
     if gold_words is not None and answer_words is not None:
         return _PHRASES.get(gold_words, gold_words) == _PHRASES.get(answer_words, answer_words)
-    # A phrase is no number.
-    if (gold_words is not None and answer_quantity is not None) or (
-        answer_words is not None and gold_quantity is not None
-    ):
-        return False
-    return None
+    phrase_and_number = (gold_words and answer_quantity) or (answer_words and gold_quantity)
+    return False if phrase_and_number else None
 
 
 _PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}
@@ -65,19 +62,16 @@ def _same_values(golds: list[str], answers: list[str]) -> tuple[bool, bool]:
     """Lists of values, in any order, none left over; a value given twice counts once."""
     text_only = False
 
-    def covered(left: list[str], right: list[str], swap: bool) -> bool:
+    @cache
+    def same(gold: str, answer: str) -> bool:
         nonlocal text_only
-        for one in left:
-            for other in right:
-                same, as_text = _same_value(other, one) if swap else _same_value(one, other)
-                text_only |= as_text
-                if same:
-                    break
-            else:
-                return False
-        return True
+        equal, as_text = _same_value(gold, answer)
+        text_only |= as_text
+        return equal
 
-    equal = covered(golds, answers, swap=False) and covered(answers, golds, swap=True)
+    equal = all(any(same(gold, answer) for answer in answers) for gold in golds) and all(
+        any(same(gold, answer) for gold in golds) for answer in answers
+    )
     return equal, text_only
 
 

@@ -29,7 +29,6 @@ class WorkerPool:
 
     Attributes:
         restarts: workers that were lost over a request.
-        longest: seconds of the slowest request.
     """
 
     def __init__(self, command: Sequence[str], workers: int, seconds: float) -> None:
@@ -42,7 +41,6 @@ class WorkerPool:
             self._idle.put(None)
         self._lock = Lock()
         self.restarts = 0
-        self.longest = 0.0
 
     def run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One reply per request, in order.
@@ -66,16 +64,14 @@ class WorkerPool:
             if worker is None or worker.poll() is not None:  # not started yet, or ended while idle
                 worker = None
                 worker = self._start()
-            started = time.monotonic()
             reply = _exchange(worker, request, self._seconds)
+            if not isinstance(reply, str):
+                return reply
+            _end(worker)
+            worker = None
             with self._lock:
-                self.longest = max(self.longest, time.monotonic() - started)
-                self.restarts += isinstance(reply, str)
-            if isinstance(reply, str):
-                _end(worker)
-                worker = None
-                return {"error": reply}
-            return reply
+                self.restarts += 1
+            return {"error": reply}
         finally:
             self._idle.put(worker)
 
