@@ -126,9 +126,9 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     in_name = re.compile(rf"(?:^|[/_.-]){re.escape(split)}(?:[/_.-]|$)")
     named = [file for file in files if in_name.search(str(inside[file]))]
     if not files or (split and not named and len(files) > 1):
-        found = f"; it has {', '.join(str(inside[file]) for file in files[:6])}" if files else ""
+        known = f"; it has {', '.join(str(inside[file]) for file in files[:6])}" if files else ""
         raise DataError(
-            f"data folder {folder} has no file of split '{split}'{found}. Expected a folder written by save_to_disk, "
+            f"data folder {folder} has no file of split '{split}'{known}. Expected a folder written by save_to_disk, "
             f"or files such as {split or 'train'}-00000.parquet. Name a file in it, or correct split."
         )
     return named or files

@@ -16,22 +16,22 @@ from pipeline.core.errors import RunError
 # Each line it prints names something that must not be possible.
 PROBE = """
 import json, os, socket
-found = []
+escapes = []
 if os.getpid() > 20:
-    found.append("it sees the host's processes")
+    escapes.append("it sees the host's processes")
 if os.geteuid() == 0:
-    found.append("it runs as root")
+    escapes.append("it runs as root")
 for place in ("/", "/usr/lib", "/dev", "/dev/shm", "/etc", "/home", "/root", "/var/tmp", "/run"):
     path = os.path.join(place, "creditgraph-probe")
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
         os.unlink(path)
-        found.append("it can write to " + place)
+        escapes.append("it can write to " + place)
     except OSError:
         pass
 try:
     if len(socket.if_nameindex()) > 1:
-        found.append("it sees the host's network")
+        escapes.append("it sees the host's network")
 except OSError:
     pass
 count = 0
@@ -40,10 +40,10 @@ try:
         if os.fork() == 0:
             os.pause() if hasattr(os, "pause") else __import__("signal").pause()
         count += 1
-    found.append("the limit of processes does not hold")
+    escapes.append("the limit of processes does not hold")
 except OSError:
     pass
-print(json.dumps(found), flush=True)
+print(json.dumps(escapes), flush=True)
 os._exit(0)
 """
 

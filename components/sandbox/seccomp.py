@@ -114,7 +114,7 @@ def filter_program(machine: str = "") -> bytes:
         code += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
     for number in sorted(numbers[column] for numbers in FORBIDDEN.values() if numbers[column] >= 0):
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
-    # The flags of clone3 are in memory, where a filter cannot look; told that there is no such call, libc uses clone.
+    # The flags of clone3 are in memory, where a filter cannot look. On ENOSYS libc uses clone.
     code += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS)]
     code += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_ANY_BIT, 0, 1, _NEW_NAMESPACES)]
     code += [(_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)]

@@ -31,6 +31,7 @@ THOUGHT_END = "</thought>"
 OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)
 MAX_STEPS = 12
+MAX_DRAWS = 20_000
 # Share of all problems, in eighths, that each split owns; a problem's text decides its split, so splits never meet.
 SPLITS: dict[str, range] = {"train": range(6), "validation": range(6, 7), "eval": range(7, 8)}
 TINY_MODEL = Path(__file__).parent.parent / "models" / "tiny"
@@ -46,7 +47,7 @@ class Difficulty:
     Attributes:
         steps: fewest and most steps of a chain, both at most 12.
         hard_facts: fewest and most steps that use a fact the shipped model gets wrong; None takes what comes.
-        hard_after: such steps lie only behind this share of the chain; 0.6 makes chains that begin easily and fail
+        hard_after: such steps come only after this share of the chain; 0.6 makes chains that begin easily and fail
             late.
         operators: operators to draw from.
         modulus: values are taken modulo this number, at most 13 (the shipped model only knows 13).
@@ -61,22 +62,20 @@ class Difficulty:
     def __post_init__(self) -> None:
         low, high = self.steps
         if not 1 <= low <= high <= MAX_STEPS:
-            raise ValueError(f"steps: found [{low}, {high}]; wanted [fewest, most] between 1 and {MAX_STEPS}.")
+            raise ValueError(f"steps: expected 1 ≤ fewest ≤ most ≤ {MAX_STEPS}, got [{low}, {high}].")
         if self.hard_facts is not None and not 0 <= self.hard_facts[0] <= min(self.hard_facts[1], low):
             raise ValueError(
-                f"hard_facts: found {list(self.hard_facts)}; wanted [fewest, most], fewest not above the fewest steps "
-                f"({low})."
+                f"hard_facts: expected [fewest, most] with fewest ≤ {low}, the fewest steps, got "
+                f"{list(self.hard_facts)}."
             )
         if not 0 <= self.hard_after < 1 or (self.hard_after and self.hard_facts is None):
-            raise ValueError(
-                f"hard_after: found {self.hard_after}; wanted a share from 0 to below 1, and hard_facts beside it."
-            )
+            raise ValueError(f"hard_after: expected 0 ≤ hard_after < 1, and hard_facts with it, got {self.hard_after}.")
         unknown = [c for c in self.operators if c not in OPERATORS]
         if unknown or not self.operators:
-            raise ValueError(f"operators: found '{self.operators}'; wanted some of '{''.join(OPERATORS)}'.")
+            raise ValueError(f"operators: expected some of '{''.join(OPERATORS)}', got '{self.operators}'.")
         if not 2 <= self.modulus <= 13:
             raise ValueError(
-                f"modulus: found {self.modulus}; wanted 2 to 13, because the shipped model has no numbers above 12."
+                f"expected 2 ≤ modulus ≤ 13, as the shipped model has no numbers above 12, got {self.modulus}."
             )
 
 
@@ -91,15 +90,14 @@ def apply_step(before: int, operator: str, operand: int, modulus: int = 13) -> i
 
 @cache
 def load_misconceptions(folder: Path = TINY_MODEL) -> dict[Fact, tuple[int, float]]:
-    """Fact → (wrong value, how often the model's teacher gave it), from `misconceptions.json` beside the model."""
+    """Fact → (wrong value, how often the model's teacher gave it), from the model's `misconceptions.json`."""
     path = folder / "misconceptions.json"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["facts"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{path}: the list of misconceptions cannot be read ({error}); wanted the file that tools/make_tiny_model "
-            "writes. "
-            "Set hard_facts to null or make the model again."
+            f"{path}: the list of misconceptions cannot be read ({error}), expected the file that "
+            "tools/make_tiny_model writes. Set hard_facts to null or make the model again."
         ) from None
     return {(row["before"], row["operator"], row["operand"]): (row["wrong"], row["rate"]) for row in rows}
 
@@ -131,7 +129,7 @@ def generate(
         low, high = difficulty.hard_facts
     # random() is the one method whose sequence Python guarantees across versions.
     draw = random.Random(key_of("chains", seed, split, index)).random
-    for _ in range(20_000):
+    for _ in range(MAX_DRAWS):
         problem = _draw_problem(draw, difficulty)
         if key_of("split", problem["question"]) % 8 not in SPLITS[split]:
             continue
@@ -140,8 +138,8 @@ def generate(
         if late and low <= len(problem["hard_steps"]) <= high:
             return problem
     raise DataError(
-        f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in 20000 draws; "
-        "wanted bounds that such chains can meet. Widen hard_facts or steps."
+        f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in {MAX_DRAWS} draws. "
+        "Widen hard_facts or steps."
     )
 
 
@@ -204,8 +202,8 @@ def first_error(problem: Problem, thoughts: Sequence[str]) -> int:
     so the result may be ``len(thoughts) + 1``; a thought after the last step is wrong too.
     """
     right = solution(problem)
-    for i, (found, wanted) in enumerate(zip(thoughts, right, strict=False), 1):
-        if _words(found) != _words(wanted):
+    for i, (thought_text, expected) in enumerate(zip(thoughts, right, strict=False), 1):
+        if _words(thought_text) != _words(expected):
             return i
     return 0 if len(thoughts) == len(right) else min(len(thoughts), len(right)) + 1
 

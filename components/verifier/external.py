@@ -31,7 +31,7 @@ class External(VerifierComponent):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The server, and how patiently it is asked."""
+        """The server, its requests and their limits."""
 
         url: str = "http://127.0.0.1:8080/verify"
         """address that takes POST requests"""
@@ -58,7 +58,7 @@ class External(VerifierComponent):
     _client: httpx.Client
 
     def setup(self, context: Context) -> None:
-        """Makes the client; the server is not asked yet."""
+        """Makes the client; nothing is sent yet."""
         super().setup(context)
         self.failures = 0
         self._client = httpx.Client(limits=httpx.Limits(max_connections=self.config.concurrency))

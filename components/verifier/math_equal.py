@@ -59,7 +59,7 @@ _PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solut
 
 
 def _same_values(golds: list[str], answers: list[str]) -> tuple[bool, bool]:
-    """Lists of values, in any order, none left over; a value given twice counts once."""
+    """Lists of values, in any order, none left over; a repeated value counts once."""
     text_only = False
 
     @cache

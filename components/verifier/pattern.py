@@ -1,4 +1,4 @@
-"""Answers found, or formats checked, by a regular expression."""
+"""Answers read, or formats checked, by a regular expression."""
 
 from __future__ import annotations
 

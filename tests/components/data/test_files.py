@@ -48,8 +48,8 @@ def reasons(loaded):
 )
 def test_compressed_files_give_the_rows_of_plain_ones(name, data, tmp_path, toolbox):
     (tmp_path / name).write_bytes(data)
-    found = load(tmp_path / name, toolbox).rows
-    assert [(r.text, r.answer) for r in found] == [(r["question"], r["answer"]) for r in ROWS]
+    loaded = load(tmp_path / name, toolbox).rows
+    assert [(r.text, r.answer) for r in loaded] == [(r["question"], r["answer"]) for r in ROWS]
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_a_whole_json_file_cut_short_and_a_parquet_file_cut_short(tmp_path, tool
 
 def test_a_plain_file_cut_short_loses_its_last_row_alone(tmp_path, toolbox):
     (tmp_path / "a.jsonl").write_bytes(text_of(ROWS[:3])[:-5])
-    found = load(tmp_path / "a.jsonl", toolbox)
-    assert [r.answer for r in found.rows] == ["0", "1"]
-    assert len(reasons(found)) == 1
-    assert next(iter(reasons(found))).startswith("not JSON (")
+    loaded = load(tmp_path / "a.jsonl", toolbox)
+    assert [r.answer for r in loaded.rows] == ["0", "1"]
+    assert len(reasons(loaded)) == 1
+    assert next(iter(reasons(loaded))).startswith("not JSON (")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
@@ -95,9 +95,9 @@ def test_answers_of_a_megabyte_are_rejected_and_no_other_row_suffers(name, tmp_p
         (tmp_path / name).write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
     else:
         (tmp_path / name).write_bytes(text_of(rows))
-    found = load(tmp_path / name, toolbox)
-    assert [r.answer for r in found.rows] == ["0", "1", "3"]
-    assert reasons(found) == {"an answer of N characters; at most N are taken": 1}
+    loaded = load(tmp_path / name, toolbox)
+    assert [r.answer for r in loaded.rows] == ["0", "1", "3"]
+    assert reasons(loaded) == {"an answer of N characters; at most N are taken": 1}
     assert len(load(tmp_path / name, toolbox, max_answer=0).rows[2].answer) == 1_000_000
 
 
@@ -106,9 +106,9 @@ def test_nulls_wrong_types_and_numbers_that_are_none(tmp_path, toolbox):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"question": f"q{i}", "answer": a}) + "\n" for i, a in enumerate(answers))
     )
-    found = load(tmp_path / "a.jsonl", toolbox)
-    assert [r.answer for r in found.rows] == ["3", "0.5", "1, 2", "yes", str(10**400)]
-    assert reasons(found) == {
+    loaded = load(tmp_path / "a.jsonl", toolbox)
+    assert [r.answer for r in loaded.rows] == ["3", "0.5", "1, 2", "yes", str(10**400)]
+    assert reasons(loaded) == {
         "no answer": 3,
         "answer is a dict, expected text": 1,
         "answer is a list, expected text": 2,
@@ -121,18 +121,18 @@ def test_json_that_is_too_deep_costs_its_row(tmp_path, toolbox):
     (tmp_path / "a.jsonl").write_text(
         "[" * 100_000 + "\n" + json.dumps(ROWS[0]) + "\n" + '{"question": "\\ud800", "answer": "1"}\n'
     )
-    found = load(tmp_path / "a.jsonl", toolbox)
-    assert len(found.rows) == 1
-    assert reasons(found)["question is not UTF-8"] == 1
-    assert sum(reasons(found).values()) == 2
+    loaded = load(tmp_path / "a.jsonl", toolbox)
+    assert len(loaded.rows) == 1
+    assert reasons(loaded)["question is not UTF-8"] == 1
+    assert sum(reasons(loaded).values()) == 2
 
 
 def test_duplicates_by_normalised_text_are_counted(tmp_path, toolbox):
     questions = ["What is 1 + 1?", "what  is 1 + 1?", "What is 1 + 1?", "What is １ + １?", "What is 1 + 2?"]
     (tmp_path / "a.jsonl").write_bytes(text_of([{"question": q, "answer": "2"} for q in questions]))
-    found = load(tmp_path / "a.jsonl", toolbox, drop_duplicates=True)
-    assert [r.metadata["source_row"] for r in found.rows] == [0, 4]
-    assert (found.counts.duplicates, found.counts.read, found.counts.used) == (3, 5, 2)
+    loaded = load(tmp_path / "a.jsonl", toolbox, drop_duplicates=True)
+    assert [r.metadata["source_row"] for r in loaded.rows] == [0, 4]
+    assert (loaded.counts.duplicates, loaded.counts.read, loaded.counts.used) == (3, 5, 2)
     assert load(tmp_path / "a.jsonl", toolbox).counts.duplicates == 0
 
 
@@ -143,9 +143,9 @@ def test_columns_inside_columns(tmp_path, toolbox):
             (tmp_path / name).write_bytes(text_of(rows))
         else:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
-        found = load(tmp_path / name, toolbox, keep={"details.level": ["L3", "L4"]})
-        assert [r.metadata["source_row"] for r in found.rows] == [1]
-        assert found.counts.filtered == {"details.level": 2}
+        loaded = load(tmp_path / name, toolbox, keep={"details.level": ["L3", "L4"]})
+        assert [r.metadata["source_row"] for r in loaded.rows] == [1]
+        assert loaded.counts.filtered == {"details.level": 2}
         with pytest.raises(DataError, match=r"has no column 'details.lvl'; it has question, answer, details"):
             load(tmp_path / name, toolbox, keep={"details.lvl": "L3"})
         with pytest.raises(DataError, match=r"keep left out all of its 3 rows by details.level"):
@@ -153,7 +153,7 @@ def test_columns_inside_columns(tmp_path, toolbox):
 
 
 @pytest.mark.parametrize(
-    ("part", "count", "wanted"),
+    ("part", "count", "expected"),
     [
         ("[:90%]", 25, (0, 22)),
         ("[90%:]", 25, (22, 25)),
@@ -162,15 +162,15 @@ def test_columns_inside_columns(tmp_path, toolbox):
         ("[5:]", 9, (5, None)),
     ],
 )
-def test_parts_are_cut_as_datasets_cuts_them(part, count, wanted):
+def test_parts_are_cut_as_datasets_cuts_them(part, count, expected):
     import datasets
 
-    assert bounds(part, lambda: count) == wanted
+    assert bounds(part, lambda: count) == expected
     instruction = (
         datasets.ReadInstruction.from_spec(f"train{part}").to_absolute({"train": count}) if "%" in part else None
     )
     if instruction:
-        assert (instruction[0].from_ or 0, count if instruction[0].to is None else instruction[0].to) == wanted
+        assert (instruction[0].from_ or 0, count if instruction[0].to is None else instruction[0].to) == expected
 
 
 def test_a_part_of_a_local_file_and_a_wrong_part(tmp_path, toolbox):
@@ -228,10 +228,10 @@ def test_choices_that_are_none(tmp_path, toolbox):
         {"question": "q", "answer": "A", "c": "x, y"},
     ]
     (tmp_path / "a.jsonl").write_bytes(text_of(rows))
-    found = load(tmp_path / "a.jsonl", toolbox, choices="c")
-    assert [r.answer for r in found.rows] == ["B", "B", "y"]
-    assert all(r.text == "q\n\nA. x\nB. y" for r in found.rows)
-    assert reasons(found) == {
+    loaded = load(tmp_path / "a.jsonl", toolbox, choices="c")
+    assert [r.answer for r in loaded.rows] == ["B", "B", "y"]
+    assert all(r.text == "q\n\nA. x\nB. y" for r in loaded.rows)
+    assert reasons(loaded) == {
         "answer names none of the N choices": 1,
         "c: expected N to N texts": 2,
         "c is text that is not JSON, expected a list": 1,

@@ -62,9 +62,9 @@ PROBLEMS = [{"question": f"<solve> {i} s1 + 2", "answer": str(i), "level": "ab"[
 
 
 def node(entry, run_dir=None, **config):
-    made = DatasetPrompts(DatasetPrompts.Config(batch=2, **config))
-    made.setup(Context(node="prompts", data={"train": entry}, run_dir=run_dir))
-    return made
+    dataset = DatasetPrompts(DatasetPrompts.Config(batch=2, **config))
+    dataset.setup(Context(node="prompts", data={"train": entry}, run_dir=run_dir))
+    return dataset
 
 
 def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
@@ -77,7 +77,7 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         {"question": "hello", "answer": "1", "level": "a"},
     ]
     entry = jsonl(tmp_path / "a.jsonl", rows) | {"keep": {"level": "a"}, "verifier": "verifier.math"}
-    made = node(entry, run)
+    dataset = node(entry, run)
     load_data(jsonl(tmp_path / "b.jsonl", PROBLEMS[:3]), Context(run_dir=run), place="data.eval")
     card = json.loads((run / "data_card.json").read_text())
     assert list(card) == ["data.eval", "data.train"]
@@ -97,7 +97,7 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         "used": 5,
     }
     assert train["prompt_tokens"] == {"min": 5, "max": 5, "mean": 5.0}
-    assert train["hash"] == f"blake2b:{made.rows.digest}"
+    assert train["hash"] == f"blake2b:{dataset.rows.digest}"
     assert card["data.eval"]["rows"]["used"] == 3
 
 
@@ -115,30 +115,30 @@ def test_the_card_of_a_hub_dataset_names_its_revision(tmp_path, monkeypatch):
 def test_one_rank_writes_the_card_and_the_rejected_rows(tmp_path):
     entry = jsonl(tmp_path / "a.jsonl", [*PROBLEMS, {"question": "<solve> 3", "answer": ""}])
     for rank in (1, 0):
-        made = DatasetPrompts(DatasetPrompts.Config(batch=4))
+        dataset = DatasetPrompts(DatasetPrompts.Config(batch=4))
         context = Context(
             node="prompts", data={"train": entry}, run_dir=tmp_path, ranks=Ranks(rank=rank, world=2, num_replicas=2)
         )
-        made.setup(context)
+        dataset.setup(context)
         assert (tmp_path / "data_card.json").exists() == (rank == 0)
         assert len(context.rejected) == (rank == 0)
 
 
 def test_many_rejected_rows_go_to_a_file_of_their_own(tmp_path):
     bad = [{"question": f"<solve> {i}", "answer": ""} for i in range(MAX_REJECTED + 7)]
-    made = node(jsonl(tmp_path / "a.jsonl", [*bad, *PROBLEMS]), tmp_path)
-    assert len(made.context.rejected) == MAX_REJECTED
+    dataset = node(jsonl(tmp_path / "a.jsonl", [*bad, *PROBLEMS]), tmp_path)
+    assert len(dataset.context.rejected) == MAX_REJECTED
     further = [json.loads(line) for line in (tmp_path / "rejected.data.train.jsonl").read_text().splitlines()]
     assert [row["row"]["row"] for row in further] == list(range(MAX_REJECTED, MAX_REJECTED + 7))
     assert {row["reason"] for row in further} == {"no answer"}
-    assert made.context.metrics["rejected"] == MAX_REJECTED + 7
-    assert len(made.rows) == 10
+    assert dataset.context.metrics["rejected"] == MAX_REJECTED + 7
+    assert len(dataset.rows) == 10
 
 
 def test_a_checkpoint_holds_a_place_and_refuses_other_data_of_the_same_size(tmp_path):
-    made = node(jsonl(tmp_path / "a.jsonl", PROBLEMS))
-    made.run()
-    state = made.state_dict()
+    dataset = node(jsonl(tmp_path / "a.jsonl", PROBLEMS))
+    dataset.run()
+    state = dataset.state_dict()
     assert {k: v for k, v in state.items() if k != "hash"} == {"epoch": 0, "position": 2, "rows": 10}
     changed = node(jsonl(tmp_path / "a.jsonl", [*PROBLEMS[:9], {"question": "<solve> 9 s1 + 3", "answer": "9"}]))
     with pytest.raises(RunError, match=r"expected the checkpoint's data, got other problems in the same number"):

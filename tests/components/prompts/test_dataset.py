@@ -83,10 +83,10 @@ def test_resuming_gives_the_same_batches_as_never_stopping():
     state = first.state_dict()
     second = started(batch=6)
     second.load_state_dict(state)
-    for expected, found in zip(whole[4:], draw(second, 5, start=4), strict=True):
-        assert expected.text == found.text
-        assert torch.equal(expected.uid, found.uid)
-        assert expected.tokens.equal(found.tokens)
+    for expected, batch in zip(whole[4:], draw(second, 5, start=4), strict=True):
+        assert expected.text == batch.text
+        assert torch.equal(expected.uid, batch.uid)
+        assert expected.tokens.equal(batch.tokens)
 
 
 def test_resuming_on_other_data_is_refused():
@@ -158,18 +158,18 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
         + good
     )  # fmt: skip
     node = started({**PLAIN, "path": str(path)}, batch=2, shuffle=False)
-    found = reasons(node)
-    assert found[:5] == [
+    rejected = reasons(node)
+    assert rejected[:5] == [
         "no answer",
         "no answer",
         "question is not UTF-8",
         "question is a int, expected text",
         "answer is a dict, expected text",
     ]
-    assert found[5] == "a JSON list, expected an object"
-    assert found[6].startswith("not JSON (")
-    assert found[7] == "prompt of 600 tokens; the context leaves 511 for it"
-    assert found[8] == "no word of the prompt is in the model's vocabulary"
+    assert rejected[5] == "a JSON list, expected an object"
+    assert rejected[6].startswith("not JSON (")
+    assert rejected[7] == "prompt of 600 tokens; the context leaves 511 for it"
+    assert rejected[8] == "no word of the prompt is in the model's vocabulary"
     assert node.context.rejected[2]["row"] == {"source": str(path), "row": 3}
     assert node.context.metrics["rejected"] == 9
     # A number is a fine answer, and the repeated question is taken once.
@@ -258,10 +258,10 @@ def test_hub_dataset_takes_its_split(monkeypatch):
 def test_folder_with_splits(tmp_path):
     import datasets
 
-    made = datasets.DatasetDict(
+    splits = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])}
     )
-    made.save_to_disk(tmp_path / "folder")
+    splits.save_to_disk(tmp_path / "folder")
     entry = {**PLAIN, "path": str(tmp_path / "folder"), "split": "test"}
     assert [r.answer for r in load_data(entry, Context()).rows] == ["2", "3"]
     with pytest.raises(DataError, match=r"folder has no split 'tets'; it has train, test. Did you mean 'test'\?"):

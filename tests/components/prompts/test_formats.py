@@ -184,8 +184,8 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
     assert "漢" not in said  # three tokens, each shown by the tokenizer's name for its byte
     ids = next(line for line in said.splitlines() if line.startswith("ids "))
     tokenizer = load_tokenizer(ModelSpec(path=str(format_folders["qwen_base"])))
-    wanted = solve_prompt("chat", HOSTILE, tokenizer)
-    assert [int(i) for i in ids.split()[1:]] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    expected = solve_prompt("chat", HOSTILE, tokenizer)
+    assert [int(i) for i in ids.split()[1:]] == tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert "<|endoftext|> (" in said
     assert "<|im_end|> (" in said.split("a response ends")[1]
     assert main([*arguments, "--tokens", "10"]) == 0

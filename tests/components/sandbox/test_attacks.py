@@ -84,15 +84,15 @@ def verdicts(host, toolbox):
             names.append("")
             items.append(_item(f"{HONEST}  # {k}", False))
     started = time.monotonic()
-    found = toolbox.start(Code, limits=LIMITS, workers=WORKERS).verdicts(items)
+    results = toolbox.start(Code, limits=LIMITS, workers=WORKERS).verdicts(items)
     seconds = time.monotonic() - started
     # On a busy host a program may reach the limit before its attack fails; those get more time.
     reasons = {name: reason for name, reason, _ in read_attacks()} | {"": "^$"}
-    slow = [i for i, v in enumerate(found) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
+    slow = [i for i, v in enumerate(results) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
     patient = toolbox.start(Code, limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2)
     for i, verdict in zip(slow, patient.verdicts([items[i] for i in slow]), strict=True):
-        found[i] = verdict
-    return list(zip(names, found, strict=True)), seconds, len(slow)
+        results[i] = verdict
+    return list(zip(names, results, strict=True)), seconds, len(slow)
 
 
 def test_no_attack_succeeds_and_each_has_its_reason(verdicts):

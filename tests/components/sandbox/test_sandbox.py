@@ -131,7 +131,7 @@ def test_the_probe_notices_a_missing_isolation():
     from components.sandbox.probe import PROBE
 
     # Run as it is, it would make files for a moment; what it says of a process namespace is enough here.
-    source = PROBE.split("for place in")[0] + "print(json.dumps(found))"
+    source = PROBE.split("for place in")[0] + "print(json.dumps(escapes))"
     said = subprocess.run([sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True).stdout
     assert "it sees the host's processes" in said
 
@@ -139,14 +139,14 @@ def test_the_probe_notices_a_missing_isolation():
 def test_without_isolation_limits_still_hold():
     limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
     programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
-    found = run_programs([Program(source=p, inputs=["1"]) for p in programs], no_isolation(), limits, workers=2)
-    assert [r[0].reason for r in found] == [
+    results = run_programs([Program(source=p, inputs=["1"]) for p in programs], no_isolation(), limits, workers=2)
+    assert [r[0].reason for r in results] == [
         "",
         "timed out after 1 s",
         "exit code 1: MemoryError",
         "wrote more than 64 kB",
     ]
-    assert found[0][0].out == "2\n"
+    assert results[0][0].out == "2\n"
 
 
 @pytest.mark.skipif(

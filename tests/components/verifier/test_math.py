@@ -163,7 +163,9 @@ def test_labelled_pairs(toolbox, node):
         prompts = toolbox.prompts(["p"] * len(pairs), answers=[gold for gold, *_ in pairs])
         trajectories = toolbox.trajectories([f"\\boxed{{{answer}}}" for _, answer, _ in pairs], prompt_uid=prompts.uid)
         correct = node.run().verifier.verify(prompts, trajectories).correct.tolist()
-        wrong = [(gold, answer) for (gold, answer, equal), found in zip(pairs, correct, strict=True) if found != equal]
+        wrong = [
+            (gold, answer) for (gold, answer, equal), verdict in zip(pairs, correct, strict=True) if verdict != equal
+        ]
         assert 1 - len(wrong) / len(pairs) >= 0.99, wrong
 
 
