@@ -56,7 +56,8 @@ def _failure(dataset: HubDataset, error: Exception, place: str) -> DataError:
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
     types = {base.__name__ for base in type(error).__mro__}
-    if "RevisionNotFoundError" in types or re.search(r"revision.*(doesn't exist|not found|invalid rev)", text, re.I):
+    no_revision = re.compile(r"revision.*(doesn't exist|not found|invalid rev)", re.IGNORECASE | re.DOTALL)
+    if "RevisionNotFoundError" in types or no_revision.search(text):
         what = f"revision '{dataset.revision}' does not exist on the Hugging Face hub"
         step = f"Correct {place}.revision, take null for the newest"
     elif "EntryNotFoundError" in types and "LocalEntryNotFoundError" not in types:

@@ -83,11 +83,8 @@ def run_programs(
     def run(program: Program) -> list[TestResult]:
         slot = slots.get()
         try:
-            sandbox = _Sandbox(program, slot, isolation, limits)
-            try:
+            with contextlib.closing(_Sandbox(program, slot, isolation, limits)) as sandbox:
                 return sandbox.results()
-            finally:
-                sandbox.end()
         finally:
             slots.put(slot)
 
@@ -110,7 +107,7 @@ class _Sandbox:
         self._results: list[TestResult] = []
         self._started = time.monotonic()
         self._deadline = self._started + START_SECONDS
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         job = {
             "source": program.source,
             "function": program.function,
@@ -138,7 +135,7 @@ class _Sandbox:
         lost = TestResult(status=status, reason=reason)
         return self._results + [lost] * (self._tests - len(self._results))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kills bubblewrap; the namespace's init dies with it, and with that one every process inside."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -151,9 +148,9 @@ class _Sandbox:
         chunk = os.read(self._stdout.fileno(), 1 << 18)
         self._num_bytes += len(chunk)
         if not chunk or self._num_bytes > self._limits.max_reply_bytes(self._tests):
-            return (
-                "the sandbox was ended from inside" if self._ready else f"the sandbox did not start ({self._error()})"
-            )
+            if not self._ready:
+                return f"the sandbox did not start ({self._error()})"
+            return "the sandbox was ended from inside"
         self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
