@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from components.learner.objective import Kind as Kind
+    from components.verifier.base import Item as Item
+    from components.verifier.base import Verdict as Verdict
+    from components.verifier.base import VerifierComponent as VerifierComponent
     from pipeline.core.component import Component as Component
     from pipeline.core.component import Context as Context
     from pipeline.core.component import Count as Count
@@ -55,6 +58,7 @@ _MODULES = (
     "pipeline.core.errors",
     "pipeline.core.metric",
     "components.learner.objective",
+    "components.verifier.base",
 )
 
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from components.data.card import LOADING_METRICS
+from components.data.loading import load_data, make_prompts
 from components.models.load import load_tokenizer
-from components.prompts.dataset import LOADING_METRICS, load_rows, make_prompts
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_fresh
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, did_you_mean
@@ -110,8 +111,8 @@ class Accuracy(Component):
                 "Add the section or remove the node."
             )
         tokenizer = load_tokenizer(context.model)
-        rows = load_rows(context.data[split], context, tokenizer, place=f"data.{split}")
-        rows = rows[: self.config.num_problems] if self.config.num_problems else rows
+        loaded = load_data(context.data[split], context, tokenizer, place=f"data.{split}")
+        rows = loaded.rows[: self.config.num_problems or None]
         first = (_HELD_OUT << 39) | (context.node_index << 32)
         self._count, mine = len(rows), context.ranks.share(len(rows))
         self._prompts = make_prompts(rows[mine], tokenizer, torch.arange(first, first + len(rows))[mine])

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from components.data.card import LOADING_METRICS
+from components.data.loading import LongPrompts, load_data, make_prompts
+from components.data.store import Row
 from components.models.load import load_tokenizer
-from components.prompts.loading import LongPrompts, load_problems, load_rows
-from components.prompts.store import Row
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts
 from pipeline.core.streams import Stream
-
-__all__ = ["DatasetPrompts", "Outputs", "load_rows", "make_prompts"]
-
-
-LOADING_METRICS = (
-    Metric("rejected", "rows", "rows of the data section that could not be used, told once when it is read"),
-    Metric(
-        "duplicates",
-        "rows",
-        "rows of the data section left out as their question was met before, told once when it is read",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,52 +61,50 @@ class DatasetPrompts(Component):
 
         def __post_init__(self) -> None:
             if self.batch < 1:
-                raise ValueError(f"batch: found {self.batch}; wanted at least 1 problem per iteration.")
+                raise ValueError(f"expected batch ≥ 1 problem per iteration, got {self.batch}.")
             if self.reserve < 0:
-                raise ValueError(f"reserve: found {self.reserve}; wanted 0 or more tokens.")
+                raise ValueError(f"expected reserve ≥ 0 tokens, got {self.reserve}.")
 
     config: Config
 
     def setup(self, context: Context) -> None:
         """Reads and checks the whole source."""
         super().setup(context)
-        if self.config.batch < context.ranks.num_replicas:
-            count = context.ranks.num_replicas
+        config = self.config
+        replicas = context.ranks.num_replicas
+        if config.batch < replicas:
             raise ConfigError(
-                f"node '{context.node}': batch is {self.config.batch}, but there are {count} replicas; wanted at least "
-                "a problem per "
-                "replica. Raise batch (it is the number of all replicas together) or start fewer processes."
+                f"node '{context.node}': expected at least one problem per replica, got batch {config.batch} for "
+                f"{replicas} replicas. Raise batch (it is the number of all replicas together) or start fewer "
+                "processes."
             )
-        if self.config.split not in context.data:
-            known = did_you_mean(self.config.split, context.data) or " The data section is empty."
-            raise ConfigError(f"node '{context.node}': split '{self.config.split}' is not in the data section.{known}")
+        if config.split not in context.data:
+            known = did_you_mean(config.split, context.data) or " The data section is empty."
+            raise ConfigError(f"node '{context.node}': split '{config.split}' is not in the data section.{known}")
         self.tokenizer = load_tokenizer(context.model)
-        entry = context.data[self.config.split]
-        self.rows = load_problems(
-            entry,
+        self.rows = load_data(
+            context.data[config.split],
             context,
             self.tokenizer,
-            place=f"data.{self.config.split}",
-            reserve=self.config.reserve,
-            drop_duplicates=self.config.drop_duplicates,
-            long_prompts=self.config.long_prompts,
+            place=f"data.{config.split}",
+            reserve=config.reserve,
+            drop_duplicates=config.drop_duplicates,
+            long_prompts=config.long_prompts,
         ).rows
-        self.epoch, self.position = 0, 0
-        self._order = self._order_of(0)
+        self._start_at(epoch=0, position=0)
 
     def run(self) -> Outputs:
         """Takes the next problems."""
-        chosen: list[Row] = []
-        while len(chosen) < self.config.batch:
+        rows: list[Row] = []
+        while len(rows) < self.config.batch:
             if self.position == len(self.rows):
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
-            taken = self._order[self.position : self.position + self.config.batch - len(chosen)]
-            chosen += [self.rows[int(i)] for i in taken]
+                self._start_at(self.epoch + 1, position=0)
+            taken = self._order[self.position : self.position + self.config.batch - len(rows)]
+            rows += [self.rows[int(i)] for i in taken]
             self.position += len(taken)
         self.context.log(epoch=self.epoch + self.position / len(self.rows), rows=len(self.rows))
-        mine = self.context.ranks.share(len(chosen))
-        return Outputs(batch=make_prompts(chosen[mine], self.tokenizer, self.context.common_uids(len(chosen))[mine]))
+        mine = self.context.ranks.share(len(rows))
+        return Outputs(batch=make_prompts(rows[mine], self.tokenizer, self.context.common_uids(len(rows))[mine]))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data."""
@@ -131,33 +114,20 @@ class DatasetPrompts(Component):
         """Continues where `state_dict` was taken."""
         if int(state["rows"]) != len(self.rows):
             raise RunError(
-                f"node '{self.context.node}': the checkpoint was made with {state['rows']} problems, the data now has "
-                f"{len(self.rows)}; "
-                "wanted the same data. Restore it or start a new run."
+                f"node '{self.context.node}': expected the checkpoint's data of {state['rows']} problems, got "
+                f"{len(self.rows)}. Restore the data or start a new run."
             )
-        if state.get("hash", self.rows.digest) != self.rows.digest:
+        if state["hash"] != self.rows.digest:
             raise RunError(
-                f"node '{self.context.node}': the data has as many problems as when the checkpoint was made, but not "
-                "the same ones; "
-                "wanted the same data. Restore it (data_card.json in the run says where it came from) or start a new "
-                "run."
+                f"node '{self.context.node}': expected the checkpoint's data, got other problems in the same number. "
+                "Restore it (data_card.json in the run says where it came from) or start a new run."
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._order = self._order_of(self.epoch)
+        self._start_at(int(state["epoch"]), int(state["position"]))
 
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        if not self.config.shuffle:
-            return np.arange(len(self.rows))
-        return Stream(self.context.seed, self.context.node, "order").generator(epoch).permutation(len(self.rows))
-
-
-def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
-    """Rows as a batch, with these uids (int64, one per row)."""
-    tokens = [tokenizer(row.text, add_special_tokens=False)["input_ids"] for row in rows]
-    return Prompts(
-        uid=uids,
-        tokens=Jagged.from_rows(tokens, torch.int32),
-        text=[row.text for row in rows],
-        answer=[row.answer for row in rows],
-        metadata=[row.metadata for row in rows],
-    )
+    def _start_at(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self.position = position
+        self._order: NDArray[np.int64] = np.arange(len(self.rows))
+        if self.config.shuffle:
+            order = Stream(self.context.seed, self.context.node, "order").generator(epoch)
+            self._order = order.permutation(len(self.rows))

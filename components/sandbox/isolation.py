@@ -1,4 +1,4 @@
-"""How a host isolates a program: the bubblewrap command, and a probe that refuses a host where it does not hold."""
+"""How a host isolates a program: the bubblewrap command with its namespaces, mounts and system-call filter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pipeline.core.errors import RunError
 
 RUNNER = Path(__file__).with_name("runner.py")
 INSTALL = "Install it with `apt-get install bubblewrap`"
+# User ids that no account has; each process of this host has 64 of them, one for each sandbox it runs at a time.
 _FIRST_USER = 1_000_000_000
+_USERS = 64
+_MAX_PID = 4_194_304  # of a 64-bit kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,10 @@ class Isolation:
     packages: tuple[str, ...] = ()
 
     def user_of(self, slot: int) -> int:
-        """User id of the program in this slot; 0 leaves the id as it is. No two slots of a host have the same one at a time."""
-        return _FIRST_USER + os.getpid() % 4_194_304 * 64 + slot if self.bubblewrap and not self.user_namespace else 0
+        """User id of the program in this slot, 0 to keep the caller's. No two running programs of a host share one."""
+        if not self.bubblewrap or self.user_namespace:
+            return 0
+        return _FIRST_USER + os.getpid() % _MAX_PID * _USERS + slot
 
     def module_path(self) -> list[str]:
         """Where programs find `packages`: inside the sandbox they have places of their own."""
@@ -46,36 +51,20 @@ class Isolation:
         python = [self.interpreter, "-S", "-s", "-E", "-P", "-B", "-X", "utf8"]
         if not self.bubblewrap:
             return [*python, str(RUNNER)]
-        command = [
-            self.bubblewrap,
-            "--unshare-pid",
-            "--unshare-net",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--unshare-cgroup-try",
-        ]
+        namespaces = "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try"
+        command = [self.bubblewrap, *namespaces.split()]
         command += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
         if self.user_namespace:
             command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
         else:
-            command += [
-                "--cap-add",
-                "CAP_SETUID",
-                "--cap-add",
-                "CAP_SETGID",
-            ]  # for the runner, which gives them up first of all
+            # For the runner, which gives them up first of all.
+            command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         for name, value in (("HOME", "/tmp"), ("PATH", "/usr/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1")):
             command += ["--setenv", name, value]
         folders = _read_only(self.interpreter)
         # Folders above a bind, which bubblewrap would make for their owner alone.
-        for parent in sorted(
-            {
-                str(parent)
-                for folder in [*folders, "/dev/null", "/sandbox/runner.py", *self.module_path()]
-                for parent in Path(folder).parents
-            }
-            - {"/"}
-        ):
+        bound = [*folders, "/dev/null", "/sandbox/runner.py", *self.module_path()]
+        for parent in sorted({str(parent) for folder in bound for parent in Path(folder).parents} - {"/"}):
             command += ["--perms", "0755", "--dir", parent]
         for folder in folders:
             command += ["--ro-bind", folder, folder]
@@ -87,18 +76,8 @@ class Isolation:
         for device in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
             command += ["--dev-bind", device, device]
         command += ["--ro-bind", str(RUNNER), "/sandbox/runner.py"]
-        command += [
-            "--perms",
-            "1777",
-            "--size",
-            str(limits.files_mb * MEGABYTE),
-            "--tmpfs",
-            "/tmp",
-            "--chdir",
-            "/tmp",
-            "--remount-ro",
-            "/",
-        ]
+        command += ["--perms", "1777", "--size", str(limits.files_mb * MEGABYTE), "--tmpfs", "/tmp"]
+        command += ["--chdir", "/tmp", "--remount-ro", "/"]
         if filter_fd >= 0:
             command += ["--seccomp", str(filter_fd)]
         # Neither /proc nor /sys nor a shell: nothing a program for a coding problem needs, and half of all tricks.
@@ -108,18 +87,10 @@ class Isolation:
 def _read_only(interpreter: str) -> list[str]:
     """Folders and files a program may read: the interpreter, its library, the C library."""
     prefix = Path(interpreter).parent.parent
-    wanted = [
-        "/usr/lib",
-        "/usr/lib64",
-        "/lib",
-        "/lib64",
-        "/etc/ld.so.cache",
-        interpreter,
-        str(prefix / "lib"),
-        str(prefix / "lib64"),
-    ]
-    found = [path for path in dict.fromkeys(wanted) if os.path.exists(path) and not os.path.islink(path)]
-    return [path for path in found if not any(path != other and Path(path).is_relative_to(other) for other in found)]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
+    paths = dict.fromkeys([*system, interpreter, str(prefix / "lib"), str(prefix / "lib64")])
+    real = [path for path in paths if os.path.exists(path) and not os.path.islink(path)]
+    return [path for path in real if not any(path != other and Path(path).is_relative_to(other) for other in real)]
 
 
 def base_interpreter() -> str:
@@ -127,21 +98,18 @@ def base_interpreter() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
-def plain(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
-    """No isolation: limits only."""
-    return Isolation(
-        bubblewrap="", user_namespace=False, interpreter=interpreter or base_interpreter(), packages=packages
-    )
+def no_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
+    """Limits only: programs can do whatever the caller can."""
+    python = interpreter or base_interpreter()
+    return Isolation(bubblewrap="", user_namespace=False, interpreter=python, packages=packages)
 
 
 def refusal(reason: str, remedy: str) -> RunError:
-    """What a host without isolation is told."""
+    """The error on a host that cannot isolate."""
     return RunError(
-        f"sandbox: this host cannot isolate generated programs ({reason}); wanted bubblewrap with namespaces of its "
-        "own for processes, "
-        f"mounts and network. {remedy}, or set allow_unsandboxed: true to run them with limits of time and memory "
-        "only: they could then "
-        "read and change whatever you can."
+        f"sandbox: this host cannot isolate generated programs ({reason}), expected bubblewrap with namespaces of its "
+        f"own for processes, mounts and network. {remedy}, or set allow_unsandboxed: true to run them with limits of "
+        "time and memory only: they could then read and change whatever you can."
     )
 
 

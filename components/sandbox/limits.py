@@ -1,10 +1,19 @@
-"""What a program in the sandbox may spend."""
+"""What a program in the sandbox may spend: the settings, and the limits that nobody needs to set."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MEGABYTE = 2**20
+START_SECONDS = 30.0  # until the runner is ready, on a host that starts many sandboxes at once
+GRACE_SECONDS = 1.0  # after a test's time limit, for the runner to end the test and say so
+WATCH_SECONDS = 0.05  # between two looks at a sandbox's memory and files
+MAX_FILES = 10_000  # in the private /tmp: empty files cost the kernel memory that no limit of size counts
+OPEN_FILES = 64  # descriptors of a process
+MAX_DIGITS = 50_000  # of a number that is printed or read; the time of the conversion grows with their square
+MAX_STACK = 64 * MEGABYTE  # enough for deep recursion; every thread reserves as much of the address space
+RUNNER_MEMORY = 24 * MEGABYTE  # resident: the interpreter and the runner, which count against no program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +36,28 @@ class Limits:
     def __post_init__(self) -> None:
         low = [name for name, value in vars(self).items() if value <= 0]
         if low:
-            raise ValueError(f"{', '.join(low)} must be above 0.")
+            raise ValueError(f"{', '.join(low)}: expected numbers > 0.")
         if self.memory_mb < 64:
-            raise ValueError(
-                f"memory_mb: found {self.memory_mb}; wanted at least 64, for the interpreter itself needs some."
-            )
+            raise ValueError(f"expected memory_mb ≥ 64, which the interpreter itself needs, got {self.memory_mb}.")
         if self.processes < 4:
-            raise ValueError(
-                f"processes: found {self.processes}; wanted at least 4, for the sandbox itself needs some."
-            )
+            raise ValueError(f"expected processes ≥ 4, which the sandbox itself needs, got {self.processes}.")
+
+    def for_runner(self, isolated: bool) -> dict[str, Any]:
+        """The limits as the runner takes them, in bytes and seconds."""
+        memory = self.memory_mb * MEGABYTE
+        return {
+            "seconds": self.seconds,
+            "cpu_seconds": int(self.seconds) + 2,  # a backstop: the wall clock ends a test first
+            "memory": memory,
+            "stack": min(MAX_STACK, memory // 4),
+            "processes": self.processes if isolated else 0,  # outside, all processes of the user would count
+            "files": self.files_mb * MEGABYTE,
+            "open_files": OPEN_FILES,
+            "output": self.output_kb * 1024,
+            "digits": MAX_DIGITS,
+            "timeouts": self.timeouts,
+        }
+
+    def max_reply_bytes(self, tests: int) -> int:
+        """What the runner can write for this many tests: JSON needs at most six bytes (\\u0000) for one."""
+        return (tests + 1) * (self.output_kb * 1024 * 6 + 8192)

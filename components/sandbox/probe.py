@@ -10,28 +10,28 @@ from functools import cache
 
 from components.sandbox.isolation import INSTALL, Isolation, base_interpreter, refusal
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, Test, run_programs
+from components.sandbox.pool import Program, run_programs
 from pipeline.core.errors import RunError
 
 # Each line it prints names something that must not be possible.
 PROBE = """
 import json, os, socket
-found = []
+escapes = []
 if os.getpid() > 20:
-    found.append("it sees the host's processes")
+    escapes.append("it sees the host's processes")
 if os.geteuid() == 0:
-    found.append("it runs as root")
+    escapes.append("it runs as root")
 for place in ("/", "/usr/lib", "/dev", "/dev/shm", "/etc", "/home", "/root", "/var/tmp", "/run"):
     path = os.path.join(place, "creditgraph-probe")
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
         os.unlink(path)
-        found.append("it can write to " + place)
+        escapes.append("it can write to " + place)
     except OSError:
         pass
 try:
     if len(socket.if_nameindex()) > 1:
-        found.append("it sees the host's network")
+        escapes.append("it sees the host's network")
 except OSError:
     pass
 count = 0
@@ -40,25 +40,24 @@ try:
         if os.fork() == 0:
             os.pause() if hasattr(os, "pause") else __import__("signal").pause()
         count += 1
-    found.append("the limit of processes does not hold")
+    escapes.append("the limit of processes does not hold")
 except OSError:
     pass
-print(json.dumps(found), flush=True)
+print(json.dumps(escapes), flush=True)
 os._exit(0)
 """
 
 
-def failures(way: Isolation) -> str:
+def failures(isolation: Isolation) -> str:
     """Why this way does not isolate, "" when it does."""
     limits = Limits(seconds=20.0, memory_mb=256, processes=8, files_mb=4, output_kb=64)
-    result = run_programs([Program(source=PROBE, tests=(Test(input=""),))], way, limits, workers=1)[0][0]
+    result = run_programs([Program(source=PROBE, inputs=[""])], isolation, limits, workers=1)[0][0]
     if result.status != "exit" or result.code != 0:
         return result.reason or f"the probe ended with {result.status} {result.code}"
     try:
-        found = json.loads(result.out)
+        return ", ".join(map(str, json.loads(result.out)))
     except ValueError:
-        return f"the probe said '{result.out[:80]}'"
-    return ", ".join(map(str, found))
+        return f"the probe wrote '{result.out[:80]}'"
 
 
 @cache
@@ -68,33 +67,36 @@ def find_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Iso
     Raises:
         RunError: no way holds; says why, what would help, and how to do without.
     """
-    bubblewrap, python = shutil.which("bwrap"), os.path.realpath(interpreter) if interpreter else base_interpreter()
+    python = os.path.realpath(interpreter) if interpreter else base_interpreter()
     if not os.path.exists(python):
         raise RunError(
-            f"sandbox: interpreter {python} does not exist; wanted a Python 3.11 or newer. Correct the setting "
+            f"sandbox: interpreter {python} does not exist, expected Python 3.11 or newer. Correct the setting "
             "interpreter."
         )
-    missing = [folder for folder in packages if not os.path.isdir(folder)]
-    if missing:
-        raise RunError(f"sandbox: packages: {missing[0]} is not a folder; wanted folders with Python packages.")
-    closed = [folder for folder in packages if os.stat(folder).st_mode & 0o005 != 0o005]
-    if closed:
-        raise RunError(
-            f"sandbox: packages: {closed[0]} is closed to other users, as whom programs run; wanted mode 755. Run "
-            "chmod o+rx."
-        )
+    for folder in packages:
+        if not os.path.isdir(folder):
+            raise RunError(f"sandbox: packages: {folder} is not a folder, expected folders with Python packages.")
+        if os.stat(folder).st_mode & 0o005 != 0o005:
+            raise RunError(
+                f"sandbox: packages: {folder} is closed to other users, as whom programs run, expected mode 755. Run "
+                "chmod o+rx."
+            )
     if not sys.platform.startswith("linux"):
         raise refusal(f"{sys.platform} has no namespaces", "Run on Linux")
+    bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise refusal("bubblewrap (bwrap) is not installed", INSTALL)
-    found = []
+    reasons = []
+    # Root first tries without a user namespace, which some hosts forbid even to root.
     for user_namespace in (False, True) if os.geteuid() == 0 else (True,):
-        way = Isolation(bubblewrap=bubblewrap, user_namespace=user_namespace, interpreter=python, packages=packages)
-        problem = failures(way)
-        if not problem:
-            return way
-        found.append(problem)
+        isolation = Isolation(
+            bubblewrap=bubblewrap, user_namespace=user_namespace, interpreter=python, packages=packages
+        )
+        reason = failures(isolation)
+        if not reason:
+            return isolation
+        reasons.append(reason)
     raise refusal(
-        "; ".join(dict.fromkeys(found)),
+        "; ".join(dict.fromkeys(reasons)),
         "Allow user namespaces (sysctl user.max_user_namespaces, the container's seccomp profile)",
     )

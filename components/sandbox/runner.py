@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: one program, once per test. Standard library only; it is never told what the right answers are.
+"""What runs inside the sandbox: one program, once per test. Standard library only; it never gets the expected outputs.
 
 The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for
 each test {"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line,
@@ -49,8 +49,8 @@ def main() -> None:
     signal.set_wakeup_fd(wake_write)
     _send(results, {"ready": True})
     timeouts = 0
-    for test in job["tests"]:
-        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test, wake_read)
+    for test_input in job["inputs"]:
+        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test_input, wake_read)
         timeouts += reply["status"] == "timeout"
         _send(results, reply)
 
@@ -74,17 +74,61 @@ def _limit(kind: int, value: int) -> None:
 
 
 class _Test:
-    """The parent's side of one running test."""
+    """The parent's side of one running test: `ends` are its ends of standard input, output, error and the value."""
 
-    def __init__(self, job: dict[str, Any], pid: int, ends: list[int], data: memoryview) -> None:
-        self.job, self.pid, self.data = job, pid, data
-        self.stdin, self.streams = ends[0], {ends[1]: bytearray(), ends[2]: bytearray(), ends[3]: bytearray()}
-        self.out, self.err, self.result = ends[1:]
-        self.open = set(self.streams)
+    def __init__(self, job: dict[str, Any], pid: int, ends: list[int], data: bytes) -> None:
+        self.job = job
+        self.pid = pid
+        self.stdin, self.out, self.err, self.value = ends
+        self.unsent = memoryview(data)
+        self.received = {fd: bytearray() for fd in ends[1:]}
+        self.open = set(self.received)
         self.status: tuple[str, int] | None = None
         self.reaped = False
 
-    def read(self, fd: int) -> bool:
+    def watch(self, wake: int) -> None:
+        """Feeds and drains the test until it ends, or has to. `wake` becomes readable when a child has ended."""
+        deadline = time.monotonic() + self.job["seconds"]
+        self._close_stdin_when_sent()
+        while self.status is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.status = ("timeout", 0)
+                return
+            writable = [self.stdin] if self.stdin >= 0 else []
+            readable, writable, _ = select.select([wake, *self.open], writable, [], left)
+            for fd in readable:
+                if fd != wake:
+                    self._read(fd)
+            if writable:
+                self._write()
+            if wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 512)
+                self._reap()
+
+    def end(self) -> None:
+        """Buries the test and closes its pipes."""
+        if not self.reaped:
+            os.waitpid(self.pid, 0)
+        for fd in self.received:
+            os.close(fd)
+        if self.stdin >= 0:
+            os.close(self.stdin)
+
+    def reply(self) -> dict[str, Any]:
+        """What the host gets. What a test wrote counts only when it ended well."""
+        status, code = self.status or ("timeout", 0)
+        usable = (status, code) == ("exit", 0)
+        return {
+            "status": status,
+            "code": code,
+            "out": _text(self.received[self.out]) if usable and not self.job["function"] else "",
+            "err": _last_line(self.received[self.err]),
+            "result": _text(self.received[self.value]) if usable else "",
+        }
+
+    def _read(self, fd: int) -> bool:
         """One chunk; False when there is none."""
         try:
             chunk = os.read(fd, CHUNK)
@@ -93,30 +137,44 @@ class _Test:
         if not chunk:
             self.open.discard(fd)
             return False
-        self.streams[fd] += chunk
-        if sum(map(len, self.streams.values())) > self.job["output"]:
+        self.received[fd] += chunk
+        if sum(map(len, self.received.values())) > self.job["output"]:
             self.status = self.status or ("output", 0)
             return False
         return True
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Sends what the test takes of its standard input."""
         try:
-            sent = os.write(self.stdin, self.data[:CHUNK])
-            self.data = self.data[sent:]
+            sent = os.write(self.stdin, self.unsent[:CHUNK])
+            self.unsent = self.unsent[sent:]
         except BlockingIOError:
             return
         except OSError:  # it closed its standard input
-            self.data = memoryview(b"")
-        if not self.data:
+            self.unsent = memoryview(b"")
+        self._close_stdin_when_sent()
+
+    def _close_stdin_when_sent(self) -> None:
+        if not self.unsent:
             os.close(self.stdin)
             self.stdin = -1
 
+    def _reap(self) -> None:
+        pid, code = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:  # another child ended, which the test left to this process
+            return
+        self.reaped = True
+        for fd in list(self.open):  # what it wrote before it ended; others may hold the pipe open for ever
+            while self._read(fd):
+                pass
+        ended = ("signal", os.WTERMSIG(code)) if os.WIFSIGNALED(code) else ("exit", os.WEXITSTATUS(code))
+        self.status = self.status or ended
 
-def _run(job: dict[str, Any], test: dict[str, Any], wake: int) -> dict[str, Any]:
-    pairs = [os.pipe() for _ in range(4)]  # stdin, stdout, stderr, result
-    theirs = [pairs[0][0]] + [p[1] for p in pairs[1:]]
-    ours = [pairs[0][1]] + [p[0] for p in pairs[1:]]
+
+def _run(job: dict[str, Any], test_input: Any, wake: int) -> dict[str, Any]:
+    pipes = [os.pipe() for _ in range(4)]  # standard input, output and error; the value a function returns
+    theirs = [pipes[0][0], *(write for _, write in pipes[1:])]
+    ours = [pipes[0][1], *(read for read, _ in pipes[1:])]
     try:
         pid = os.fork()
     except OSError as error:
@@ -124,60 +182,23 @@ def _run(job: dict[str, Any], test: dict[str, Any], wake: int) -> dict[str, Any]
             os.close(fd)
         return {"status": "signal", "code": 0, "out": "", "err": str(error), "result": ""}
     if pid == 0:
-        _child(job, test, theirs)
+        _child(job, test_input, theirs)
     for fd in theirs:
         os.close(fd)
     for fd in ours:
         os.set_blocking(fd, False)
-    state = _Test(job, pid, ours, memoryview(test.get("input", "").encode("utf-8", "replace")))
-    _watch(state, time.monotonic() + job["seconds"], wake)
+    test = _Test(job, pid, ours, b"" if job["function"] else test_input.encode("utf-8", "replace"))
+    test.watch(wake)
     _kill_rest(job, pid)
-    if not state.reaped:
-        os.waitpid(pid, 0)
-    status, code = state.status or ("timeout", 0)
-    usable = (status, code) == ("exit", 0)
-    for fd in [*state.streams, *([state.stdin] if state.stdin >= 0 else [])]:
-        os.close(fd)
-    return {
-        "status": status,
-        "code": code,
-        "out": state.streams[state.out].decode("utf-8", "replace") if usable and not job["function"] else "",
-        "err": _last_line(state.streams[state.err]),
-        "result": state.streams[state.result].decode("utf-8", "replace") if usable else "",
-    }
-
-
-def _watch(state: _Test, deadline: float, wake: int) -> None:
-    """Feeds and drains the test until it ends, or has to."""
-    if not state.data:
-        os.close(state.stdin)
-        state.stdin = -1
-    while state.status is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            state.status = ("timeout", 0)
-            return
-        readable, writable, _ = select.select([wake, *state.open], [state.stdin] if state.stdin >= 0 else [], [], left)
-        for fd in readable:
-            if fd != wake:
-                state.read(fd)
-        if writable:
-            state.write()
-        if wake in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake, 512)
-            pid, code = os.waitpid(state.pid, os.WNOHANG)
-            if pid:
-                for fd in list(state.open):  # what it wrote before it ended; others may hold the pipe open for ever
-                    while state.read(fd):
-                        pass
-                status = ("signal", os.WTERMSIG(code)) if os.WIFSIGNALED(code) else ("exit", os.WEXITSTATUS(code))
-                state.status, state.reaped = state.status or status, True
+    test.end()
+    return test.reply()
 
 
 def _kill_rest(job: dict[str, Any], pid: int) -> None:
-    """Kills what the test started. In a process namespace of its own that is everything but this process and the namespace's init."""
+    """Kills what the test started: its session, or in a process namespace all but this process and the init."""
     try:
+        # Process 1 is bubblewrap's init, this one comes right after it. A higher number is no such namespace, and −1
+        # would be everything on the host.
         if job["isolated"] and os.getpid() < 10:
             os.kill(-1, signal.SIGKILL)
         else:
@@ -186,12 +207,16 @@ def _kill_rest(job: dict[str, Any], pid: int) -> None:
         pass
 
 
+def _text(data: bytearray) -> str:
+    return data.decode("utf-8", "replace")
+
+
 def _last_line(err: bytearray) -> str:
-    lines = [line for line in err[-4000:].decode("utf-8", "replace").splitlines() if line.strip()]
+    lines = [line for line in _text(err[-4000:]).splitlines() if line.strip()]
     return lines[-1].strip().removesuffix(":")[:200] if lines else ""
 
 
-def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoReturn:
+def _child(job: dict[str, Any], test_input: Any, ends: list[int]) -> NoReturn:
     """The test's process: limits, descriptors, then the program. Never returns."""
     code = 1
     try:
@@ -203,27 +228,26 @@ def _child(job: dict[str, Any], test: dict[str, Any], ends: list[int]) -> NoRetu
         for target in range(4):
             os.dup2(target + 100, target)
         os.closerange(4, 1024)
-        _limit(resource.RLIMIT_NOFILE, 64)
+        _limit(resource.RLIMIT_NOFILE, job["open_files"])
         _limit(resource.RLIMIT_FSIZE, job["files"])
-        _limit(resource.RLIMIT_CPU, int(job["seconds"]) + 2)
-        _limit(resource.RLIMIT_STACK, min(64 << 20, job["memory"] // 4))
+        _limit(resource.RLIMIT_CPU, job["cpu_seconds"])
+        _limit(resource.RLIMIT_STACK, job["stack"])
         _limit(resource.RLIMIT_AS, job["memory"])
-        code = _execute(job, test)
+        code = _execute(job, test_input)
     except BaseException as error:
         code = _report(error)
     finally:
         os._exit(code)
 
 
-def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
+def _execute(job: dict[str, Any], test_input: Any) -> int:
     import _sitebuiltins
     import atexit
     import builtins
 
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
-    if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(50_000)
+    sys.set_int_max_str_digits(job["digits"])
     sys.path[:] = [p for p in sys.path if p and not p.startswith("/sandbox")] + job["packages"]
     sys.argv = ["program.py"]
     module = types.ModuleType("__main__")
@@ -233,7 +257,7 @@ def _execute(job: dict[str, Any], test: dict[str, Any]) -> int:
         try:
             exec(compile(job["source"], "program.py", "exec"), module.__dict__)
             if job["function"]:
-                _call(module, job["function"], test["args"])
+                _call(module, job["function"], test_input)
         finally:
             if "threading" in sys.modules:
                 sys.modules["threading"]._shutdown()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,7 @@ THOUGHT_END = "</thought>"
 OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)
 MAX_STEPS = 12
+MAX_DRAWS = 20_000
 # Share of all problems, in eighths, that each split owns; a problem's text decides its split, so splits never meet.
 SPLITS: dict[str, range] = {"train": range(6), "validation": range(6, 7), "eval": range(7, 8)}
 TINY_MODEL = Path(__file__).parent.parent / "models" / "tiny"
@@ -45,7 +47,7 @@ class Difficulty:
     Attributes:
         steps: fewest and most steps of a chain, both at most 12.
         hard_facts: fewest and most steps that use a fact the shipped model gets wrong; None takes what comes.
-        hard_after: such steps lie only behind this share of the chain; 0.6 makes chains that begin easily and fail
+        hard_after: such steps come only after this share of the chain; 0.6 makes chains that begin easily and fail
             late.
         operators: operators to draw from.
         modulus: values are taken modulo this number, at most 13 (the shipped model only knows 13).
@@ -60,22 +62,20 @@ class Difficulty:
     def __post_init__(self) -> None:
         low, high = self.steps
         if not 1 <= low <= high <= MAX_STEPS:
-            raise ValueError(f"steps: found [{low}, {high}]; wanted [fewest, most] between 1 and {MAX_STEPS}.")
+            raise ValueError(f"steps: expected 1 ≤ fewest ≤ most ≤ {MAX_STEPS}, got [{low}, {high}].")
         if self.hard_facts is not None and not 0 <= self.hard_facts[0] <= min(self.hard_facts[1], low):
             raise ValueError(
-                f"hard_facts: found {list(self.hard_facts)}; wanted [fewest, most], fewest not above the fewest steps "
-                f"({low})."
+                f"hard_facts: expected [fewest, most] with fewest ≤ {low}, the fewest steps, got "
+                f"{list(self.hard_facts)}."
             )
         if not 0 <= self.hard_after < 1 or (self.hard_after and self.hard_facts is None):
-            raise ValueError(
-                f"hard_after: found {self.hard_after}; wanted a share from 0 to below 1, and hard_facts beside it."
-            )
+            raise ValueError(f"hard_after: expected 0 ≤ hard_after < 1, and hard_facts with it, got {self.hard_after}.")
         unknown = [c for c in self.operators if c not in OPERATORS]
         if unknown or not self.operators:
-            raise ValueError(f"operators: found '{self.operators}'; wanted some of '{''.join(OPERATORS)}'.")
+            raise ValueError(f"operators: expected some of '{''.join(OPERATORS)}', got '{self.operators}'.")
         if not 2 <= self.modulus <= 13:
             raise ValueError(
-                f"modulus: found {self.modulus}; wanted 2 to 13, because the shipped model has no numbers above 12."
+                f"expected 2 ≤ modulus ≤ 13, as the shipped model has no numbers above 12, got {self.modulus}."
             )
 
 
@@ -88,22 +88,16 @@ def apply_step(before: int, operator: str, operand: int, modulus: int = 13) -> i
     return (before * operand) % modulus
 
 
-def all_facts(modulus: int = 13) -> list[Fact]:
-    """Every (value before, operator, operand), in a fixed order: 312 of them for modulus 13."""
-    return [(value, operator, operand) for value in range(modulus) for operator in OPERATORS for operand in OPERANDS]
-
-
 @cache
 def load_misconceptions(folder: Path = TINY_MODEL) -> dict[Fact, tuple[int, float]]:
-    """Fact → (wrong value, how often the model's teacher gave it), from `misconceptions.json` beside the model."""
+    """Fact → (wrong value, how often the model's teacher gave it), from the model's `misconceptions.json`."""
     path = folder / "misconceptions.json"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["facts"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{path}: the list of misconceptions cannot be read ({error}); wanted the file that tools/make_tiny_model "
-            "writes. "
-            "Set hard_facts to null or make the model again."
+            f"{path}: the list of misconceptions cannot be read ({error}), expected the file that "
+            "tools/make_tiny_model writes. Set hard_facts to null or make the model again."
         ) from None
     return {(row["before"], row["operator"], row["operand"]): (row["wrong"], row["rate"]) for row in rows}
 
@@ -128,13 +122,14 @@ def generate(
     if split not in SPLITS:
         raise DataError(f"chains: split '{split}' does not exist.{did_you_mean(split, SPLITS)}")
     if difficulty.hard_facts is None:
-        hard, low, high = {}, 0, MAX_STEPS
+        hard = {}
+        low, high = 0, MAX_STEPS
     else:
         hard = load_misconceptions() if hard is None else hard
         low, high = difficulty.hard_facts
     # random() is the one method whose sequence Python guarantees across versions.
     draw = random.Random(key_of("chains", seed, split, index)).random
-    for _ in range(20_000):
+    for _ in range(MAX_DRAWS):
         problem = _draw_problem(draw, difficulty)
         if key_of("split", problem["question"]) % 8 not in SPLITS[split]:
             continue
@@ -143,8 +138,8 @@ def generate(
         if late and low <= len(problem["hard_steps"]) <= high:
             return problem
     raise DataError(
-        f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in 20000 draws; "
-        "wanted bounds that such chains can meet. Widen hard_facts or steps."
+        f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in {MAX_DRAWS} draws. "
+        "Widen hard_facts or steps."
     )
 
 
@@ -167,16 +162,12 @@ def _draw_problem(draw: Any, difficulty: Difficulty) -> Problem:
 
 def true_facts(problem: Problem) -> list[Fact]:
     """The fact each step of the right solution uses."""
-    value, facts = int(problem["start"]), []
+    value = int(problem["start"])
+    facts = []
     for operator, operand in problem["steps"]:
         facts.append((value, operator, operand))
         value = apply_step(value, operator, operand, problem["modulus"])
     return facts
-
-
-def prompt_text(problem: Problem) -> str:
-    """What the model sees when it has to solve the problem."""
-    return f"<solve> {problem['question']} </problem>"
 
 
 def thought(index: int, fact: Fact, after: int, last: bool) -> str:
@@ -211,17 +202,59 @@ def first_error(problem: Problem, thoughts: Sequence[str]) -> int:
     so the result may be ``len(thoughts) + 1``; a thought after the last step is wrong too.
     """
     right = solution(problem)
-    for i, (found, wanted) in enumerate(zip(thoughts, right, strict=False), 1):
-        if _words(found) != _words(wanted):
+    for i, (thought_text, expected) in enumerate(zip(thoughts, right, strict=False), 1):
+        if _words(thought_text) != _words(expected):
             return i
     return 0 if len(thoughts) == len(right) else min(len(thoughts), len(right)) + 1
 
 
-def prefix_is_sound(problem: Problem, thoughts: Sequence[str]) -> bool:
-    """Whether these first thoughts (maybe none, maybe all) hold no error, so that the problem can still be solved from here."""
-    error = first_error(problem, thoughts)
-    return error == 0 or error > len(thoughts)
-
-
 def _words(text: str) -> list[str]:
     return text.replace("<eos>", " ").replace(THOUGHT_END, f" {THOUGHT_END}").split()
+
+
+# Prompts in the words of the embedded model's vocabulary. "Step i:" is one label word, c1 … c12, so that a step costs
+# five tokens.
+
+
+def solve_prompt(question: str) -> str:
+    """Asks for a solution."""
+    return f"<solve> {question} </problem>"
+
+
+def localize_prompt(question: str, steps: Sequence[str]) -> str:
+    """Asks for the first wrong step of a failed attempt."""
+    return f"<localize> {question} </problem> {_label(steps, {})} </steps>"
+
+
+def revise_prompt(question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str]) -> str:
+    """Asks for a repaired attempt.
+
+    Only the values in the first half of the reference are shown, so that revising means repairing and not copying.
+    """
+    return f"<revise> {question} </problem> {_label(wrong_steps, shown_values(reference_steps))} </steps>"
+
+
+def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
+    """Step → value after it, for the first half of a reference chain, rounded up; malformed steps show nothing."""
+    values = {}
+    for i, step in enumerate(reference_steps[: (len(reference_steps) + 1) // 2], 1):
+        match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
+        if match:
+            values[i] = match.group(1)
+    return values
+
+
+def bare_step(step: str) -> str:
+    """A step without its stop string; white space is collapsed where it is a single line."""
+    if "\n" in step.strip():
+        return step.replace(THOUGHT_END, "").strip()
+    return " ".join(step.replace(THOUGHT_END, " ").split())
+
+
+def _label(steps: Sequence[str], shown: Mapping[int, str]) -> str:
+    lines = []
+    for i, step in enumerate(steps, 1):
+        body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", bare_step(step)).strip())
+        reference = f" ref {shown[i]}" if i in shown else ""
+        lines.append(" ".join(f"c{i} {body}{reference}".split()))
+    return " ".join(lines)

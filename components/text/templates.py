@@ -3,12 +3,12 @@
 | template | for | solving |
 |---|---|---|
 | chains | the embedded task and its model | mode words of its vocabulary |
-| thought | instruction-tuned or base models, thought by thought | raw text with instructions (arXiv 2605.25507, appendix; own words) |
+| thought | instruction-tuned or base models, by thoughts | raw text with instructions (after 2605.25507, appendix) |
 | plain | models that continue a text | the question and nothing else |
 | chat | chat models | one user turn through the tokenizer's chat template |
 
-Localising and revising ask the same policy. For "thought", "plain" and "chat" they are one chat turn where the
-tokenizer has a chat template, and the same words as raw text where it has none.
+Localising and revising are requests to the same policy. For "thought", "plain" and "chat" they are one chat turn where
+the tokenizer has a chat template, and the same words as raw text where it has none.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from components.text import chains
 from pipeline.core.errors import DataError, did_you_mean
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
+# Special tokens that engines leave at the end of a text, such as <|im_end|>; DeepSeek writes <｜end▁of▁sentence｜>.
 _ENDING = re.compile(r"(?:<\|[A-Za-z_]+\|>|<｜[^｜<>]{1,40}｜>|</s>|<eos>|<end_of_turn>|<pad>)\Z")
-_MOST_ENDINGS = 16
-_PROBE = "Two, says Zyx."
+_MAX_ENDINGS = 16
+_PROBE = "Two, says Zyx."  # a text that no chat template holds
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
 AnswerKind = Literal["value", "choice", "boolean", "code"]
 
+# In the prompts below a line of the source that ends with \ goes on in the next: line breaks are part of a prompt.
 THOUGHT_INSTRUCTIONS = """\
 Solve the problem below one reasoning step at a time.
 
@@ -58,27 +61,45 @@ CHAT_INSTRUCTIONS: dict[AnswerKind, str] = {
 LOCALIZE_INSTRUCTIONS = """\
 Below are a problem and a solution attempt cut into numbered steps. The final answer of this attempt is wrong.
 
-Find the step where it goes wrong for the first time: the earliest step that cannot be justified by the problem statement and the steps
-before it. A later step that only carries that mistake along is not the one. Check the steps in order and say briefly what each rests on.
+Find the step where it goes wrong for the first time: the earliest step that cannot be justified by the problem \
+statement and the steps
+before it. A later step that only carries that mistake along is not the one. Check the steps in order and say briefly \
+what each rests on.
 Do not solve the problem again and do not write a corrected solution.
 
 End with the number of that step as \\boxed{N}.
 """
 
 REVISE_INSTRUCTIONS = """\
-Below are a problem, a solution attempt whose final answer is wrong, and another attempt for reference, which may be incomplete.
+Below are a problem, a solution attempt whose final answer is wrong, and another attempt for reference, which may be \
+incomplete.
 
-Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to change, close each
+Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to \
+change, close each
 step with </thought>, and put the final answer in \\boxed{}.
 """
+
+
+RETRY_INSTRUCTIONS = """\
+There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct \
+it. Write the whole
+solution again and put the final answer in \\boxed{}.
+"""
+
+CRITIQUE_INSTRUCTIONS = """\
+Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and put \
+the final answer in
+\\boxed{}.
+"""
+
+VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
 
 
 def check_template(template: str) -> str:
     """Returns the name; raises DataError for one that does not exist."""
     if template not in TEMPLATES:
         raise DataError(
-            f"template '{template}' does not exist; wanted one of "
-            f"{', '.join(TEMPLATES)}.{did_you_mean(template, TEMPLATES)}"
+            f"expected a template of {', '.join(TEMPLATES)}, got '{template}'.{did_you_mean(template, TEMPLATES)}"
         )
     return template
 
@@ -94,7 +115,7 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
     """
     check_template(template)
     if template == "chains":
-        return f"<solve> {question} </problem>"
+        return chains.solve_prompt(question)
     if template == "thought":
         return f"{THOUGHT_INSTRUCTIONS.replace('{answer}', THOUGHT_ANSWERS[kind])}\nProblem: {question}\n\nSolution:\n"
     if template == "chat":
@@ -105,20 +126,16 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
     """Asks for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
     if check_template(metadata.get("template", "plain")) == "chains":
-        return f"<localize> {question} </problem> {_chain_lines(steps)} </steps>"
+        return chains.localize_prompt(question, steps)
     return _chat(f"{LOCALIZE_INSTRUCTIONS}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
 
 
 def revise_prompt(
     metadata: dict[str, Any], question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str], tokenizer: Any
 ) -> str:
-    """Asks for a repaired version of a failed attempt, given a reference attempt.
-
-    For "chains" only the values in the first half of the reference are shown, so that revising means repairing and not
-    copying.
-    """
+    """Asks for a repaired version of a failed attempt, given a reference attempt."""
     if check_template(metadata.get("template", "plain")) == "chains":
-        return f"<revise> {question} </problem> {_chain_lines(wrong_steps, shown_values(reference_steps))} </steps>"
+        return chains.revise_prompt(question, wrong_steps, reference_steps)
     text = (
         f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
         f"Reference attempt:\n{_numbered(reference_steps)}\n"
@@ -126,9 +143,8 @@ def revise_prompt(
     return _chat(text, tokenizer)
 
 
-def extract_answer(template: str, text: str) -> str | None:
-    """What stands in the last \\boxed{…} with balanced braces, stripped; None when there is none. The same for every template."""
-    del template
+def extract_answer(text: str) -> str | None:
+    """The content of the last \\boxed{…} with balanced braces, stripped; None when there is none."""
     if "\\boxed{" not in text:
         return None
     # One pass, however many boxes are left open: a stack of the opening braces, −1 for those of no box.
@@ -150,19 +166,19 @@ def response_text(text: str) -> str:
     >>> response_text("The answer is B<|im_end|>\\n"), response_text("x</s><|endoftext|>")
     ('The answer is B', 'x')
     """
-    for _ in range(_MOST_ENDINGS):
+    for _ in range(_MAX_ENDINGS):
         bare = text.rstrip()
-        found = _ENDING.search(bare[-64:])
-        if not found:
+        ending = _ENDING.search(bare[-64:])
+        if not ending:
             break
-        text = bare[: -len(found.group())]
+        text = bare[: -len(ending.group())]
     return text
 
 
 def turn_end_ids(tokenizer: Any) -> list[int]:
-    """The special token that closes an answer in the tokenizer's chat template, such as <|im_end|>; [] where there is none.
+    """The special token that closes a turn in a tokenizer's chat template, such as <|im_end|>; [] without one.
 
-    Base models often name another token as their end of text, and would talk on after their turn.
+    Base models often name another token as their end of text, and would go on after their turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         return []
@@ -172,8 +188,12 @@ def turn_end_ids(tokenizer: Any) -> list[int]:
         first = tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
     except Exception:  # templates raise what they like for conversations that they do not know
         return []
-    special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    return [i for i in first if i in special]
+    return [i for i in first if i in special_ids(tokenizer)]
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, those that were added to the tokenizer included."""
+    return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
 def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
@@ -182,59 +202,14 @@ def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
         return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
     if required:
         raise DataError(
-            "template 'chat': the tokenizer has no chat template; wanted an instruction-tuned model. Set template to "
-            "'thought' or 'plain'."
+            "template 'chat': the tokenizer has no chat template, expected that of an instruction-tuned model. Set "
+            "template to 'thought' or 'plain'."
         )
     return f"{content}\n"
 
 
-def _numbered(steps: Sequence[str]) -> str:
-    return "\n".join(f"Step {i}: {_bare(step)}" for i, step in enumerate(steps, 1))
-
-
-def _bare(step: str) -> str:
-    return (
-        " ".join(step.replace("</thought>", " ").split())
-        if "\n" not in step.strip()
-        else step.replace("</thought>", "").strip()
-    )
-
-
-# The embedded model's wording of "Step i: …" is one label word, c1 … c12, so that a step costs five tokens.
-def _chain_lines(steps: Sequence[str], shown: dict[int, str] | None = None) -> str:
-    lines = []
-    for i, step in enumerate(steps, 1):
-        body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", _bare(step)).strip())
-        reference = f" ref {shown[i]}" if shown and i in shown else ""
-        lines.append(" ".join(f"c{i} {body}{reference}".split()))
-    return " ".join(lines)
-
-
-def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
-    """Step → value after it, for the first half of a reference chain, rounded up; malformed steps show nothing."""
-    values = {}
-    for i, step in enumerate(reference_steps[: (len(reference_steps) + 1) // 2], 1):
-        match = re.match(r"s\d+ \d+ [-+*] \d+ (\d+)", step.strip())
-        if match:
-            values[i] = match.group(1)
-    return values
-
-
-RETRY_INSTRUCTIONS = """\
-There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct it. Write the whole
-solution again and put the final answer in \\boxed{}.
-"""
-
-CRITIQUE_INSTRUCTIONS = """\
-Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and put the final answer in
-\\boxed{}.
-"""
-
-VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
-
-
 def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Asks for a second attempt that contains the first one; the wording leaves open whether the first is wrong (SCoRe).
+    """Asks for a second attempt; the wording leaves open whether the first one is wrong (SCoRe, 2409.12917).
 
     The embedded model knows no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as
     its own reference.
@@ -258,3 +233,7 @@ def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instru
         return revise_prompt(metadata, question, steps, steps, tokenizer)
     closing = "Close each step with </thought>.\n" if template == "thought" else ""
     return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}{closing}", tokenizer)
+
+
+def _numbered(steps: Sequence[str]) -> str:
+    return "\n".join(f"Step {i}: {chains.bare_step(step)}" for i, step in enumerate(steps, 1))

@@ -87,9 +87,8 @@ def answer_bank(
         if reference and settings.bank != "group":
             found[row] = [(reference, 1.0)]
             continue
-        template = str(prompts.metadata[row].get("template", "plain"))
         members = own.get(int(prompts.uid[row]), [])
-        answers = {extract_answer(template, trajectories.text[i]) or "": reward for i, reward in reversed(members)}
+        answers = {extract_answer(trajectories.text[i]) or "": reward for i, reward in reversed(members)}
         found[row] = [(a, answers[a]) for a in reversed(answers) if a][: settings.references]
     encoded: dict[str, tuple[list[int], int]] = {}
     for answer in dict.fromkeys(a for refs in found.values() for a, _ in refs):

@@ -1,9 +1,9 @@
-"""What verifiers share: looking up prompts, extracting answers, remembering verdicts."""
+"""What verifiers share: items, verdicts, and the component that remembers its verdicts."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -11,14 +11,19 @@ from typing import Any
 import torch
 
 from components.text.templates import extract_answer, response_text
+from pipeline.core.component import Component
+from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.registry import load_class
+from pipeline.core.settings import build_config
 
+# Verdicts remembered per node. An iteration asks for the same rows several times (sampler, rewards, evaluator).
 MEMORY = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One response to judge.
+    """One response to verify.
 
     Attributes:
         text: the response.
@@ -31,17 +36,17 @@ class Item:
     metadata: dict[str, Any]
 
     def extracted(self) -> str | None:
-        """The answer the response gives, by the template named in the metadata; None when it gives none."""
-        return extract_answer(str(self.metadata.get("template", "plain")), self.text)
+        """The answer the response gives in its last \\boxed{}; None when it gives none."""
+        return extract_answer(self.text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Outcome of one item: reward, whether it is right, and why.
+    """The outcome of one item: its reward, whether it is correct, and why not.
 
     Attributes:
-        valid: False when it could not be judged.
-        keep: False when another try may judge it, as after a network failure: it is not remembered.
+        valid: False when the verifier could not decide.
+        keep: False when a second try may decide, as after a network failure; such a verdict is not remembered.
     """
 
     value: float
@@ -60,25 +65,45 @@ def wrong(detail: str) -> Verdict:
     return Verdict(value=0.0, correct=False, detail=detail)
 
 
-def unjudged(detail: str) -> Verdict:
-    """Could not be judged, with a reason."""
+def undecided(detail: str) -> Verdict:
+    """The verifier could not decide, with a reason."""
     return Verdict(value=0.0, correct=False, valid=False, detail=detail)
 
 
-class MemoVerifier(Verifier):
-    """Remembers verdicts by (prompt uid, text), so a row judged twice costs once. Subclasses decide on batches of new items."""
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The verifier."""
 
-    def __init__(self) -> None:
+    verifier: Verifier
+
+
+class VerifierComponent(Component, Verifier):
+    """A component that is its own verifier: `run` returns the component itself.
+
+    Verdicts are remembered by (prompt uid, text), so a row that is verified twice costs once. Subclasses implement
+    `verdict` for one item, or `verdicts` where a batch is cheaper than its items.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
         self._memory: OrderedDict[tuple[int, bytes], Verdict] = OrderedDict()
 
-    @abstractmethod
+    def run(self) -> Outputs:
+        """Returns the verifier, the same object in every iteration."""
+        return Outputs(verifier=self)
+
+    def verdict(self, item: Item) -> Verdict:
+        """The verdict on one item."""
+        raise NotImplementedError
+
     def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item. May raise for a single item's sake only if it has no way to go on."""
+        """One verdict per item. Raises only where no item at all can be verified."""
+        return [self.verdict(item) for item in items]
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory, aligned with it."""
         rows = prompts.index_of(trajectories.prompt_uid).tolist()
-        # Digests: some responses are a megabyte long.
+        # Digests in place of texts: some responses are a megabyte long.
         digests = [
             blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in trajectories.text
         ]
@@ -90,17 +115,44 @@ class MemoVerifier(Verifier):
         known = {key: self._memory[key] for key in keys if key in self._memory}
         known.update(zip(new, self.verdicts(list(new.values())) if new else [], strict=True))
         self._remember({key: known[key] for key in new})
-        found = [known[key] for key in keys]
+        verdicts = [known[key] for key in keys]
         return Rewards(
             uid=trajectories.uid,
-            value=torch.tensor([v.value for v in found], dtype=torch.float32),
-            correct=torch.tensor([v.correct for v in found], dtype=torch.bool),
-            valid=torch.tensor([v.valid for v in found], dtype=torch.bool),
-            detail=[v.detail for v in found],
+            value=torch.tensor([v.value for v in verdicts], dtype=torch.float32),
+            correct=torch.tensor([v.correct for v in verdicts], dtype=torch.bool),
+            valid=torch.tensor([v.valid for v in verdicts], dtype=torch.bool),
+            detail=[v.detail for v in verdicts],
         )
 
     def _remember(self, new: dict[tuple[int, bytes], Verdict]) -> None:
-        # A verdict that failed is kept as well: the same text would hang or raise again.
+        # Failures are kept as well: the same text would hang or raise again.
         self._memory.update({key: verdict for key, verdict in new.items() if verdict.keep})
         while len(self._memory) > MEMORY:
             self._memory.popitem(last=False)
+
+
+def build_verifier(use: str, settings: Mapping[str, Any], place: str) -> Component:
+    """A verifier component from its registered name (or module:Class) and settings, not yet set up.
+
+    Raises:
+        ConfigError: an unknown component or setting; `place` names it.
+    """
+    component_class: Any = load_class(use)
+    config, problems = build_config(component_class.Config, settings, place)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    component: Component = component_class(config)
+    return component
+
+
+def verifier_of(component: Component, place: str) -> Verifier:
+    """Runs a component that takes no inputs, and returns its verifier.
+
+    Raises:
+        ConfigError: it returns none; `place` names it.
+    """
+    outputs = component.run()
+    verifier = getattr(outputs, "verifier", None)
+    if not isinstance(verifier, Verifier):
+        raise ConfigError(f"{place} returns no verifier; choose one of `creditgraph components verifier`.")
+    return verifier

@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
-from pipeline.core.component import Component
-from pipeline.core.payloads import Verifier
+from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
-_TAIL = 2000
-_TRUE, _FALSE = ("yes", "true", "1", "correct"), ("no", "false", "0", "incorrect")
-_SAID = re.compile(r"\banswer\b\W*(?:is)?\W*(yes|no|true|false)\b", re.IGNORECASE)
+_TAIL = 2000  # characters: an answer is at the end, and a response may be a megabyte long
+_TRUE = ("yes", "true", "1", "correct")
+_FALSE = ("no", "false", "0", "incorrect")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
+_STATED = re.compile(r"\banswer\b\W*(?:is)?\W*(yes|no|true|false)\b", re.IGNORECASE)
 _WORD = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
-
-    verifier: Verifier
 
 
 def truth_of(answer: str) -> bool | None:
@@ -28,59 +21,43 @@ def truth_of(answer: str) -> bool | None:
     >>> truth_of("\\\\text{Yes}."), truth_of("FALSE"), truth_of("maybe")
     (True, False, None)
     """
-    bare = re.sub(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}", r"\1", answer).strip(" $*.!\n\t").casefold()
+    bare = _TEXT_COMMAND.sub(r"\1", answer).strip(" $*.!\n\t").casefold()
     return True if bare in _TRUE else False if bare in _FALSE else None
 
 
-class BooleanVerifier(MemoVerifier):
-    """Right when response and reference say the same."""
-
-    def __init__(self, free_form: bool) -> None:
-        super().__init__()
-        self._free_form = free_form
-
-    def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item."""
-        return [self._verdict(item) for item in items]
-
-    def _verdict(self, item: Item) -> Verdict:
-        wanted = truth_of(item.answer)
-        if wanted is None:
-            return unjudged(f"the reference '{item.answer[:40]}' is neither yes nor no")
-        found = self._found(item)
-        if found is None:
-            return wrong("neither yes nor no in the response")
-        return RIGHT if found == wanted else wrong(f"answered '{'yes' if found else 'no'}'")
-
-    def _found(self, item: Item) -> bool | None:
-        boxed = item.extracted()
-        if boxed is not None or not self._free_form:
-            return None if boxed is None else truth_of(boxed)
-        tail = item.text[-_TAIL:]
-        said = _SAID.findall(tail)
-        if said:
-            return truth_of(said[-1])
-        lines = [line for line in tail.splitlines() if line.strip()]
-        words = {truth_of(word) for word in _WORD.findall(lines[-1])} if lines else set()
-        return words.pop() if len(words) == 1 else None
-
-
-class Boolean(Component):
+class Boolean(VerifierComponent):
     """Verifies yes/no and true/false questions. A last line that says both says neither."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may stand."""
+        """Where the answer may be."""
 
         free_form: bool = True
         """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is
         wrong"""
 
     config: Config
-    _judge: BooleanVerifier | None = None
 
-    def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration."""
-        if self._judge is None:
-            self._judge = BooleanVerifier(self.config.free_form)
-        return Outputs(verifier=self._judge)
+    def verdict(self, item: Item) -> Verdict:
+        """Compares what the response says with the reference."""
+        reference = truth_of(item.answer)
+        if reference is None:
+            return undecided(f"the reference '{item.answer[:40]}' is neither yes nor no")
+        answer = self._answer(item)
+        if answer is None:
+            return wrong("neither yes nor no in the response")
+        return RIGHT if answer == reference else wrong(f"answered '{'yes' if answer else 'no'}'")
+
+    def _answer(self, item: Item) -> bool | None:
+        boxed = item.extracted()
+        if boxed is not None:
+            return truth_of(boxed)
+        if not self.config.free_form:
+            return None
+        tail = item.text[-_TAIL:]
+        stated = _STATED.findall(tail)
+        if stated:
+            return truth_of(stated[-1])
+        lines = [line for line in tail.splitlines() if line.strip()]
+        words = {truth_of(word) for word in _WORD.findall(lines[-1])} if lines else set()
+        return words.pop() if len(words) == 1 else None

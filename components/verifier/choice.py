@@ -4,107 +4,83 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
-from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from components.verifier.exact import normalise
-from pipeline.core.component import Component
-from pipeline.core.payloads import Verifier
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_TAIL = 2000
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-_SAID = re.compile(
+_TAIL = 2000  # characters: an answer is at the end, and a response may be a megabyte long
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+# "answer is (B)", "Choice: **B**". The letter must be a capital and end the word: "the answer is a …" names no choice.
+_STATED = re.compile(
     r"\b(?i:answer|choice|option)\b[^A-Za-z0-9\n(]*(?:is|are)?[^A-Za-z0-9\n(]*\(?\**([A-Z])\**\)?(?![A-Za-z'])"
 )
 _LAST_LINE = re.compile(r"^\W*\(?([A-Z])\)?\W*$")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
-
-    verifier: Verifier
+_LETTER = re.compile(r"^\(?([A-Za-z])(?:\)|[).:](?=\s)|$)")
 
 
 def choices_of(metadata: dict[str, Any]) -> list[str]:
-    """The texts of the choices in order, from metadata["choices"]: a list, or {"text": […]} as many datasets have it; [] without."""
-    found = metadata.get("choices")
-    found = found.get("text") if isinstance(found, dict) else found
-    return [str(choice) for choice in found] if isinstance(found, list | tuple) else []
+    """The texts of metadata["choices"] in order: a list, or {"text": […]} as many datasets have it; [] without."""
+    choices = metadata.get("choices")
+    choices = choices.get("text") if isinstance(choices, dict) else choices
+    return [str(choice) for choice in choices] if isinstance(choices, list | tuple) else []
 
 
 def letter_of(answer: str, choices: list[str]) -> str | None:
-    """The letter that an answer names: B, (B), \\text{B}, "B. because", or the text of a choice; None for anything else.
+    """The letter an answer names: B, (B), \\text{B}, "B. because", or the text of a choice; None for anything else.
 
     >>> letter_of("(b)", []), letter_of("Paris", ["Rome", "Paris"]), letter_of("both", [])
     ('B', 'B', None)
     """
-    bare = _WRAPPED.sub(r"\1", answer).strip(" $*.\n\t")
-    found = re.match(r"^\(?([A-Za-z])(?:\)|[).:](?=\s)|$)", bare)
-    if found:
-        return found.group(1).upper()
+    bare = _TEXT_COMMAND.sub(r"\1", answer).strip(" $*.\n\t")
+    letter = _LETTER.match(bare)
+    if letter:
+        return letter.group(1).upper()
     texts = [normalise(choice, ignore_case=True) for choice in choices]
-    wanted = normalise(bare, ignore_case=True)
-    return LETTERS[texts.index(wanted)] if texts.count(wanted) == 1 and texts.index(wanted) < len(LETTERS) else None
+    text = normalise(bare, ignore_case=True)
+    named = texts.count(text) == 1 and texts.index(text) < len(ascii_uppercase)
+    return ascii_uppercase[texts.index(text)] if named else None
 
 
-class ChoiceVerifier(MemoVerifier):
-    """Right when the response's letter is the reference's."""
-
-    def __init__(self, free_form: bool) -> None:
-        super().__init__()
-        self._free_form = free_form
-
-    def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item."""
-        return [self._verdict(item) for item in items]
-
-    def _verdict(self, item: Item) -> Verdict:
-        choices = choices_of(item.metadata)
-        wanted = letter_of(item.answer, choices)
-        if wanted is None:
-            return unjudged(
-                f"the reference '{item.answer[:40]}' names no choice; wanted a letter or the text of one of its choices"
-            )
-        found = self._found(item, choices)
-        if found is None:
-            return wrong("no choice in the response")
-        if choices and LETTERS.index(found) >= len(choices):
-            return wrong(f"answered '{found}', of {len(choices)} choices")
-        return RIGHT if found == wanted else wrong(f"answered '{found}'")
-
-    def _found(self, item: Item, choices: list[str]) -> str | None:
-        boxed = item.extracted()
-        if boxed is not None:
-            return letter_of(boxed, choices)
-        if not self._free_form:
-            return None
-        tail = item.text[-_TAIL:]
-        said = _SAID.findall(tail)
-        if said:
-            return str(said[-1])
-        lines = [line for line in tail.splitlines() if line.strip()]
-        last = _LAST_LINE.match(lines[-1]) if lines else None
-        return last.group(1) if last else None
-
-
-class Choice(Component):
-    """Verifies multiple choice by letter. The text of a choice counts as its letter where the prompt's metadata lists "choices"."""
+class Choice(VerifierComponent):
+    """Verifies multiple choice by letter. A choice's text counts as its letter if the metadata lists "choices"."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may stand."""
+        """Where the answer may be."""
 
         free_form: bool = True
         """without a \\boxed{} take "the answer is B" or a last line that is one letter; off: such a response is
         wrong"""
 
     config: Config
-    _judge: ChoiceVerifier | None = None
 
-    def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration."""
-        if self._judge is None:
-            self._judge = ChoiceVerifier(self.config.free_form)
-        return Outputs(verifier=self._judge)
+    def verdict(self, item: Item) -> Verdict:
+        """Compares the response's letter with the reference's."""
+        choices = choices_of(item.metadata)
+        reference = letter_of(item.answer, choices)
+        if reference is None:
+            return undecided(
+                f"the reference '{item.answer[:40]}' names no choice, expected a letter or the text of a choice"
+            )
+        letter = self._letter(item, choices)
+        if letter is None:
+            return wrong("no choice in the response")
+        if choices and ascii_uppercase.index(letter) >= len(choices):
+            return wrong(f"answered '{letter}', of {len(choices)} choices")
+        return RIGHT if letter == reference else wrong(f"answered '{letter}'")
+
+    def _letter(self, item: Item, choices: list[str]) -> str | None:
+        boxed = item.extracted()
+        if boxed is not None:
+            return letter_of(boxed, choices)
+        if not self.config.free_form:
+            return None
+        tail = item.text[-_TAIL:]
+        stated = _STATED.findall(tail)
+        if stated:
+            return str(stated[-1])
+        lines = [line for line in tail.splitlines() if line.strip()]
+        last = _LAST_LINE.match(lines[-1]) if lines else None
+        return last.group(1) if last else None

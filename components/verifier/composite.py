@@ -1,29 +1,16 @@
-"""Several verifiers, a format and a length as one reward."""
+"""Several verifiers and a length as one reward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import regex
 import torch
 
-from components.rewards.overlong import overlong_punishment
-from components.verifier.pattern import check_pattern
+from components.rollouts.overlong import overlong_punishment
+from components.verifier.base import Outputs, build_verifier, verifier_of
 from pipeline.core.component import Component, Context
-from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
-from pipeline.core.registry import load_class
-from pipeline.core.settings import build_config
-
-_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
-
-    verifier: Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +28,6 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
-    """A form that responses should have."""
-
-    pattern: str = ""
-    """regular expression that must match somewhere; empty: no such term"""
-    weight: float = 0.1
-    """added when it matches"""
-
-    def __post_init__(self) -> None:
-        if self.pattern:
-            check_pattern(self.pattern)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Length:
     """A punishment of long responses, from 0 to −weight, in the form of DAPO (see rewards.overlong)."""
 
@@ -67,65 +40,14 @@ class Length:
 
     def __post_init__(self) -> None:
         if not 0 <= self.buffer <= max(self.max_tokens, 0):
-            raise ValueError(f"buffer is {self.buffer}; wanted 0 to max_tokens ({self.max_tokens}).")
+            raise ValueError(f"expected 0 ≤ buffer ≤ max_tokens ({self.max_tokens}), got {self.buffer}.")
 
 
-class CompositeVerifier(Verifier):
-    """Σ weight × reward of the parts, plus the format term, minus the length term."""
+class Composite(Component, Verifier):
+    """Σ weight × reward of several verifiers, minus a length term. Correct means that all deciding parts say so.
 
-    def __init__(self, parts: list[tuple[Part, Verifier]], form: Format, length: Length) -> None:
-        self._parts, self._length, self._weight = parts, length, form.weight
-        self._pattern = regex.compile(form.pattern, regex.DOTALL | regex.MULTILINE) if form.pattern else None
-
-    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
-        """One reward per trajectory. A row that one part cannot judge is invalid, with that part's reason."""
-        count = len(trajectories)
-        value, correct, valid = (
-            torch.zeros(count),
-            torch.ones(count, dtype=torch.bool),
-            torch.ones(count, dtype=torch.bool),
-        )
-        details: list[list[str]] = [[] for _ in range(count)]
-        for part, verifier in self._parts:
-            rewards = verifier.verify(prompts, trajectories)
-            value += part.weight * rewards.value
-            valid &= rewards.valid
-            if part.decides:
-                correct &= rewards.correct
-            for texts, detail in zip(details, rewards.detail, strict=True):
-                texts += [f"{part.use.removeprefix('verifier.')}: {detail}"] if detail else []
-        if self._pattern is not None:
-            matches = [self._matches(text) for text in trajectories.text]
-            value += self._weight * torch.tensor(matches, dtype=torch.float32)
-            for texts, matched in zip(details, matches, strict=True):
-                texts += [] if matched else ["format: the pattern does not match"]
-        if self._length.max_tokens:
-            lengths = trajectories.response_tokens.lengths
-            added = self._length.weight * overlong_punishment(lengths, self._length.max_tokens, self._length.buffer)
-            value += added
-            for texts, term in zip(details, added.tolist(), strict=True):
-                texts += [f"length: {term:.3g}"] if term < 0 else []
-        return Rewards(
-            uid=trajectories.uid,
-            value=value.masked_fill(~valid, 0.0),
-            correct=correct & valid,
-            valid=valid,
-            detail=["; ".join(texts) for texts in details],
-        )
-
-    def _matches(self, text: str) -> bool:
-        assert self._pattern is not None
-        try:
-            return self._pattern.search(text, timeout=_SECONDS) is not None
-        except TimeoutError:
-            return False
-
-
-class Composite(Component):
-    """Adds up several verifiers with weights, a format term and a length term. Correct means that every deciding verifier says so.
-
-    Each verifier works on the whole batch by its own means. A row that one of them cannot judge is invalid, for a sum
-    with a term missing is another reward.
+    Each part verifies the whole batch in its own way. A row on which one of them cannot decide is invalid, for a sum
+    with a term missing is another reward. A format is a part too: verifier.regex with compare and decides off.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -134,51 +56,65 @@ class Composite(Component):
 
         parts: list[Part] = field(default_factory=lambda: [Part()])
         """the verifiers"""
-        format: Format = field(default_factory=Format)
-        """a form to reward"""
         length: Length = field(default_factory=Length)
         """a length to punish"""
 
         def __post_init__(self) -> None:
             if not self.parts or not any(part.decides for part in self.parts):
-                raise ValueError(
-                    "parts: no verifier decides what is correct; wanted at least one part with decides: true."
-                )
+                raise ValueError("parts: expected at least one part with decides: true, got none.")
 
     config: Config
-    _nodes: list[Component] | None = None
-    _judge: CompositeVerifier | None = None
 
     def setup(self, context: Context) -> None:
-        """Makes the verifiers and sets them up."""
+        """Builds the parts and sets them up."""
         super().setup(context)
-        self._nodes = []
+        self._components: list[Component] = []
+        self._verifiers: list[Verifier] = []
         for i, part in enumerate(self.config.parts):
-            place = f"node '{context.node}': parts[{i}]"
-            kind = load_class(part.use)
-            settings, problems = build_config(kind.Config, part.config, f"{place}.config")
-            if problems:
-                raise ConfigError("\n".join(problems))
-            node = kind(settings)
-            node.setup(context)
-            self._nodes.append(node)
+            component = build_verifier(part.use, part.config, f"node '{context.node}': parts[{i}].config")
+            component.setup(context)
+            self._components.append(component)
 
     def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration; runs the verifiers, so that they log their numbers."""
-        assert self._nodes is not None
-        verifiers = []
-        for part, node in zip(self.config.parts, self._nodes, strict=True):
-            outputs = node.run()
-            if not isinstance(getattr(outputs, "verifier", None), Verifier):
-                raise ConfigError(
-                    f"node '{self.context.node}': {part.use} returns no verifier; choose one of `creditgraph components verifier`."
-                )
-            verifiers.append((part, outputs.verifier))
-        if self._judge is None:
-            self._judge = CompositeVerifier(verifiers, self.config.format, self.config.length)
-        return Outputs(verifier=self._judge)
+        """Returns the verifier, the same object in every iteration; runs the parts, so that they log their numbers."""
+        place = f"node '{self.context.node}': "
+        self._verifiers = [
+            verifier_of(component, place + part.use)
+            for part, component in zip(self.config.parts, self._components, strict=True)
+        ]
+        return Outputs(verifier=self)
 
     def close(self) -> None:
-        """Closes the verifiers."""
-        for node in self._nodes or []:
-            node.close()
+        """Closes the parts."""
+        for component in self._components:
+            component.close()
+
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """One reward per trajectory. A row on which one part cannot decide is invalid, with that part's reason."""
+        count = len(trajectories)
+        value = torch.zeros(count)
+        correct = torch.ones(count, dtype=torch.bool)
+        valid = torch.ones(count, dtype=torch.bool)
+        details: list[list[str]] = [[] for _ in range(count)]
+        for part, verifier in zip(self.config.parts, self._verifiers, strict=True):
+            rewards = verifier.verify(prompts, trajectories)
+            value += part.weight * rewards.value
+            valid &= rewards.valid
+            if part.decides:
+                correct &= rewards.correct
+            for texts, detail in zip(details, rewards.detail, strict=True):
+                texts += [f"{part.use.removeprefix('verifier.')}: {detail}"] if detail else []
+        length = self.config.length
+        if length.max_tokens:
+            lengths = trajectories.response_tokens.lengths
+            punishment = length.weight * overlong_punishment(lengths, length.max_tokens, length.buffer)
+            value += punishment
+            for texts, term in zip(details, punishment.tolist(), strict=True):
+                texts += [f"length: {term:.3g}"] if term < 0 else []
+        return Rewards(
+            uid=trajectories.uid,
+            value=value.masked_fill(~valid, 0.0),
+            correct=correct & valid,
+            valid=valid,
+            detail=["; ".join(texts) for texts in details],
+        )

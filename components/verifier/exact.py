@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
-from pipeline.core.component import Component
-from pipeline.core.payloads import Verifier
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
-
-    verifier: Verifier
+from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 
 
 def normalise(answer: str, ignore_case: bool) -> str:
@@ -26,30 +17,8 @@ def normalise(answer: str, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
-class ExactVerifier(MemoVerifier):
-    """Right when the extracted answer equals the reference after `normalise`."""
-
-    def __init__(self, ignore_case: bool) -> None:
-        super().__init__()
-        self._ignore_case = ignore_case
-
-    def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item."""
-        return [self._verdict(item) for item in items]
-
-    def _verdict(self, item: Item) -> Verdict:
-        if not item.answer.strip():
-            return unjudged("the prompt has no reference answer")
-        found = item.extracted()
-        if found is None:
-            return wrong("no answer in the response")
-        if normalise(found, self._ignore_case) == normalise(item.answer, self._ignore_case):
-            return RIGHT
-        return wrong(f"answered '{found[:40]}'")
-
-
-class Exact(Component):
-    """Verifies by string equality: for integers, choices and yes/no answers. Fails on equal values in other notation."""
+class Exact(VerifierComponent):
+    """Verifies by string equality: integers, choices, yes/no. Fails on equal values in other notation."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -59,10 +28,14 @@ class Exact(Component):
         """whether "Yes" equals "yes" in the comparison"""
 
     config: Config
-    _judge: ExactVerifier | None = None
 
-    def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration."""
-        if self._judge is None:
-            self._judge = ExactVerifier(self.config.ignore_case)
-        return Outputs(verifier=self._judge)
+    def verdict(self, item: Item) -> Verdict:
+        """Compares the extracted answer with the reference after `normalise`."""
+        if not item.answer.strip():
+            return undecided("the prompt has no reference answer")
+        answer = item.extracted()
+        if answer is None:
+            return wrong("no answer in the response")
+        if normalise(answer, self.config.ignore_case) == normalise(item.answer, self.config.ignore_case):
+            return RIGHT
+        return wrong(f"answered '{answer[:40]}'")

@@ -4,107 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.verifier.base import RIGHT, WRONG, Item, MemoVerifier, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, WRONG, Item, Outputs, Verdict, VerifierComponent, undecided, wrong
 from components.verifier.math_text import free_answer
-from components.verifier.workers import WorkerPool
-from pipeline.core.component import Component
+from components.verifier.worker_pool import WorkerPool
+from pipeline.core.component import Context
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Verifier
 
-MAX_ANSWER = 10_000
+MAX_ANSWER = 10_000  # characters; longer answers are endless repetitions, and cost a worker its whole time limit
+# The worker ends a hanging comparison itself; the pool's later limit is for a worker that cannot.
 _GRACE_SECONDS = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
-
-    verifier: Verifier
-
-
-class MathVerifier(MemoVerifier):
-    """Right when the extracted answer equals the reference as text, as a number, or by math-verify in a worker.
-
-    Attributes:
-        pool: the workers.
-        killed: items that ran into a limit so far.
-        text_only: items so far of which math-verify could read the reference or the answer not at all, compared as
-            text.
-    """
-
-    def __init__(self, pool: WorkerPool, free_form: bool = False) -> None:
-        super().__init__()
-        self.pool, self.killed, self.text_only = pool, 0, 0
-        self._free_form = free_form
-
-    def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item; an item that raises or hangs is `valid=False` with the reason, and no other item suffers."""
-        found = [self._answer(item) for item in items]
-        out = [_quick(item, answer) for item, answer in zip(items, found, strict=True)]
-        # Equal questions are asked once: a batch holds many samples of the same prompt.
-        asked: dict[tuple[str, str], list[int]] = {}
-        for i, verdict in enumerate(out):
-            if verdict is None:
-                asked.setdefault((items[i].answer, found[i] or ""), []).append(i)
-        replies = self.pool.run([{"gold": gold, "answer": answer} for gold, answer in asked])
-        for rows, reply in zip(asked.values(), replies, strict=True):
-            verdict = _verdict(reply)
-            self.killed += len(rows) * bool(reply.get("error", "").startswith(("timed out", "took more")))
-            self.text_only += len(rows) * bool(reply.get("text"))
-            for i in rows:
-                out[i] = verdict
-        return [verdict for verdict in out if verdict is not None]
-
-    def _answer(self, item: Item) -> str | None:
-        found = item.extracted()
-        return free_answer(item.text) if found is None and self._free_form else found
-
-
-def _verdict(reply: dict[str, Any]) -> Verdict:
-    if "error" in reply:
-        return unjudged(str(reply["error"]))
-    if reply["correct"]:
-        return RIGHT
-    return wrong("compared as text") if reply.get("text") else WRONG
-
-
-def _quick(item: Item, answer: str | None) -> Verdict | None:
-    """The verdict where no mathematics is needed."""
-    if not item.answer.strip():
-        return unjudged("the prompt has no reference answer")
-    if not answer:
-        return wrong("no answer in the response")
-    if answer.strip() == item.answer.strip():
-        return RIGHT
-    if len(answer) > MAX_ANSWER:
-        return wrong(f"an answer of {len(answer)} characters; at most {MAX_ANSWER} are read")
-    return None
-
-
-def worker_command(memory_gb: float, seconds: float, cpu_seconds: float) -> Sequence[str]:
-    """Starts one math-verify worker."""
-    return [
-        sys.executable,
-        "-P",
-        str(Path(__file__).with_name("math_worker.py")),
-        str(memory_gb),
-        str(seconds),
-        str(cpu_seconds),
-    ]
-
-
-class Math(Component):
-    """Verifies by mathematical equality: numbers, expressions, sets, intervals, equations, quantities with units, several answers.
+class Math(VerifierComponent):
+    """Verifies by mathematical equality: numbers, expressions, sets, intervals, equations, units, several answers.
 
     Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of
-    them. One that hangs is ended by the kernel; its item is invalid (zero credit) and the reason is kept. What
-    math-verify cannot read is compared as text and counted. A unit or percent sign that only one side has is taken as
-    understood; lists match in any order, tuples do not.
+    them. One that hangs is ended by the kernel; its item is invalid (zero credit) with the reason, and no other item
+    suffers. What math-verify cannot read is compared as text and counted. A unit or percent sign that only one side has
+    is taken as understood; lists match in any order, tuples do not.
     """
 
     paper = "math-verify"
@@ -132,26 +53,68 @@ class Math(Component):
 
         def __post_init__(self) -> None:
             if min(self.seconds, self.cpu_seconds, self.memory_gb) <= 0 or self.workers < 0:
-                raise ValueError("seconds, cpu_seconds and memory_gb must be above 0, workers 0 or more.")
+                raise ValueError("expected seconds, cpu_seconds and memory_gb > 0, and workers ≥ 0.")
 
     config: Config
-    _judge: MathVerifier | None = None
+
+    def setup(self, context: Context) -> None:
+        """Makes the pool; its workers start with the first comparison."""
+        super().setup(context)
+        config = self.config
+        limits = [str(limit) for limit in (config.memory_gb, config.seconds, config.cpu_seconds)]
+        worker = Path(__file__).with_name("math_worker.py")
+        workers = config.workers or min(len(os.sched_getaffinity(0)), 8)
+        # -P: without it this folder's math.py would hide the standard library's.
+        self.pool = WorkerPool([sys.executable, "-P", str(worker), *limits], workers, config.seconds + _GRACE_SECONDS)
+        self.killed = 0
+        self.text_only = 0
 
     def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration."""
-        if self._judge is None:
-            settings = self.config
-            count = settings.workers or min(len(os.sched_getaffinity(0)), 8)
-            command = worker_command(settings.memory_gb, settings.seconds, settings.cpu_seconds)
-            # The worker ends a hanging item itself; the pool's later limit is for a worker that cannot.
-            self._judge = MathVerifier(
-                WorkerPool(command, count, settings.seconds + _GRACE_SECONDS), settings.free_form
-            )
-        verifier = self._judge
-        self.context.log(worker_restarts=verifier.pool.restarts, killed=verifier.killed, text_only=verifier.text_only)
-        return Outputs(verifier=verifier)
+        """Returns the verifier and logs what its workers met so far."""
+        self.context.log(worker_restarts=self.pool.restarts, killed=self.killed, text_only=self.text_only)
+        return super().run()
 
     def close(self) -> None:
         """Ends the worker processes."""
-        if self._judge is not None:
-            self._judge.pool.close()
+        self.pool.close()
+
+    def verdicts(self, items: list[Item]) -> list[Verdict]:
+        """One verdict per item; an item that raises or hangs is `valid=False` with the reason."""
+        answers = [self._answer(item) for item in items]
+        # Equal questions go to a worker once: a batch holds many samples of the same prompt.
+        pairs = [(item.answer, answer or "") for item, answer in zip(items, answers, strict=True)]
+        quick = [_without_mathematics(gold, answer) for gold, answer in pairs]
+        needed = list(dict.fromkeys(pair for pair, verdict in zip(pairs, quick, strict=True) if verdict is None))
+        replies = dict(
+            zip(needed, self.pool.run([{"gold": gold, "answer": answer} for gold, answer in needed]), strict=True)
+        )
+        return [
+            self._verdict(replies[pair]) if verdict is None else verdict
+            for pair, verdict in zip(pairs, quick, strict=True)
+        ]
+
+    def _answer(self, item: Item) -> str | None:
+        answer = item.extracted()
+        return free_answer(item.text) if answer is None and self.config.free_form else answer
+
+    def _verdict(self, reply: dict[str, Any]) -> Verdict:
+        if "error" in reply:
+            self.killed += reply["error"].startswith(("timed out", "took more"))
+            return undecided(reply["error"])
+        self.text_only += bool(reply.get("text_only"))
+        if reply["correct"]:
+            return RIGHT
+        return wrong("compared as text") if reply.get("text_only") else WRONG
+
+
+def _without_mathematics(gold: str, answer: str) -> Verdict | None:
+    """The verdict where no mathematics is needed."""
+    if not gold.strip():
+        return undecided("the prompt has no reference answer")
+    if not answer:
+        return wrong("no answer in the response")
+    if answer.strip() == gold.strip():
+        return RIGHT
+    if len(answer) > MAX_ANSWER:
+        return wrong(f"an answer of {len(answer)} characters; at most {MAX_ANSWER} are read")
+    return None

@@ -1,25 +1,27 @@
-"""Whether two mathematical answers are equal: text, exact numbers, lists, then math-verify, and text again where that cannot read them.
+"""Whether two mathematical answers are equal: as text, as exact numbers, as lists, then by computer algebra.
 
-Runs in the worker processes of `verifier.math`. Needs math-verify and nothing of this project but `math_text`.
+Expressions are compared by their values at five points, sets and relations by math-verify. Runs in the worker processes
+of `verifier.math`; needs math-verify, and of this project nothing but `math_text`.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from components.verifier.math_text import choice_letter, clean, parts, quantity, same_quantity, split, squeeze, words
 
-MAX_LENGTH = 4000
-MAX_PARTS = 60
+MAX_LENGTH = 4000  # characters; longer answers are compared as text alone
+MAX_PARTS = 60  # values of a list; each is compared with each
 
 
 def compare(gold: str, answer: str) -> tuple[bool, bool]:
-    """(equal, fallback): whether the answer equals the reference, and whether only their text could be compared.
+    """(equal, text_only): whether the answer equals the reference, and whether only their text could be compared.
 
     Raises what math-verify raises on an expression it cannot compare.
     """
-    if gold.strip() == answer.strip() or (squeeze(gold) == squeeze(answer) and squeeze(gold)):
+    if gold.strip() == answer.strip() or _same_text(gold, answer):
         return True, False
     if max(len(gold), len(answer)) > MAX_LENGTH:
         return False, True
@@ -34,77 +36,79 @@ def compare(gold: str, answer: str) -> tuple[bool, bool]:
     return _same_value(golds[0], answers[0])
 
 
+def _same_text(gold: str, answer: str) -> bool:
+    return squeeze(gold) == squeeze(answer) != ""
+
+
 def _without_algebra(gold: str, answer: str) -> bool | None:
-    """The verdict on choices, phrases and plain numbers; None where algebra is needed."""
-    wanted, found = quantity(gold), quantity(answer)
-    if wanted is not None and found is not None:
-        return same_quantity(wanted, found)
+    """Whether choices, phrases and plain numbers are equal; None where algebra is needed."""
+    gold_quantity, answer_quantity = quantity(gold), quantity(answer)
+    if gold_quantity is not None and answer_quantity is not None:
+        return same_quantity(gold_quantity, answer_quantity)
     letter = choice_letter(gold)
     if letter is not None:
         return choice_letter(answer) == letter
     gold_words, answer_words = words(gold), words(answer)
     if gold_words is not None and answer_words is not None:
-        return _singular(gold_words) == _singular(answer_words)
-    if (gold_words is not None and found is not None) or (answer_words is not None and wanted is not None):
-        return False
-    return None
+        return _PHRASES.get(gold_words, gold_words) == _PHRASES.get(answer_words, answer_words)
+    phrase_and_number = (gold_words and answer_quantity) or (answer_words and gold_quantity)
+    return False if phrase_and_number else None
 
 
-def _singular(phrase: str) -> str:
-    return {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}.get(
-        phrase, phrase
-    )
+_PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}
 
 
 def _same_values(golds: list[str], answers: list[str]) -> tuple[bool, bool]:
-    """Lists of values, in any order, none left over; a value given twice counts once."""
-    fallback = False
+    """Lists of values, in any order, none left over; a repeated value counts once."""
+    text_only = False
 
-    def covered(left: list[str], right: list[str], swap: bool) -> bool:
-        nonlocal fallback
-        for one in left:
-            for other in right:
-                same, text_only = _same_value(other, one) if swap else _same_value(one, other)
-                fallback |= text_only
-                if same:
-                    break
-            else:
-                return False
-        return True
+    @cache
+    def same(gold: str, answer: str) -> bool:
+        nonlocal text_only
+        equal, as_text = _same_value(gold, answer)
+        text_only |= as_text
+        return equal
 
-    equal = covered(golds, answers, swap=False) and covered(answers, golds, swap=True)
-    return equal, fallback
+    equal = all(any(same(gold, answer) for answer in answers) for gold in golds) and all(
+        any(same(gold, answer) for gold in golds) for answer in answers
+    )
+    return equal, text_only
 
 
 def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
-    if squeeze(gold) == squeeze(answer) and squeeze(gold):
+    if _same_text(gold, answer):
         return True, False
     quick = _without_algebra(gold, answer)
     if quick is not None:
         return quick, False
     if gold.count("=") == answer.count("=") == 1 and not (_NAMED.match(gold) and _NAMED.match(answer)):
         return _same_equation(gold, answer)
-    bare_gold, bare_answer = _bare(gold), _bare(answer)
-    shape_gold, shape_answer = _brackets(bare_gold), _brackets(bare_answer)
-    if shape_gold != shape_answer and (
-        (shape_gold and shape_answer) or not re.search(r"[<>]|\\[lg]e|\\cup|\\pm", bare_gold + bare_answer)
-    ):
-        return False, False
-    if shape_gold and shape_gold == shape_answer:
-        return _same_members(bare_gold, bare_answer)
-    read_gold, read_answer = _parse(bare_gold), _parse(bare_answer)
-    if not _is_expression(read_gold) or not _is_expression(read_answer):
+    gold, answer = _bare(gold), _bare(answer)
+    gold_brackets, answer_brackets = _brackets(gold), _brackets(answer)
+    if gold_brackets != answer_brackets:
+        # An interval may equal an inequality or a union, never another tuple or an expression.
+        if (gold_brackets and answer_brackets) or not _RELATION_OR_UNION.search(gold + answer):
+            return False, False
+    elif gold_brackets:
+        return _same_members(gold, answer)
+    gold_parsed, answer_parsed = _parse(gold), _parse(answer)
+    if _read(gold_parsed) is None or _read(answer_parsed) is None:
         return False, True
-    return _verify(read_gold, read_answer), False
+    return _verify(gold_parsed, answer_parsed), False
+
+
+_RELATION_OR_UNION = re.compile(r"[<>]|\\[lg]e|\\cup|\\pm")
 
 
 def _same_members(gold: str, answer: str) -> tuple[bool, bool]:
     """Tuples or intervals with the same brackets and number of members: equal when their members are, in order."""
     pairs = list(zip(split(gold[1:-1]), split(answer[1:-1]), strict=True))
-    found = [_same_value(one, other) for one, other in pairs if one and other]
-    return len(found) == len(pairs) and all(same for same, _ in found), any(text_only for _, text_only in found)
+    results = [_same_value(one, other) for one, other in pairs if one and other]
+    equal = len(results) == len(pairs) and all(same for same, _ in results)
+    return equal, any(text_only for _, text_only in results)
 
 
+# The name before an equals sign: x, a_1, f(x).
 _NAMED = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?(?:\([a-z]\))?\s*=")
 
 
@@ -119,16 +123,22 @@ def _same_equation(gold: str, answer: str) -> tuple[bool, bool]:
 
 _SIDE = r"([^<>]+?)"
 _LESS = re.compile(rf"^(?:{_SIDE}\s*(<|\\le)\s*)?([a-zA-Z])\s*(?:(<|\\le)\s*{_SIDE})?$")
+_UNIT = re.compile(r"\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
+_BASE = re.compile(r"^(\d+)_\{?\d+\}?$")
+_NAME = re.compile(rf"^{_NAMED.pattern[:-1]}(?:=|\\in(?![a-z]))\s*(?=\S)")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?")
 
 
 def _bare(text: str) -> str:
-    """Without units, text around a formula, the base of a number, and the name before an equals sign; inequalities as intervals."""
+    """Without units, the base of a number and the name before an equals sign; degrees of angles in radians,
+    inequalities as intervals."""
     text = clean(text)
-    text = re.sub(r"\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", text) or text
-    text = re.sub(r"^(\d+)_\{?\d+\}?$", r"\1", text)
-    text = re.sub(rf"^{_NAMED.pattern[:-1]}(?:=|\\in(?![a-z]))\s*(?=\S)", "", text) if text.count("=") <= 1 else text
+    text = _UNIT.sub("", text) or text
+    text = _BASE.sub(r"\1", text)
+    if text.count("=") <= 1:
+        text = _NAME.sub("", text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
-        text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?", r"{(\1\\cdot\\frac{\\pi}{180})}", text)
+        text = _DEGREES.sub(r"{(\1\\cdot\\frac{\\pi}{180})}", text)
     return _as_interval(text.removesuffix("^\\circ").strip())
 
 
@@ -140,13 +150,15 @@ def _as_interval(text: str) -> str:
             return text
         pieces = re.split(r"(>|\\ge(?![a-z]))", text)
         text = "".join({">": "<", "\\ge": "\\le "}.get(piece, piece) for piece in reversed(pieces))
-    found = _LESS.match(text.strip())
-    if not found or not (found.group(2) or found.group(4)):
+    inequality = _LESS.match(text.strip())
+    if not inequality:
         return text
-    low, less, _, more, high = found.groups()
+    low, less, _, more, high = inequality.groups()
+    if not low and not high:
+        return text
     left = ("[" if less == "\\le" else "(") + (low or "-\\infty").strip()
     right = (high or "\\infty").strip() + ("]" if more == "\\le" else ")")
-    return f"{left},{right}" if low or high else text
+    return f"{left},{right}"
 
 
 def _brackets(text: str) -> str:
@@ -168,14 +180,16 @@ def _parse(text: str) -> list[Any]:
     return list(parse(f"\\boxed{{{text}}}", parsing_timeout=None))
 
 
-def _is_expression(parsed: list[Any]) -> bool:
-    return any(not isinstance(value, str) for value in parsed)
+def _read(parsed: list[Any]) -> Any:
+    """What math-verify read: an expression, a set, a relation or a matrix; None where it only gives the text back."""
+    return next((value for value in parsed if not isinstance(value, str)), None)
 
 
 def _verify(gold: list[Any], answer: list[Any]) -> bool:
     from math_verify import verify
 
-    if _letters(gold) != _letters(answer) and not _comparable(gold, answer):
+    gold_value, answer_value = _read(gold), _read(answer)
+    if _letters(gold_value) != _letters(answer_value) and not _comparable(gold_value, answer_value):
         return False
     first, second = _expression(gold), _expression(answer)
     if first is not None and second is not None:
@@ -189,11 +203,11 @@ def _expression(parsed: list[Any]) -> Any:
     """The expression that was read, with i as the imaginary unit; None for a set, a relation or a matrix."""
     import sympy
 
-    found = next((v for v in parsed if isinstance(v, sympy.Expr)), None)
-    if found is None:
+    expression = next((value for value in parsed if isinstance(value, sympy.Expr)), None)
+    if expression is None:
         return None
     constants = {"i": sympy.I, "e": sympy.E}
-    return found.subs({symbol: constants[symbol.name] for symbol in found.free_symbols if symbol.name in constants})
+    return expression.subs({s: constants[s.name] for s in expression.free_symbols if s.name in constants})
 
 
 # Points of both signs and with no symmetry, so that |x| differs from x and n! from its neighbours.
@@ -204,8 +218,9 @@ def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
     """The expression at five points, or once when there are no symbols; None where it has no finite value."""
     import sympy
 
-    found: list[complex | None] = []
+    values: list[complex | None] = []
     for shift in range(len(_POINTS) if symbols else 1):
+        # Each symbol has another point; beyond five symbols the points are shifted by 1, 2 …
         point = {
             symbol: sympy.Float(_POINTS[(i + shift) % len(_POINTS)], 30) + i // len(_POINTS)
             for i, symbol in enumerate(symbols)
@@ -213,10 +228,10 @@ def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
         value = expression.subs(point).evalf(20, maxn=60)
         finite = bool(value.is_number and value.is_finite)
         try:
-            found.append(complex(value) if finite else None)
+            values.append(complex(value) if finite else None)
         except (TypeError, OverflowError):
-            found.append(None)
-    return found
+            values.append(None)
+    return values
 
 
 def _agree(first: Any, second: Any) -> bool | None:
@@ -246,14 +261,15 @@ def _constant(expression: Any) -> bool:
     return bool(values) and abs(values[0]) > 1e-12 and all(abs(v - values[0]) < 1e-9 * abs(values[0]) for v in values)
 
 
-def _letters(parsed: list[Any]) -> set[str]:
-    symbols: set[Any] = getattr(next(v for v in parsed if not isinstance(v, str)), "free_symbols", set())
+def _letters(value: Any) -> set[str]:
+    symbols: set[Any] = getattr(value, "free_symbols", set())
     return {str(symbol) for symbol in symbols} - {"i", "e"}
 
 
-def _comparable(gold: list[Any], answer: list[Any]) -> bool:
-    # "x > 2" and "(2, ∞)" mean the same with other letters, and so do n!/(n-1)! and n; two formulas in other letters do
-    # not.
-    kinds = [type(next(v for v in parsed if not isinstance(v, str))).__mro__ for parsed in (gold, answer)]
-    relations = [any(k.__name__ in ("Relational", "Set", "BooleanFunction") for k in mro) for mro in kinds]
-    return any(relations) or not _letters(gold) or not _letters(answer)
+def _comparable(gold: Any, answer: Any) -> bool:
+    """Whether values in different letters may be equal.
+
+    "x > 2" and "(2, ∞)" are, and so are n!/(n-1)! and n; two formulas in other letters are not.
+    """
+    bases = {base.__name__ for value in (gold, answer) for base in type(value).__mro__}
+    return bool(bases & {"Relational", "Set", "BooleanFunction"}) or not _letters(gold) or not _letters(answer)

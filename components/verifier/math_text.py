@@ -1,4 +1,4 @@
-"""Reading answers as text, numbers, quantities and lists, before and beside the symbolic comparison. Standard library only."""
+"""Answers read as text, numbers, quantities and lists, without computer algebra. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,141 +6,121 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Factors to a unit of the same dimension, by dimension. One entry per spelling that problems use.
-_UNITS: dict[str, dict[str, str]] = {
-    "length": {
-        "mm": "1/1000",
-        "cm": "1/100",
-        "dm": "1/10",
-        "m": "1",
-        "km": "1000",
-        "in": "127/5000",
-        "ft": "381/1250",
-        "yd": "1143/1250",
-    },
-    "mass": {"mg": "1/1000", "g": "1", "kg": "1000"},
-    "time": {"ms": "1/1000", "s": "1", "min": "60", "h": "3600"},
-    "volume": {"ml": "1/1000", "l": "1"},
-    "angle": {"deg": "1"},
-    "money": {"dollar": "1", "cent": "1/100"},
-    "rate": {"km/h": "5/18", "m/s": "1"},
+# Unit → (dimension, factor to the dimension's base unit).
+_UNITS = {
+    "mm": ("length", Fraction(1, 1000)),
+    "cm": ("length", Fraction(1, 100)),
+    "dm": ("length", Fraction(1, 10)),
+    "m": ("length", Fraction(1)),
+    "km": ("length", Fraction(1000)),
+    "in": ("length", Fraction(127, 5000)),
+    "ft": ("length", Fraction(381, 1250)),
+    "yd": ("length", Fraction(1143, 1250)),
+    "mg": ("mass", Fraction(1, 1000)),
+    "g": ("mass", Fraction(1)),
+    "kg": ("mass", Fraction(1000)),
+    "ms": ("time", Fraction(1, 1000)),
+    "s": ("time", Fraction(1)),
+    "min": ("time", Fraction(60)),
+    "h": ("time", Fraction(3600)),
+    "ml": ("volume", Fraction(1, 1000)),
+    "l": ("volume", Fraction(1)),
+    "deg": ("angle", Fraction(1)),
+    "dollar": ("money", Fraction(1)),
+    "cent": ("money", Fraction(1, 100)),
+    "km/h": ("speed", Fraction(5, 18)),
+    "m/s": ("speed", Fraction(1)),
 }
+# A final s is dropped before a word is looked up.
 _SPELLINGS = {
-    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m", "kilometer": "km",
-    "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd", "milligram": "mg", "gram": "g",
-    "kilogram": "kg", "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "liter": "l", "litre": "l", "milliliter": "ml",
-    "millilitre": "ml", "degree": "deg", "mph": "mph", "kmh": "km/h", "kph": "km/h",
+    "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm", "meter": "m", "metre": "m",
+    "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd",
+    "milligram": "mg", "gram": "g", "kilogram": "kg", "second": "s", "sec": "s", "minute": "min", "hour": "h",
+    "hr": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "degree": "deg", "kmh": "km/h",
+    "kph": "km/h",
 }  # fmt: skip
+# Known as units, but never converted: a number with one equals the same number with another or with none.
 _OTHER_UNITS = (
-    "unit|units|square|sq|cubic|cu|mile|miles|mph|day|days|week|weeks|month|months|year|years|people|person|students|student|ways|way|"
-    "points|point|apples|balls|boys|girls|times|percent|pounds|pound|lb|lbs|ounces|ounce|oz|gallons|gallon|hz|pa|kpa|mol|ev|joules|joule|"
-    "newtons|watts|watt|volts|volt|amps|ohms|euros|euro|rubles|yuan|pieces|bags|boxes|cups|pages|books|games|eggs|cookies|rad|radians"
+    "unit|units|square|sq|cubic|cu|mile|miles|mph|day|days|week|weeks|month|months|year|years|people|person|students|"
+    "student|ways|way|points|point|apples|balls|boys|girls|times|percent|pounds|pound|lb|lbs|ounces|ounce|oz|gallons|"
+    "gallon|hz|pa|kpa|mol|ev|joules|joule|newtons|watts|watt|volts|volt|amps|ohms|euros|euro|rubles|yuan|pieces|bags|"
+    "boxes|cups|pages|books|games|eggs|cookies|rad|radians"
 )
-_FACTORS = {
-    unit: (dimension, Fraction(factor)) for dimension, units in _UNITS.items() for unit, factor in units.items()
-}
+# Names that are formulas although they are spelled with letters.
+_FORMULA_NAME = re.compile(
+    "sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|sqrt|max|min|gcd|lcm|"
+    "alpha|beta|gamma|delta|theta|lambda|omega|sigma|phi|pi|inf|infty|infinity"
+)
 _WORDS = re.compile(r"^[^\W\d_]+(?:[ '-]+[^\W\d_]+)*[.!]?$")
+# At most four digits of an exponent: 1e999999999 would be computed exactly.
 _NUMBER = re.compile(r"^([-+]?)(?:(\d+(?:\.\d*)?|\.\d+))(?:[eE]([-+]?\d{1,4}))?$")
-_DIGITS_AND_COMMAS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\{,\}\\!|,\\!)\d{3})+(?![\d])")
-_FUNCTIONS = {
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "log",
-    "ln",
-    "exp",
-    "arcsin",
-    "arccos",
-    "arctan",
-    "sqrt",
-    "max",
-    "min",
-    "gcd",
-    "lcm",
-}
-_GREEK = {
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "theta",
-    "lambda",
-    "omega",
-    "sigma",
-    "phi",
-    "pi",
-    "inf",
-    "infty",
-    "infinity",
-}
+# Thousands: groups of three digits between commas in any of LaTeX's spellings. "1,23" is a list.
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,|\{,\}|\\,|\\!|\{,\}\\!|,\\!)\d{3})+(?![\d])")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad|~|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}")
 _STYLE = re.compile(
     r"\\(?:displaystyle|textstyle|limits|mathstrut|left|right|[bB]igg?[lr]?)(?![a-zA-Z])\s*\.?(?=[^a-zA-Z]|\b)"
 )
 _TEXT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|hbox|boldsymbol|bm|bf|rm)\s*\{([^{}]*)\}"
+    r"\\(?:text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|operatorname|mbox|hbox|boldsymbol|bm|bf|rm)"
+    r"\s*\{([^{}]*)\}"
+)
+_PERCENT = re.compile(r"\\?%\s*$|\\?\s*percent\s*$|\\text\s*\{\s*(?:percent|\\?%)\s*\}\s*$")
+# A word, or a \text command, with its power, after a digit, a bracket or a space.
+_UNIT_AT_END = re.compile(
+    r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)"
+    r"\s*(\^\s*\{?([23])\}?)?$"
+)
+_POWER_OF_TEN = re.compile(
+    r"(?:(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))"
+)
+_FRACTION = re.compile(r"(?:(\d+)\s*)?\\frac\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}")
+_SLASH_FRACTION = re.compile(r"(?:(\d+)\s+)?\(?(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)\)?")
+_AND_OR = re.compile(
+    r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
+    r"|\\(?:vee|lor|wedge|land)(?![a-z])"
+)
+_NAME_OF_VALUE = re.compile(r"([a-zA-Z])(?:_\{?\d+\}?)?\s*(?:=|\\in(?![a-z]))\s*(?=\S)")
+_FREE_FORM = 4000  # characters: an answer without a box is looked for at the end of a response
+_ANSWER_IS = re.compile(r"(?:answer|result|solution)\s*(?:is|are|=|:)\s*:?\s*([^\n]+)", re.IGNORECASE)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
+_SENTENCE_END = re.compile(r"(?<=[^.])\.(?:\s|$)")
+_LAST_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
+_UNICODE = {
+    "−": "-", "–": "-", "∞": "\\infty", "π": "\\pi", "°": "^\\circ", "×": "\\times", "·": "\\cdot", "≤": "\\le",
+    "≥": "\\ge", "∪": "\\cup", "±": "\\pm", "√": "\\sqrt", "²": "^2", "³": "^3", "½": "\\frac{1}{2}",
+}  # fmt: skip
+# Replaced in this order: \leqslant before \leq, which it begins with.
+_SYNONYMS = {
+    "\\$": "$", "\\tfrac": "\\frac", "\\dfrac": "\\frac", "\\cfrac": "\\frac", "\\geqslant": "\\ge",
+    "\\leqslant": "\\le", "\\geq": "\\ge", "\\leq": "\\le", "\\lbrace": "\\{", "\\rbrace": "\\}",
+    "\\varnothing": "\\emptyset", "^{\\circ}": "^\\circ",
+}  # fmt: skip
+# Applied in this order. LaTeX needs no braces around one digit: \frac12 is \frac{1}{2}.
+_REWRITES = (
+    (re.compile(r"\\degrees?(?![a-z])"), r"^\\circ"),
+    (re.compile(r"\\neq?(?![a-zA-Z])"), r"\\ne"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"),
+    (_SPACES, " "),
 )
 
 
 def clean(text: str) -> str:
-    """LaTeX with the same meaning and less variety: no styles, one spelling of fractions, signs, spaces and thousands."""
-    text = (
-        text.strip()
-        .replace("−", "-")
-        .replace("–", "-")
-        .replace("∞", "\\infty")
-        .replace("π", "\\pi")
-        .replace("°", "^\\circ")
-    )
-    text = (
-        text.replace("×", "\\times")
-        .replace("·", "\\cdot")
-        .replace("≤", "\\le")
-        .replace("≥", "\\ge")
-        .replace("∪", "\\cup")
-    )
-    text = (
-        text.replace("±", "\\pm")
-        .replace("√", "\\sqrt")
-        .replace("²", "^2")
-        .replace("³", "^3")
-        .replace("½", "\\frac{1}{2}")
-    )
-    text = _DIGITS_AND_COMMAS.sub(lambda m: re.sub(r"[^\d]", "", m.group()), text)
+    """LaTeX of the same meaning in fewer spellings: no styles; one form of fractions, signs, spaces and thousands."""
+    text = text.strip()
+    for character, command in _UNICODE.items():
+        text = text.replace(character, command)
+    text = _THOUSANDS.sub(lambda m: re.sub(r"[^\d]", "", m.group()), text)
     for opening, closing in (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$")):
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening) + len(closing):
             text = text[len(opening) : len(text) - len(closing)]
-    text = (
-        _STYLE.sub("", text)
-        .replace("\\$", "$")
-        .replace("\\tfrac", "\\frac")
-        .replace("\\dfrac", "\\frac")
-        .replace("\\cfrac", "\\frac")
-    )
-    text = (
-        text.replace("\\geqslant", "\\ge")
-        .replace("\\leqslant", "\\le")
-        .replace("\\geq", "\\ge")
-        .replace("\\leq", "\\le")
-    )
-    text = (
-        re.sub(r"\\(?:degree|degrees)(?![a-z])", "^\\\\circ", text)
-        .replace("\\lbrace", "\\{")
-        .replace("\\rbrace", "\\}")
-    )
-    text = (
-        re.sub(r"\\neq?(?![a-zA-Z])", "\\\\ne", text)
-        .replace("\\varnothing", "\\emptyset")
-        .replace("^{\\circ}", "^\\circ")
-    )
-    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
-    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}", text)
-    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
-    text = _SPACES.sub(" ", text)
+    text = _STYLE.sub("", text)
+    for spelling, command in _SYNONYMS.items():
+        text = text.replace(spelling, command)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
     return " ".join(text.strip().rstrip(".;,").split())
 
 
@@ -162,7 +142,7 @@ def words(text: str) -> str | None:
     if not _WORDS.match(bare):
         return None
     letters = bare.rstrip(".!").casefold()
-    if whole is None and (len(letters) < 3 or letters in _FUNCTIONS | _GREEK) and letters not in ("no",):
+    if whole is None and (len(letters) < 3 or _FORMULA_NAME.fullmatch(letters)) and letters != "no":
         return None
     return " ".join(letters.split())
 
@@ -195,44 +175,42 @@ def quantity(text: str) -> Quantity | None:
         return None
     text, unit, percent = _split_unit(text)
     text = text.strip().removeprefix("+").strip()
-    found = _value(text)
-    return None if found is None else Quantity(found, unit, percent, "." in text)
+    value = _value(text)
+    return None if value is None else Quantity(value, unit, percent, "." in text)
 
 
 def _split_unit(text: str) -> tuple[str, str, bool]:
     """Text without unit, currency and percent sign; the unit; whether there was a percent sign."""
-    percent = re.search(r"\\?%\s*$|\\?\s*percent\s*$|\\text\s*\{\s*(?:percent|\\?%)\s*\}\s*$", text)
+    percent = _PERCENT.search(text)
     if percent:
         return text[: percent.start()], "", True
     if text.startswith(("$", "\\$", "-$", "-\\$")):
         return text.replace("\\$", "").replace("$", ""), "dollar", False
     if text.endswith("^\\circ"):
         return text.removesuffix("^\\circ"), "deg", False
-    found = re.search(
-        r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)\s*(\^\s*\{?([23])\}?)?$",
-        text,
-    )
-    if not found or not found.start():
+    unit_at_end = _UNIT_AT_END.search(text)
+    if not unit_at_end or not unit_at_end.start():
         return text, "", False
-    inner = found.group(1)
-    bare = _TEXT.sub(r"\1", inner).strip().strip(".").casefold()
+    word, _, power = unit_at_end.groups()
+    bare = _TEXT.sub(r"\1", word).strip().strip(".").casefold()
     unit = _unit_name(bare)
-    if not unit and (bare == inner.casefold() or not bare):
+    if not unit and (bare == word.casefold() or not bare):  # letters of a formula, not in a \text command
         return text, "", False
-    return text[: found.start()], (unit + (found.group(3) or "")) if unit else "other", False
+    return text[: unit_at_end.start()], unit + (power or "") if unit else "other", False
 
 
 def _unit_name(bare: str) -> str:
     single = bare.removesuffix("s") if len(bare) > 2 else bare
     for name in (bare, single):
         name = _SPELLINGS.get(name, name)
-        if name in _FACTORS and (len(name) > 1 or name in ("m", "g", "s", "h", "l")):
+        if name in _UNITS:
             return name
     return "other" if re.fullmatch(rf"(?:{_OTHER_UNITS})(?: [a-z]+)?", bare) else ""
 
 
 def _value(text: str) -> Fraction | None:
-    text = text.replace("{", "{").strip()
+    """The exact value of a decimal number, a power of ten, or a fraction, maybe mixed; None for anything else."""
+    text = text.strip()
     if text.startswith("-"):
         inner = _value(text[1:].strip())
         return None if inner is None or text[1:].strip().startswith(("-", "+")) else -inner
@@ -241,15 +219,13 @@ def _value(text: str) -> Fraction | None:
         value = Fraction(plain.group(2) + ("0" if plain.group(2).endswith(".") else ""))
         exponent = int(plain.group(3) or 0)
         return None if abs(exponent) > 400 else value * Fraction(10) ** exponent
-    power = re.fullmatch(
-        r"(?:(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|(\d))", text
-    )
+    power = _POWER_OF_TEN.fullmatch(text)
     if power:
         return Fraction(power.group(1) or 1) * Fraction(10) ** int(power.group(2) or power.group(3))
-    part = re.fullmatch(r"(?:(\d+)\s*)?\\frac\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}\s*\{\s*([-+]?\d+(?:\.\d+)?)\s*\}", text)
-    part = part or re.fullmatch(r"(?:(\d+)\s+)?\(?(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)\)?", text)
-    if part and Fraction(part.group(3)) != 0:
-        return Fraction(part.group(1) or 0) + Fraction(part.group(2)) / Fraction(part.group(3))
+    fraction = _FRACTION.fullmatch(text) or _SLASH_FRACTION.fullmatch(text)
+    if fraction and Fraction(fraction.group(3)) != 0:
+        whole, numerator, denominator = fraction.groups()
+        return Fraction(whole or 0) + Fraction(numerator) / Fraction(denominator)
     return None
 
 
@@ -259,7 +235,7 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     if gold.percent != answer.percent:
         return _near(gold, a, b) or _near(gold, a / 100 if gold.percent else a, b / 100 if answer.percent else b)
     if gold.unit and answer.unit and gold.unit != answer.unit and "other" not in (gold.unit, answer.unit):
-        one, other = (_FACTORS.get(u.rstrip("23")) for u in (gold.unit, answer.unit))
+        one, other = (_UNITS.get(u.rstrip("23")) for u in (gold.unit, answer.unit))
         powers = [int(u[-1]) if u[-1] in "23" else 1 for u in (gold.unit, answer.unit)]
         if one is None or other is None or one[0] != other[0] or powers[0] != powers[1]:
             return False
@@ -277,68 +253,57 @@ def _near(gold: Quantity, a: Fraction, b: Fraction) -> bool:
 def choice_letter(text: str) -> str | None:
     """The letter of an answer that names a choice, such as A, (A), \\text{(A)} or "A. 12"; None for anything else."""
     bare = re.sub(r"[{}$\\]", "", _TEXT.sub(r"\1", clean(text))).strip()
-    found = re.fullmatch(r"\(?([A-J])\)?[.:]?|\(([A-J])\)\s*.+|([A-J])\s*[).:]\s*.+", bare)
-    return next((g for g in found.groups() if g), None) if found else None
+    choice = re.fullmatch(r"\(?([A-J])\)?[.:]?|\(([A-J])\)\s*.+|([A-J])\s*[).:]\s*.+", bare)
+    return next((g for g in choice.groups() if g), None) if choice else None
 
 
 def parts(text: str) -> list[str]:
-    """The values of an answer with several: split at commas outside brackets, "and", "or"; ± gives two values. One value stays one.
+    """The values of an answer: split at commas outside brackets, "and" and "or"; ± gives two. One value stays one.
 
     >>> parts("x=1 \\\\text{ or } x=2"), parts("(1,2)"), parts("\\\\pm 3")
     (['1', '2'], ['(1,2)'], ['3', '-3'])
     """
-    text = clean(text)
-    text = re.sub(
-        r"\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|\\(?:vee|lor|wedge|land)(?![a-z])",
-        ",",
-        text,
-    )
+    text = _AND_OR.sub(",", clean(text))
     if len(text) > 4 and text.startswith("\\{") and text.endswith("\\}") and text.count("\\{") == 1:
         text = text[2:-2]
-    found = [part for part in split(text) if part]
-    names = [re.match(r"([a-zA-Z])(?:_\{?\d+\}?)?\s*(?:=|\\in(?![a-z]))\s*(?=\S)", part) for part in found]
-    if len(found) > 1 and all(names) and len({m.group(1) for m in names if m}) == 1:
-        found = [part[m.end() :] for part, m in zip(found, names, strict=True) if m]
+    values = [value for value in split(text) if value]
+    names = [_NAME_OF_VALUE.match(value) for value in values]
+    if len(values) > 1 and all(names) and len({m.group(1) for m in names if m}) == 1:
+        values = [value[m.end() :] for value, m in zip(values, names, strict=True) if m]
     out = []
-    for part in found:
-        signs = ("", "-") if part.startswith("\\pm") else ("+", "-")
-        out += (
-            [re.sub(r"^- +", "-", part.replace("\\pm", sign, 1).strip()) for sign in signs]
-            if part.count("\\pm") == 1
-            else [part]
-        )
+    for value in values:
+        if value.count("\\pm") != 1:
+            out.append(value)
+            continue
+        signs = ("", "-") if value.startswith("\\pm") else ("+", "-")
+        out += [re.sub(r"^- +", "-", value.replace("\\pm", sign, 1).strip()) for sign in signs]
     return out
 
 
 def split(text: str) -> list[str]:
     """Text cut at commas and semicolons outside brackets, stripped."""
-    found, depth, start = [], 0, 0
+    pieces = []
+    depth, start = 0, 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char in ",;" and depth == 0:
-            found.append(text[start:i].strip())
+            pieces.append(text[start:i].strip())
             start = i + 1
-    return [*found, text[start:].strip()]
-
-
-_ANSWER_IS = re.compile(r"(?:answer|result|solution)\s*(?:is|are|=|:)\s*:?\s*([^\n]+)", re.IGNORECASE)
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
-_LAST_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?")
-_FREE_FORM = 4000
+    return [*pieces, text[start:].strip()]
 
 
 def free_answer(text: str) -> str | None:
-    """The answer of a response without a box: after the last "answer is", else the last formula, else the last number; None for none.
+    """The answer of a response without a box: after the last "answer is", else the last formula, else the last number.
 
-    >>> free_answer("So the answer is $x = 3$."), free_answer("Adding up gives 1,200 and 14."), free_answer("I do not know")
+    >>> free_answer("So the answer is $x = 3$."), free_answer("Adding up gives 1,200 and 14."), free_answer("Unknown.")
     ('x = 3', '14', None)
     """
     tail = text[-_FREE_FORM:]
-    said = _ANSWER_IS.findall(tail)
-    if said:
-        last = said[-1].strip().strip("*").strip()
+    stated = _ANSWER_IS.findall(tail)
+    if stated:
+        last = stated[-1].strip().strip("*").strip()
         formula = _FORMULA.search(last)
-        sentence = re.split(r"(?<=[^\d.])\.(?:\s|$)|(?<=\d)\.(?:\s|$)", last)[0].strip().strip("*").strip()
+        sentence = _SENTENCE_END.split(last)[0].strip().strip("*").strip()
         return (next(g for g in formula.groups() if g) if formula else sentence).strip() or None
     formulas = _FORMULA.findall(tail)
     if formulas:

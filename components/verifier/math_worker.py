@@ -1,8 +1,8 @@
-"""One worker of `verifier.math`: JSON lines in, JSON lines out. Imports neither torch nor, but for the comparison, this project.
+"""One worker of `verifier.math`: JSON lines in, JSON lines out. Of this project it imports the comparison alone.
 
-Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text": bool} or {"error": reason}. The first line out
-is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's math.py
-would hide the standard library's.
+Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text_only": bool} or {"error": reason}. The first
+line out is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's
+math.py would hide the standard library's.
 
 The process that starts imports math-verify once and then only watches a copy of itself (a fork) that answers. Two
 kernel timers end the copy where no Python code can: one of wall-clock and one of processor time. The next copy costs
@@ -35,7 +35,8 @@ def main() -> None:
     limit = int(float(sys.argv[1]) * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds, cpu_seconds = float(sys.argv[2]), float(sys.argv[3])
+    seconds = float(sys.argv[2])
+    cpu_seconds = float(sys.argv[3])
     # Replies keep their own descriptor, so that a library's print cannot garble them.
     replies = os.dup(1)
     os.dup2(2, 1)
@@ -79,8 +80,8 @@ def _answer(replies: int, seconds: float, cpu_seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             request = json.loads(line)
-            correct, text = compare(request["gold"], request["answer"])
-            reply: dict[str, object] = {"correct": correct, "text": text}
+            correct, text_only = compare(request["gold"], request["answer"])
+            reply: dict[str, object] = {"correct": correct, "text_only": text_only}
         except MemoryError:
             reply = {"error": "MemoryError"}
         except Exception as error:

@@ -1,70 +1,37 @@
-"""Answers found, or formats checked, by a regular expression."""
+"""Answers read, or formats checked, by a regular expression."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import regex
 
-from components.verifier.base import RIGHT, Item, MemoVerifier, Verdict, unjudged, wrong
+from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from components.verifier.exact import normalise
-from pipeline.core.component import Component
-from pipeline.core.payloads import Verifier
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The verifier."""
+def compile_pattern(pattern: str) -> Any:
+    """The compiled pattern, whose dot matches line breaks and whose ^ and $ match at lines.
 
-    verifier: Verifier
+    The module `regex` is used in place of `re` because its matches take a timeout.
 
-
-def check_pattern(pattern: str) -> None:
-    """Raises ValueError for a pattern that is empty or malformed."""
+    Raises:
+        ValueError: the pattern is empty or malformed.
+    """
     if not pattern:
-        raise ValueError("pattern is empty; wanted a regular expression.")
+        raise ValueError("pattern is empty, expected a regular expression.")
     try:
-        regex.compile(pattern)
+        return regex.compile(pattern, regex.DOTALL | regex.MULTILINE)
     except regex.error as error:
         raise ValueError(f"pattern '{pattern}' is not a regular expression ({error}).") from error
 
 
-class RegexVerifier(MemoVerifier):
-    """Right when the pattern's last match gives the reference, or when it matches at all."""
+class Regex(VerifierComponent):
+    """Verifies by a regular expression: its last match must equal the reference, or it must just match.
 
-    def __init__(self, pattern: str, compare: bool, ignore_case: bool, seconds: float) -> None:
-        super().__init__()
-        self._pattern = regex.compile(pattern, regex.DOTALL | regex.MULTILINE)
-        self._compare, self._ignore_case, self._seconds = compare, ignore_case, seconds
-
-    def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item."""
-        return [self._verdict(item) for item in items]
-
-    def _verdict(self, item: Item) -> Verdict:
-        if self._compare and not item.answer.strip():
-            return unjudged("the prompt has no reference answer")
-        last = None
-        try:
-            for match in self._pattern.finditer(item.text, timeout=self._seconds):
-                last = match
-                if not self._compare:
-                    return RIGHT
-        except TimeoutError:
-            return unjudged(f"the pattern took more than {self._seconds:g} s")
-        if last is None:
-            return wrong("the pattern does not match the response")
-        found = str(last.group(1 if self._pattern.groups else 0) or "")
-        if normalise(found, self._ignore_case) == normalise(item.answer, self._ignore_case):
-            return RIGHT
-        return wrong(f"answered '{found[:40]}'")
-
-
-class Regex(Component):
-    """Verifies by a regular expression: the first group of its last match must equal the reference, or it must just match.
-
-    For answers behind fixed words ("#### 42") and for formats ("<think>…</think>"). A pattern that backtracks is cut
-    off.
+    For answers after fixed words ("#### 42") and for formats ("<think>…</think>"). What is compared is the pattern's
+    first group, or the whole match where it has none. A pattern that backtracks is stopped.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -81,16 +48,31 @@ class Regex(Component):
         """limit per response; beyond it the response is invalid"""
 
         def __post_init__(self) -> None:
-            check_pattern(self.pattern)
+            compile_pattern(self.pattern)
             if self.seconds <= 0:
-                raise ValueError("seconds must be above 0.")
+                raise ValueError(f"expected seconds > 0, got {self.seconds}.")
 
     config: Config
-    _judge: RegexVerifier | None = None
 
-    def run(self) -> Outputs:
-        """Returns the verifier, the same one every iteration."""
-        if self._judge is None:
-            settings = self.config
-            self._judge = RegexVerifier(settings.pattern, settings.compare, settings.ignore_case, settings.seconds)
-        return Outputs(verifier=self._judge)
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._pattern = compile_pattern(self.config.pattern)
+
+    def verdict(self, item: Item) -> Verdict:
+        """Compares the pattern's last match with the reference, or looks for any match."""
+        if self.config.compare and not item.answer.strip():
+            return undecided("the prompt has no reference answer")
+        last = None
+        try:
+            for match in self._pattern.finditer(item.text, timeout=self.config.seconds):
+                last = match
+                if not self.config.compare:
+                    return RIGHT
+        except TimeoutError:
+            return undecided(f"the pattern took more than {self.config.seconds:g} s")
+        if last is None:
+            return wrong("the pattern does not match the response")
+        answer = str(last.group(1 if self._pattern.groups else 0) or "")
+        if normalise(answer, self.config.ignore_case) == normalise(item.answer, self.config.ignore_case):
+            return RIGHT
+        return wrong(f"answered '{answer[:40]}'")

@@ -173,29 +173,32 @@ def build_parser() -> argparse.ArgumentParser:
 def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     data = command(
         "data",
-        "List the data files of the configuration, or load one and check it: rows, answers, verifier, revision.",
+        "List the data files of the configuration, check one, or preview the prompts of a recipe.",
         "examples:\n"
         "  creditgraph data list\n"
-        "  creditgraph data check gsm8k\n"
-        "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl --rows 1000 --model Qwen/Qwen3-4B",
+        "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl\n"
+        "  creditgraph data preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl",
     )
-    data.add_argument("action", choices=["list", "check"])
-    data.add_argument("names", nargs="*", metavar="NAME", help="files of configs/data")
-    data.add_argument("--entry", help="one entry of the file (train, eval …); default: all")
-    data.add_argument(
+    actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, help_text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=help_text, description=help_text)
+
+    listing = action("list", "List data files and their entries.")
+    check = action("check", "Load data files and check them: rows, answers, verifier, revision.")
+    for parser in (listing, check):
+        parser.add_argument(
+            "-c", "--config-dir", action="append", default=[], metavar="DIR", help="a folder with data/ files"
+        )
+    check.add_argument("names", nargs="+", metavar="NAME", help="files of configs/data")
+    check.add_argument("--entry", help="one entry of the file (train, eval …); default: all")
+    check.add_argument(
         "--path", metavar="FILE", help="read this local copy (file or folder) in place of the hub; needs one entry"
     )
-    data.add_argument("--rows", type=int, default=2000, help="rows to look at; 0 looks at all (default: 2000)")
-    data.add_argument("--model", help="show prompts and count tokens with this model's tokenizer")
-    data.add_argument(
-        "-c", "--config-dir", action="append", default=[], metavar="DIR", help="a folder with data/ files"
-    )
+    check.add_argument("--rows", type=int, default=2000, help="rows to look at; 0 looks at all (default: 2000)")
+    check.add_argument("--model", help="show prompts and count tokens with this model's tokenizer")
 
-    preview = command(
-        "preview",
-        "Print exactly the tokens that the model of a recipe sees for its first prompts, and what ends a response.",
-        "example:\n  creditgraph preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl",
-    )
+    preview = action("preview", "Print the tokens that the model gets for its first prompts, and what ends a response.")
     _overrides(preview)
     preview.add_argument("-n", "--prompts", type=int, default=2, help="prompts to show")
     preview.add_argument("--tokens", type=int, default=400, help="tokens to show of each, from both ends; 0 shows all")

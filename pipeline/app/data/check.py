@@ -1,28 +1,25 @@
-"""Looks at one data section as a user would: does it load, is it what the section says, does the verifier accept its own answers."""
+"""Whether one data section loads, and whether the verifier it names accepts its own reference answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from components.data.card import LoadedData
+from components.data.loading import load_data
+from components.data.sources import parse_source
+from components.text.code_tests import read_tests
+from components.verifier.base import Item, VerifierComponent, build_verifier
+from pipeline.core.component import Context, ModelSpec
+from pipeline.core.errors import ConfigError
 
-from components.prompts.loading import Loaded, load_problems
-from components.prompts.sources import parse_source
-from components.prompts.store import Row
-from components.verifier.code_tests import CodeTests, read_tests
-from pipeline.core.component import Component, Context, ModelSpec
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Prompts, Trajectories, Verifier
-from pipeline.core.registry import load_class
-
-_ROOM = 1 << 40
+_ANY_LENGTH = 1 << 40
+_BATCH = 1000  # rows verified at a time
 
 
-class Words:
-    """A stand-in for a tokenizer where no model is named: counts words and knows no chat template."""
+class WordTokenizer:
+    """Counts words where no model is named, and has no chat template."""
 
-    eos_token_id = 0
     chat_template = None
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
@@ -31,118 +28,89 @@ class Words:
 
 
 @dataclass(kw_only=True)
-class Checked:
-    """What was found.
+class DataCheck:
+    """The result of a check.
 
     Attributes:
         loaded: problems, counts, revision.
-        judged: reference answers put to the verifier.
-        refused: (row, answer, reason) of those that it did not accept.
-        verdict: on the verifier, in words.
+        verifier: what its tests are, or how many reference answers the verifier accepts, in words.
+        refused: (row, answer, reason) of the reference answers that it does not accept.
         shown_as: template of the first prompt, where it is not the section's own because no model is named.
         unit: in which prompts are counted, words or tokens.
     """
 
-    loaded: Loaded
-    judged: int = 0
+    loaded: LoadedData
+    verifier: str = "none named; a run's own verifier is used"
     refused: list[tuple[int, str, str]] = field(default_factory=list)
-    verdict: str = ""
     shown_as: str = ""
     unit: str = "tokens"
 
 
-def check_entry(entry: dict[str, Any], place: str, model: str | None, rows: int) -> Checked:
-    """Loads a section and asks its verifier.
+def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: int) -> DataCheck:
+    """Loads a section and runs its verifier on the reference answers.
 
     Args:
         entry: the data section.
-        place: what error texts call it.
+        place: how error texts name it.
         model: folder or hub name whose tokenizer makes the prompts; None counts words and shows chat prompts as plain
             text.
-        rows: most raw rows to look at; 0 looks at all.
+        max_rows: most raw rows to look at; 0 looks at all.
 
     Raises:
         DataError: it cannot be loaded.
     """
-    source, shown_as = parse_source(entry, place), ""
-    counted = model is None and source.source != "chains"
+    source = parse_source(entry, place)
     context = Context(node="check", model=ModelSpec(path=model or "tiny"))
-    if counted:
-        if source.template == "chat":
-            shown_as = "plain"
-            entry = {**entry, "template": "plain"}
-        loaded = load_problems(entry, context, Words(), place=place, drop_duplicates=True, most=rows, room=_ROOM)
+    # The embedded task has a model of its own, whose tokenizer is always there.
+    if model is None and source.source != "chains":
+        tokenizer = WordTokenizer()
+        shown_as = "plain" if source.template == "chat" else ""
+        if shown_as:
+            entry = {**entry, "template": shown_as}
+        loaded = load_data(
+            entry, context, tokenizer, place=place, drop_duplicates=True, max_rows=max_rows, room=_ANY_LENGTH
+        )
+        check = DataCheck(loaded=loaded, shown_as=shown_as, unit="words")
     else:
-        loaded = load_problems(entry, context, place=place, drop_duplicates=True, most=rows)
-    checked = Checked(loaded=loaded, shown_as=shown_as, unit="words" if counted else "tokens")
+        check = DataCheck(loaded=load_data(entry, context, place=place, drop_duplicates=True, max_rows=max_rows))
     if source.answer_kind == "code":
-        checked.verdict = _tests_of(loaded)
+        check.verifier = _describe_tests(check.loaded)
     elif source.verifier:
-        _ask(checked, source.verifier, context)
-    else:
-        checked.verdict = "no verifier named; a run's own verifier judges"
-    return checked
+        check.refused = _refused(check.loaded, source.verifier, context)
+        count = len(check.loaded.rows)
+        check.verifier = f"{source.verifier} accepts {count - len(check.refused)} of {count} reference answers"
+    return check
 
 
-def _tests_of(loaded: Loaded) -> str:
+def _describe_tests(loaded: LoadedData) -> str:
     calls = total = public = 0
     for row in loaded.rows:
         tests = read_tests(row.metadata, "all")
-        assert isinstance(tests, CodeTests)  # rows without tests were rejected
-        calls, total, public = (
-            calls + bool(tests.function),
-            total + len(tests.tests),
-            public + sum(t.public for t in tests.tests),
-        )
-    count = len(loaded.rows)
-    return (
-        f"{total} tests, {public} of them public; {calls} problems call a function, {count - calls} read standard input"
-    )
+        calls += bool(tests.function)
+        total += len(tests.tests)
+        public += sum(test.public for test in tests.tests)
+    reads = len(loaded.rows) - calls
+    return f"{total} tests, {public} of them public; {calls} problems call a function, {reads} read standard input"
 
 
-def _ask(checked: Checked, use: str, context: Context) -> None:
-    component: Component = load_class(use)()
+def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, str, str]]:
+    component = build_verifier(use, {}, use)
+    if not isinstance(component, VerifierComponent):
+        raise ConfigError(f"data check: expected a VerifierComponent, got {use}.")
     component.setup(context)
+    refused = []
     try:
-        verifier: Verifier = component.run().verifier
-        rows = checked.loaded.rows
-        for start in range(0, len(rows), 1000):
-            part = rows[start : start + 1000]
-            uid = torch.arange(start, start + len(part))
-            rewards = verifier.verify(_prompts(part, uid), _answers(part, uid))
-            for i, row in enumerate(part):
-                if not bool(rewards.correct[i]):
-                    checked.refused.append(
-                        (int(row.metadata["source_row"]), row.answer, rewards.detail[i] or "judged wrong")
-                    )
-            checked.judged += len(part)
+        for start in range(0, len(loaded.rows), _BATCH):
+            rows = loaded.rows[start : start + _BATCH]
+            # A response that boxes the reference answer.
+            items = [
+                Item(text=f"The answer is \\boxed{{{row.answer}}}.", answer=row.answer, metadata=row.metadata)
+                for row in rows
+            ]
+            for row, verdict in zip(rows, component.verdicts(items), strict=True):
+                if not verdict.correct:
+                    reason = verdict.detail or "it is not correct"
+                    refused.append((int(row.metadata["source_row"]), row.answer, reason))
     finally:
         component.close()
-    checked.verdict = f"{use} accepts {checked.judged - len(checked.refused)} of {checked.judged} reference answers"
-
-
-def _prompts(rows: list[Row], uid: torch.Tensor) -> Prompts:
-    nothing = Jagged.from_rows([[0]] * len(rows), torch.int32)
-    metadata, text, answer = ([getattr(r, name) for r in rows] for name in ("metadata", "text", "answer"))
-    return Prompts(uid=uid, tokens=nothing, text=text, answer=answer, metadata=metadata)
-
-
-def _answers(rows: list[Row], uid: torch.Tensor) -> Trajectories:
-    """A response per problem that boxes the reference answer."""
-    count = len(rows)
-    tokens, numbers = Jagged.from_rows([[0]] * count, torch.int32), Jagged.from_rows([[0.0]] * count, torch.float32)
-    return Trajectories(
-        uid=uid,
-        prompt_uid=uid,
-        group=uid,
-        parent=torch.full((count,), -1),
-        prompt_tokens=tokens,
-        response_tokens=tokens,
-        inherited=torch.zeros(count, dtype=torch.int64),
-        engine_logprobs=numbers,
-        entropies=numbers,
-        thought_ends=Jagged.from_rows([[1]] * count, torch.int32),
-        policy_version=torch.zeros(count, dtype=torch.int64),
-        finish_reason=["eos"] * count,
-        text=[f"The answer is \\boxed{{{row.answer}}}." for row in rows],
-    )
+    return refused

@@ -1,16 +1,24 @@
-"""The first prompts of a configuration, token by token, as the model will get them, and what ends a response to them."""
+"""Prints the first prompts of a configuration as the model gets them, token by token, and what ends a response."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import context_length, load_config, load_tokenizer
 from components.prompts.dataset import DatasetPrompts
-from pipeline.core.component import Context
+from components.text.templates import special_ids
+from pipeline.app.report.page import visible
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.payloads import Prompts
 from pipeline.run.compose import Experiment
+
+_SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,50 +30,13 @@ class Piece:
     special: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """One prompt.
-
-    Attributes:
-        pieces: its tokens in order.
-        answer: reference answer.
-        source_row: number of its row in the source.
-        template: how it was made.
-    """
-
-    pieces: list[Piece]
-    answer: str
-    source_row: int
-    template: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preview:
-    """Prompts, stop tokens and limits of a configuration.
-
-    Attributes:
-        prompts: the first ones of iteration 0.
-        ends: stop id → token, whatever the prompt's template.
-        stops: strings that end a response or a thought, per sampling node.
-        context: tokens in prompt plus response.
-        reserve: tokens of the context that prompts leave free.
-        long_prompts: what happens to prompts that are longer.
-        budgets: response budget in tokens, per sampling node.
-        warnings: what is likely not meant.
-    """
-
-    prompts: list[Shown]
-    ends: dict[int, str]
-    stops: dict[str, list[str]]
-    context: int
-    reserve: int
-    long_prompts: str
-    budgets: dict[str, int]
-    warnings: list[str] = field(default_factory=list)
-
-
-def preview(experiment: Experiment, count: int) -> Preview:
+def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     """Runs the configuration's own prompts node for its first batches; loads the tokenizer, no model.
+
+    Args:
+        experiment: the configuration.
+        count: prompts to show.
+        max_tokens: tokens to show of each, from both ends; 0 shows all.
 
     Raises:
         ConfigError: the graph has no such node.
@@ -74,81 +45,98 @@ def preview(experiment: Experiment, count: int) -> Preview:
     nodes = {n.name: n for n in experiment.graph.nodes}
     node = next((n for n in nodes.values() if issubclass(n.cls, DatasetPrompts)), None)
     if node is None:
-        raise ConfigError(f"preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
+        raise ConfigError(f"data preview: the graph has no node of prompts.dataset.{did_you_mean('prompts', nodes)}")
     tokenizer = load_tokenizer(experiment.model)
     component: Any = node.cls(node.config)
     component.setup(Context(node=node.name, seed=experiment.run.seed, model=experiment.model, data=experiment.data))
-    shown: list[Shown] = []
-    while len(shown) < min(count, len(component.rows)):
+    console = Console(highlight=False, soft_wrap=True)
+    prompts: list[list[Piece]] = []
+    templates: list[str] = []
+    count = min(count, len(component.rows))
+    while len(prompts) < count:
         batch = component.run().batch
-        for i in range(min(len(batch), count - len(shown))):
-            metadata = batch.metadata[i]
-            pieces = token_pieces(batch.tokens.row(i).tolist(), tokenizer)
-            shown.append(
-                Shown(
-                    pieces=pieces,
-                    answer=batch.answer[i],
-                    source_row=metadata["source_row"],
-                    template=metadata["template"],
-                )
-            )
-    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in end_ids(experiment.model, tokenizer)}
-    sampling = {
-        n.name: n.config for n in nodes.values() if hasattr(n.config, "sampling") and hasattr(n.config, "thoughts")
-    }
-    return Preview(
-        prompts=shown,
-        ends=ends,
-        stops={name: _stops(config) for name, config in sampling.items()},
-        context=context_length(experiment.model),
-        reserve=node.config.reserve,
-        long_prompts=node.config.long_prompts,
-        budgets={name: config.max_tokens for name, config in sampling.items()},
-        warnings=_warnings(shown, tokenizer, ends),
-    )
+        for row in range(min(len(batch), count - len(prompts))):
+            prompts.append(_pieces(batch.tokens.row(row).tolist(), tokenizer))
+            templates.append(batch.metadata[row]["template"])
+            _print_prompt(console, len(prompts), batch, row, prompts[-1], max_tokens)
+    ends = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in _stop_ids(experiment.model, tokenizer)}
+    console.print(Text("a response ends", "bold"))
+    console.print(Text("  at      " + ", ".join(f"{visible(token)} ({i})" for i, token in ends.items())))
+    for name, config in ((n.name, n.config) for n in nodes.values()):
+        if hasattr(config, "sampling") and hasattr(config, "thoughts"):
+            by_thoughts = config.mode == "thought"
+            strings = [config.thoughts.stop, config.thoughts.final] if by_thoughts else list(config.stop)
+            named = "; strings " + ", ".join(f"'{visible(s)}'" for s in strings) if strings else ""
+            console.print(Text(f"  {name}: at most {config.max_tokens:,} tokens{named}"))
+    context = context_length(experiment.model)
+    room = context - max(map(len, prompts))
+    console.print(Text(f"  context {context:,} tokens; the longest prompt above leaves {room:,}"))
+    action = "cut at the beginning of their question" if node.config.long_prompts == "cut" else "rejected and counted"
+    limit = f"  prompts of {context - node.config.reserve:,} tokens or more are {action}"
+    console.print(Text(f"{limit} (prompts.reserve, prompts.long_prompts)"))
+    for warning in _warnings(prompts, templates[0], tokenizer, ends):
+        console.print(Text(f"note: {visible(warning)}"))
 
 
-def token_pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
+def _print_prompt(
+    console: Console, number: int, batch: Prompts, row: int, pieces: list[Piece], max_tokens: int
+) -> None:
+    metadata = batch.metadata[row]
+    count = len(pieces)
+    head = f"prompt {number}: row {metadata['source_row']} of the data, template {metadata['template']}, {count} tokens"
+    console.print(Text(f"{head}, answer '{visible(batch.answer[row][:80])}'", "bold"))
+    parts = [pieces]
+    if max_tokens and count > max_tokens:
+        parts = [pieces[: max_tokens // 2], pieces[count - (max_tokens - max_tokens // 2) :]]
+    text = Text()
+    for part in parts:
+        if part is not parts[0]:
+            text.append(f"\n… {count - max_tokens} tokens …\n", "dim")
+        for k, piece in enumerate(part):
+            bare = visible(piece.text)
+            text.append(f"⟦{bare}⟧" if piece.special else bare, "bold magenta" if piece.special else _SHADES[k % 2])
+            if "\n" in piece.text:
+                text.append("\n")
+    console.print(text)
+    ids = [" ".join(str(piece.id) for piece in part) for part in parts]
+    console.print(Text("ids " + " … ".join(ids), "dim"))
+    console.print()
+
+
+def _pieces(ids: list[int], tokenizer: Any) -> list[Piece]:
     """Each token with its own text; a token that is part of a character shows as the tokenizer names it."""
-    special = set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    found = []
+    special = special_ids(tokenizer)
+    pieces = []
     for i in ids:
         text = tokenizer.decode([i], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         name = str(tokenizer.convert_ids_to_tokens(i))
-        found.append(Piece(id=i, text=name if "\ufffd" in text or not text else text, special=i in special))
-    return found
+        pieces.append(Piece(id=i, text=name if "\ufffd" in text or not text else text, special=i in special))
+    return pieces
 
 
-def end_ids(spec: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a response in every engine: the generation configuration's, the tokenizer's, and the end of a chat turn."""
-    vocab_size = int(load_config(spec).get_text_config().vocab_size)
-    return [int(i) for i in eos_mask(generation_config(spec), tokenizer, vocab_size).nonzero()[:, 0]]
+def _stop_ids(model: ModelSpec, tokenizer: Any) -> list[int]:
+    """Ids that end a response in every engine: of the generation configuration, the tokenizer and the chat template."""
+    vocab_size = int(load_config(model).get_text_config().vocab_size)
+    return [int(i) for i in eos_mask(generation_config(model), tokenizer, vocab_size).nonzero()[:, 0]]
 
 
-def _stops(config: Any) -> list[str]:
-    if config.mode == "thought":
-        return [config.thoughts.stop, config.thoughts.final]
-    return list(config.stop)
-
-
-def _warnings(shown: list[Shown], tokenizer: Any, ends: dict[int, str]) -> list[str]:
-    found = []
+def _warnings(prompts: list[list[Piece]], template: str, tokenizer: Any, ends: dict[int, str]) -> list[str]:
+    """What is likely not meant."""
+    warnings = []
     bos = tokenizer.bos_token_id
-    if shown and bos is not None:
-        doubled = [i for i, s in enumerate(shown) if [p.id for p in s.pieces[:2]] == [bos, bos]]
+    if bos is not None:
+        doubled = [i for i, pieces in enumerate(prompts, 1) if [p.id for p in pieces[:2]] == [bos, bos]]
         if doubled:
-            found.append(f"prompt {doubled[0] + 1} begins with two {tokenizer.bos_token}")
-        if shown[0].template != "chat" and getattr(tokenizer, "add_bos_token", False) and shown[0].pieces[0].id != bos:
-            found.append(
-                f"this tokenizer usually puts {tokenizer.bos_token} before raw text; prompts of template "
-                f"{shown[0].template} have none"
+            warnings.append(f"prompt {doubled[0]} begins with two {tokenizer.bos_token}")
+        if template != "chat" and getattr(tokenizer, "add_bos_token", False) and prompts[0][0].id != bos:
+            warnings.append(
+                f"this tokenizer usually puts {tokenizer.bos_token} before raw text; prompts of template {template} "
+                "have none"
             )
-    inside = next((p for s in shown for p in s.pieces[-1:] if p.id in ends), None)
-    if inside is not None:
-        found.append(
-            f"prompts end with {inside.text}, which ends a response: the template lacks the beginning of the answer's "
-            "turn"
+    last = next((pieces[-1] for pieces in prompts if pieces[-1].id in ends), None)
+    if last is not None:
+        warnings.append(
+            f"prompts end with {last.text}, which ends a response: the template lacks the beginning of the "
+            "assistant's turn"
         )
-    return found
+    return warnings

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.data.loading import load_data
 from components.models.load import load_tokenizer
-from components.prompts.dataset import load_rows
 from pipeline.app.evaluate.contamination import Search, report_of
 from pipeline.app.evaluate.items import Chunk, ItemStore
 from pipeline.app.evaluate.measure import Work, measure
@@ -189,7 +189,7 @@ def _searched(
     if train is None:
         return {p.name: {"status": "no training data is named; set train=DATA, or leave it"} for p in sets}
     try:
-        rows = load_rows(train, Context(node="contamination", model=subject.spec), tokenizer, place="data.train")
+        rows = load_data(train, Context(node="contamination", model=subject.spec), tokenizer, place="data.train").rows
     except DataError as error:
         say(f"note: the training data cannot be read, so contamination is not checked ({error})")
         return {p.name: {"status": f"the training data could not be read ({error})"} for p in sets}

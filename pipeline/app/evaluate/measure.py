@@ -96,10 +96,7 @@ def columns_of(
         "seed": seeds.tolist(),
         "tokens": responses.response_tokens.to_lists(),
         "text": [t.encode("utf-8", "replace").decode("utf-8") for t in responses.text],
-        "answer": [
-            extract_answer(str(prompts.metadata[i].get("template", "plain")), t)
-            for i, t in zip(numbers, responses.text, strict=True)
-        ],
+        "answer": [extract_answer(t) for t in responses.text],
         "correct": rewards.correct.tolist(),
         "valid": rewards.valid.tolist(),
         "reason": list(rewards.detail),

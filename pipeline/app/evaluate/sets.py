@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from components.data.loading import load_data, make_prompts
 from components.models.load import context_length
-from components.prompts.dataset import load_rows, make_prompts
 from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
 from pipeline.core.component import Component, Context, ModelSpec
@@ -122,7 +122,7 @@ def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelS
     if task.problems:
         entry["size"] = min(int(entry.get("size") or task.problems), task.problems)
     context = Context(node=name, model=spec)
-    rows = load_rows(entry, context, tokenizer, place=f"data.{name}")
+    rows = load_data(entry, context, tokenizer, place=f"data.{name}").rows
     # A verifier remembers verdicts by prompt: no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
     seen: dict[str, int] = {}

@@ -82,7 +82,7 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
         value = last.split()[4]
         steps[-1] = f"{last.removesuffix(chains.THOUGHT_END)}\\boxed{{ {value} }} {chains.THOUGHT_END}"
         error = chains.first_error(problem, steps)
-        named = int(templates.extract_answer("chains", response))
+        named = int(templates.extract_answer(response))
         exact, clean, chance = exact + (named == error), clean + (named <= error), chance + 1 / len(steps)
     assert exact > 3 * chance
     assert clean / len(PROBLEMS) > 0.8

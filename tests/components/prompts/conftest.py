@@ -1,4 +1,4 @@
-"""Model folders with small tokenizers of the chat formats that models in use have: specials, template, stop tokens; no weights."""
+"""Model folders with small tokenizers in the chat formats of well-known models: specials, template, stop tokens."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def format_folders(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    root, made = tmp_path_factory.mktemp("formats"), {}
+    root, folders = tmp_path_factory.mktemp("formats"), {}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     for name, (template, eos, bos, further, stops) in FORMATS.items():
         inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -63,5 +63,5 @@ def format_folders(tmp_path_factory):
             (folder / "generation_config.json").write_text(
                 json.dumps({"eos_token_id": ids, "transformers_version": "5.0.0"})
             )
-        made[name] = folder
-    return made
+        folders[name] = folder
+    return folders

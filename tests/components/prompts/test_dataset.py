@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from components.prompts.dataset import DatasetPrompts, load_rows, make_prompts
+from components.data.loading import load_data, make_prompts
+from components.prompts.dataset import DatasetPrompts
 from components.text import chains
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.errors import ConfigError, DataError, RunError
@@ -39,7 +40,7 @@ def reasons(node):
     return [r["reason"] for r in node.context.rejected]
 
 
-def test_chains_batch_carries_everything_a_judge_needs():
+def test_chains_batch_carries_everything_a_verifier_needs():
     batch = draw(started(batch=4), 1)[0]
     assert len(batch) == 4
     for i in range(4):
@@ -82,22 +83,22 @@ def test_resuming_gives_the_same_batches_as_never_stopping():
     state = first.state_dict()
     second = started(batch=6)
     second.load_state_dict(state)
-    for expected, found in zip(whole[4:], draw(second, 5, start=4), strict=True):
-        assert expected.text == found.text
-        assert torch.equal(expected.uid, found.uid)
-        assert expected.tokens.equal(found.tokens)
+    for expected, batch in zip(whole[4:], draw(second, 5, start=4), strict=True):
+        assert expected.text == batch.text
+        assert torch.equal(expected.uid, batch.uid)
+        assert expected.tokens.equal(batch.tokens)
 
 
 def test_resuming_on_other_data_is_refused():
     state = started().state_dict()
-    with pytest.raises(RunError, match="checkpoint was made with 20 problems, the data now has 10"):
+    with pytest.raises(RunError, match="expected the checkpoint's data of 20 problems, got 10"):
         started({**CHAINS, "size": 10}).load_state_dict(state)
 
 
 def test_train_and_held_out_rows_are_disjoint():
     context = Context()
     easy = {"source": "chains", "size": 300, "difficulty": {"steps": [1, 2], "hard_facts": None}}
-    train, held_out = (load_rows({**easy, "split": split}, context) for split in ("train", "eval"))
+    train, held_out = (load_data({**easy, "split": split}, context).rows for split in ("train", "eval"))
     assert not {r.text for r in train} & {r.text for r in held_out}
 
 
@@ -118,7 +119,7 @@ def test_every_file_type_gives_the_same_rows(tmp_path):
     ]
     entries.append({**PLAIN, "path": str(next((tmp_path / "folder").glob("*.arrow")))})
     for entry in entries:
-        rows = load_rows(entry, Context())
+        rows = load_data(entry, Context()).rows
         assert [(r.text, r.answer) for r in rows] == [(p["question"], p["answer"]) for p in PROBLEMS], entry
 
 
@@ -157,18 +158,18 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
         + good
     )  # fmt: skip
     node = started({**PLAIN, "path": str(path)}, batch=2, shuffle=False)
-    found = reasons(node)
-    assert found[:5] == [
+    rejected = reasons(node)
+    assert rejected[:5] == [
         "no answer",
         "no answer",
         "question is not UTF-8",
-        "question is a int; wanted text",
-        "answer is a dict; wanted text",
+        "question is a int, expected text",
+        "answer is a dict, expected text",
     ]
-    assert found[5] == "a JSON list; wanted an object"
-    assert found[6].startswith("not JSON (")
-    assert found[7] == "prompt of 600 tokens; the context leaves 511 for it"
-    assert found[8] == "no word of the prompt is in the model's vocabulary"
+    assert rejected[5] == "a JSON list, expected an object"
+    assert rejected[6].startswith("not JSON (")
+    assert rejected[7] == "prompt of 600 tokens; the context leaves 511 for it"
+    assert rejected[8] == "no word of the prompt is in the model's vocabulary"
     assert node.context.rejected[2]["row"] == {"source": str(path), "row": 3}
     assert node.context.metrics["rejected"] == 9
     # A number is a fine answer, and the repeated question is taken once.
@@ -185,12 +186,12 @@ def test_reserve_keeps_room_for_the_response(tmp_path):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"", r"empty; wanted one problem per row"),
-        (b"\n\n", r"data.train: .*a.jsonl: it has no rows; wanted rows with a question and an answer"),
-        (b'{"question": "1"}\n', r"data.train: .*a.jsonl has no column 'answer'; found question."),
+        (b"", r"a.jsonl is empty, expected one problem per row"),
+        (b"\n\n", r"data.train: .*a.jsonl: it has no rows\. Expected rows with a question and an answer"),
+        (b'{"question": "1"}\n', r"data.train: .*a.jsonl has no column 'answer'; it has question."),
         (
             b'{"questions": "1", "answer": "2"}\n',
-            r"no column 'question'; found questions, answer. Did you mean 'questions'\?",
+            r"no column 'question'; it has questions, answer. Did you mean 'questions'\?",
         ),
         (b'{"question": "1", "answer": ""}\n' * 3, r"all 3 rows were rejected \(3 × no answer\)"),
     ],
@@ -205,20 +206,20 @@ def test_files_without_a_usable_row(tmp_path, content, text):
 def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("x")
     with pytest.raises(
-        DataError, match=r"train.jsnl: not found; wanted one of .jsonl, .* Did you mean 'train.jsonl'\?"
+        DataError, match=r"train.jsnl does not exist, expected one of .jsonl, .* Did you mean 'train.jsonl'\?"
     ):
         started({**PLAIN, "path": str(tmp_path / "train.jsnl")})
     (tmp_path / "a.parquet").write_text("not parquet")
-    with pytest.raises(DataError, match=r"a.parquet: cannot be read as parquet"):
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as parquet"):
         started({**PLAIN, "path": str(tmp_path / "a.parquet")})
     (tmp_path / "a.json").write_text("{broken")
-    with pytest.raises(DataError, match=r"a.json: not JSON .*wanted a list of objects"):
+    with pytest.raises(DataError, match=r"a.json: not JSON .*expected a list of objects"):
         started({**PLAIN, "path": str(tmp_path / "a.json")})
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"a.txt: type '.txt'; wanted one of"):
+    with pytest.raises(DataError, match=r"a.txt: expected one of .*, got '.txt'"):
         started({**PLAIN, "path": str(tmp_path / "a.txt")})
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match=r"none: .*wanted a folder written by save_to_disk"):
+    with pytest.raises(DataError, match=r"none has no file of .*Expected a folder written by save_to_disk"):
         started({**PLAIN, "path": str(tmp_path / "none")})
 
 
@@ -231,7 +232,7 @@ def test_unreachable_hub_names_the_local_way(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
         DataError,
-        match=r"dataset 'a/b': cannot be loaded .*\(no route to host\)\. .*set data.train.path=FILE_OR_FOLDER",
+        match=r"dataset 'a/b': it cannot be loaded .*\(no route to host\)\. .*set data.train.path=FILE_OR_FOLDER",
     ):
         started({"source": "hub", "name": "a/b"})
 
@@ -247,24 +248,24 @@ def test_hub_dataset_takes_its_split(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     entry = {"source": "hub", "name": "a/b", "split": "test[:2]", "template": "plain", "revision": "v1"}
-    assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
+    assert [r.answer for r in load_data(entry, Context()).rows] == ["2", "3"]
     with pytest.raises(
-        DataError, match=r"dataset 'a/b': split 'tets' cannot be had \(Unknown split \"tets\". Should be one of"
+        DataError, match=r"dataset 'a/b': split 'tets' cannot be loaded \(Unknown split \"tets\". Should be one of"
     ):
-        load_rows({**entry, "split": "tets"}, Context())
+        load_data({**entry, "split": "tets"}, Context())
 
 
 def test_folder_with_splits(tmp_path):
     import datasets
 
-    made = datasets.DatasetDict(
+    splits = datasets.DatasetDict(
         {"train": datasets.Dataset.from_list(PROBLEMS), "test": datasets.Dataset.from_list(PROBLEMS[:2])}
     )
-    made.save_to_disk(tmp_path / "folder")
+    splits.save_to_disk(tmp_path / "folder")
     entry = {**PLAIN, "path": str(tmp_path / "folder"), "split": "test"}
-    assert [r.answer for r in load_rows(entry, Context())] == ["2", "3"]
-    with pytest.raises(DataError, match=r"folder: no split 'tets'; it has train, test. Did you mean 'test'\?"):
-        load_rows({**entry, "split": "tets"}, Context())
+    assert [r.answer for r in load_data(entry, Context()).rows] == ["2", "3"]
+    with pytest.raises(DataError, match=r"folder has no split 'tets'; it has train, test. Did you mean 'test'\?"):
+        load_data({**entry, "split": "tets"}, Context())
 
 
 def test_wrong_settings_come_together():
@@ -273,7 +274,7 @@ def test_wrong_settings_come_together():
     assert "data.train.sizes: unknown setting. Did you mean 'size'?" in str(error.value)
     assert "data.train.difficulty.stepz: unknown setting. Did you mean 'steps'?" in str(error.value)
     assert "data.train.source" in str(error.value)
-    with pytest.raises(ConfigError, match="source 'file' without a path"):
+    with pytest.raises(ConfigError, match="source 'file' has no path"):
         started({"source": "file"})
     with pytest.raises(
         ConfigError, match=r"node 'prompts': split 'trains' is not in the data section. Did you mean 'train'\?"
@@ -282,7 +283,7 @@ def test_wrong_settings_come_together():
 
 
 def test_make_prompts_takes_the_given_uids():
-    rows = load_rows(CHAINS, Context())[:3]
+    rows = load_data(CHAINS, Context()).rows[:3]
     node = started()
     batch = make_prompts(rows, node.tokenizer, torch.tensor([7, 5, 9]))
     assert batch.uid.tolist() == [7, 5, 9]
@@ -305,7 +306,7 @@ def test_replicas_take_shares_of_one_batch():
         assert all(node.state_dict() == nodes[0].state_dict() for node in nodes)
     with pytest.raises(
         ConfigError,
-        match=r"node 'prompts': batch is 2, but there are 3 replicas; wanted at least a problem per replica",
+        match=r"node 'prompts': expected at least one problem per replica, got batch 2 for 3 replicas",
     ):
         DatasetPrompts(DatasetPrompts.Config(batch=2)).setup(
             Context(node="prompts", ranks=Ranks(world=3, num_replicas=3))
@@ -318,5 +319,5 @@ def test_a_bad_row_is_rejected_once_however_many_replicas_read_it(tmp_path):
     )
     contexts = [Context(node="prompts", ranks=Ranks(rank=r, world=2, num_replicas=2)) for r in range(2)]
     for context in contexts:
-        load_rows({**PLAIN, "path": str(tmp_path / "rows.jsonl")}, context)
+        load_data({**PLAIN, "path": str(tmp_path / "rows.jsonl")}, context)
     assert [len(c.rejected) for c in contexts] == [1, 0]

@@ -1,4 +1,4 @@
-"""Chat formats of Qwen, Llama and OLMo: the prompt's tokens, what ends a response, where the answer is read; prompts that are too long."""
+"""Chat formats of Qwen, Llama and OLMo: the prompt's tokens, the end of a response, its answer; prompts too long."""
 
 import json
 
@@ -8,18 +8,22 @@ import torch
 from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import load_tokenizer
 from components.prompts.dataset import DatasetPrompts
+from components.text.code_tests import extract_code
 from components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
 from components.verifier.boolean import Boolean
 from components.verifier.choice import Choice
-from components.verifier.code_tests import extract_code
 from components.verifier.exact import Exact
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 
 TURN = "Say 1 + 1.\n\nReason step by step and put the final answer in \\boxed{}."
+QWEN = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    f"<|im_start|>user\n{TURN}<|im_end|>\n<|im_start|>assistant\n"
+)
 PROMPTS = {
-    "qwen_base": f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{TURN}<|im_end|>\n<|im_start|>assistant\n",
-    "qwen": f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{TURN}<|im_end|>\n<|im_start|>assistant\n",
+    "qwen_base": QWEN,
+    "qwen": QWEN,
     "llama": f"<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{TURN}<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "olmo": f"<|endoftext|><|user|>\n{TURN}\n<|assistant|>\n",
@@ -171,7 +175,7 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
     file.write_text(json.dumps({"question": HOSTILE, "answer": "\x1b]0;t\x07"}) + "\n")
     data = ["source=file", f"path={file}", "template=chat"]
     overrides = [f"data.{entry}.{setting}" for entry in ("train", "eval") for setting in data]
-    arguments = ["preview", "recipe=toy_grpo", f"model.path={format_folders['qwen_base']}", *overrides]
+    arguments = ["data", "preview", "recipe=toy_grpo", f"model.path={format_folders['qwen_base']}", *overrides]
     assert main([*arguments, "-n", "1", "--tokens", "0"]) == 0
     said = capsys.readouterr().out
     assert all(c == "\n" or c.isprintable() for c in said)
@@ -180,8 +184,8 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
     assert "漢" not in said  # three tokens, each shown by the tokenizer's name for its byte
     ids = next(line for line in said.splitlines() if line.startswith("ids "))
     tokenizer = load_tokenizer(ModelSpec(path=str(format_folders["qwen_base"])))
-    wanted = solve_prompt("chat", HOSTILE, tokenizer)
-    assert [int(i) for i in ids.split()[1:]] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    expected = solve_prompt("chat", HOSTILE, tokenizer)
+    assert [int(i) for i in ids.split()[1:]] == tokenizer(expected, add_special_tokens=False)["input_ids"]
     assert "<|endoftext|> (" in said
     assert "<|im_end|> (" in said.split("a response ends")[1]
     assert main([*arguments, "--tokens", "10"]) == 0
@@ -189,5 +193,5 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
 
 
 def test_preview_refuses_wrong_numbers(capsys):
-    assert main(["preview", "recipe=toy_srpo", "--prompts", "0"]) == 2
-    assert "wanted at least 1 prompt" in capsys.readouterr().err
+    assert main(["data", "preview", "recipe=toy_srpo", "--prompts", "0"]) == 2
+    assert "expected --prompts ≥ 1 and --tokens ≥ 0, got 0 and 400" in capsys.readouterr().err

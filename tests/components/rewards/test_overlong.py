@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from components.rewards.overlong import Overlong, overlong_punishment
+from components.rewards.overlong import Overlong
+from components.rollouts.overlong import overlong_punishment
 
 
 def test_numbers_by_hand():

@@ -9,7 +9,7 @@ from components.sandbox.probe import find_isolation
 
 
 @pytest.fixture(scope="session")
-def way():
+def isolation():
     if shutil.which("bwrap") is None:
         pytest.skip(f"bubblewrap is not installed. {INSTALL}")
     return find_isolation()

@@ -1,4 +1,4 @@
-"""Programs that attack: none succeeds, each is wrong for the reason in the table, and honest programs beside them do not notice."""
+"""Programs that attack: none succeeds, each is wrong for the reason in the table, and honest programs do not notice."""
 
 import dataclasses
 import os
@@ -14,15 +14,15 @@ import pytest
 
 from components.sandbox.isolation import INSTALL
 from components.sandbox.limits import Limits
-from components.sandbox.probe import find_isolation
 from components.verifier.base import Item
-from components.verifier.code import CodeSettings, CodeVerifier
+from components.verifier.code import Code
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bubblewrap is not installed. {INSTALL}"),
     pytest.mark.xdist_group("sandbox"),  # the attacks run once, not in every worker
 ]
-LIMITS = Limits(seconds=2.0, memory_mb=192, processes=12, files_mb=8, output_kb=256)
+WORKERS = 8  # attacks mostly wait for their time limit
+LIMITS = Limits(seconds=1.0, memory_mb=192, processes=12, files_mb=8, output_kb=256)
 HONEST = "print(int(input()) ** 2)"
 
 
@@ -71,7 +71,7 @@ def _item(program, function):
 
 
 @pytest.fixture(scope="module")
-def verdicts(host):
+def verdicts(host, toolbox):
     """All attacks in one batch, an honest program after every fourth."""
     items, names = [], []
     for k, (name, _, program) in enumerate(read_attacks()):
@@ -83,27 +83,26 @@ def verdicts(host):
         if k % 4 == 3:
             names.append("")
             items.append(_item(f"{HONEST}  # {k}", False))
-    verifier = CodeVerifier(CodeSettings(limits=LIMITS, workers=2), find_isolation())
     started = time.monotonic()
-    found = verifier.verdicts(items)
+    results = toolbox.start(Code, limits=LIMITS, workers=WORKERS).verdicts(items)
     seconds = time.monotonic() - started
     # On a busy host a program may reach the limit before its attack fails; those get more time.
     reasons = {name: reason for name, reason, _ in read_attacks()} | {"": "^$"}
-    slow = [i for i, v in enumerate(found) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
-    patient = CodeVerifier(CodeSettings(limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2), find_isolation())
+    slow = [i for i, v in enumerate(results) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
+    patient = toolbox.start(Code, limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2)
     for i, verdict in zip(slow, patient.verdicts([items[i] for i in slow]), strict=True):
-        found[i] = verdict
-    return list(zip(names, found, strict=True)), seconds, len(slow)
+        results[i] = verdict
+    return list(zip(names, results, strict=True)), seconds, len(slow)
 
 
 def test_no_attack_succeeds_and_each_has_its_reason(verdicts):
     reasons = {name: reason for name, reason, _ in read_attacks()}
     assert len(reasons) >= 60
     assert len(reasons) == len(read_attacks())
-    judged = {name: v for name, v in verdicts[0] if name}
-    assert [name for name, v in judged.items() if v.correct or v.value > 0] == []
-    assert [name for name, v in judged.items() if not v.valid] == []
-    unexpected = {name: v.detail for name, v in judged.items() if not re.search(reasons[name], v.detail)}
+    attacks = {name: v for name, v in verdicts[0] if name}
+    assert [name for name, v in attacks.items() if v.correct or v.value > 0] == []
+    assert [name for name, v in attacks.items() if not v.valid] == []
+    unexpected = {name: v.detail for name, v in attacks.items() if not re.search(reasons[name], v.detail)}
     assert unexpected == {}
 
 
@@ -137,6 +136,6 @@ def still_running():
 
 
 def test_the_batch_costs_no_more_than_its_time_limits(verdicts):
-    # Every attack that hangs may use its limit once; two run at a time; starting them is what the rest takes.
+    # Every attack that hangs may use its limit once; starting them is what the rest takes.
     hanging = sum("timed out" in v.detail for _, v in verdicts[0]) + verdicts[2]
-    assert verdicts[1] < hanging * (LIMITS.seconds + 1.0) / 2 + 90
+    assert verdicts[1] < hanging * (LIMITS.seconds + 1.0) / WORKERS + 90

@@ -10,36 +10,36 @@ from pathlib import Path
 import pytest
 
 from components.sandbox import probe, seccomp
-from components.sandbox.isolation import Isolation, plain
+from components.sandbox.isolation import Isolation, no_isolation
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, Test, run_programs
+from components.sandbox.pool import Program, run_programs
 from components.sandbox.probe import find_isolation
 from pipeline.core.errors import RunError
 
 LIMITS = Limits(seconds=4.0, memory_mb=192, processes=8, files_mb=4, output_kb=64)
 
 
-def run(way, source, *inputs, function="", limits=LIMITS):
-    tests = tuple(Test(args=tuple(i)) if function else Test(input=i) for i in inputs)
-    return run_programs([Program(source=source, tests=tests, function=function)], way, limits, workers=1)[0]
+def run(isolation, source, *inputs, function="", limits=LIMITS):
+    return run_programs([Program(source=source, inputs=inputs, function=function)], isolation, limits, workers=1)[0]
 
 
-def test_standard_input_to_standard_output(way):
-    results = run(way, "print(sum(map(int, input().split())))", "1 2", "30 4\n", "x")
+def test_standard_input_to_standard_output(isolation):
+    results = run(isolation, "print(sum(map(int, input().split())))", "1 2", "30 4\n", "x")
     assert [(r.out, r.reason[:11]) for r in results] == [("3\n", ""), ("34\n", ""), ("", "exit code 1")]
-    assert results[2].error == "ValueError: invalid literal for int() with base 10: 'x'"
+    assert results[2].reason == "exit code 1: ValueError: invalid literal for int() with base 10: 'x'"
 
 
-def test_functions_and_solutions(way):
+def test_functions_and_solutions(isolation):
     source = "class Solution:\n    def twice(self, x, y=0):\n        return (x, {'k': y})"
-    results = run(way, source, [1, 2], [[3]], function="twice")
+    results = run(isolation, source, [1, 2], [[3]], function="twice")
     assert [r.result for r in results] == ['[1, {"k": 2}]', '[[3], {"k": 0}]']
-    assert run(way, "def f(): return 'ä'", [], function="f")[0].result == '"\\u00e4"'
+    assert run(isolation, "def f(): return 'ä'", [], function="f")[0].result == '"\\u00e4"'
 
 
-def test_what_ordinary_programs_do(way):
+def test_what_ordinary_programs_do(isolation):
     source = """
-import sys, threading, collections, heapq, itertools, math, re, random, decimal, fractions, bisect, functools, string, tempfile, dataclasses
+import sys, threading, collections, heapq, itertools, math, re, random, decimal, fractions, bisect, functools, string
+import tempfile, dataclasses
 sys.setrecursionlimit(20000)
 threading.stack_size(2**25)
 @dataclasses.dataclass
@@ -53,13 +53,13 @@ def main():
         exit()
 threading.Thread(target=main).start()
 """
-    result = run(way, source, "hello")[0]
+    result = run(isolation, source, "hello")[0]
     assert (result.reason, result.out) == ("", "hello P(x=1) True\n")
 
 
-def test_tests_do_not_see_each_other_and_big_inputs_arrive(way):
+def test_tests_do_not_see_each_other_and_big_inputs_arrive(isolation):
     results = run(
-        way,
+        isolation,
         "import builtins, sys\ndata = sys.stdin.read()\nprint(len(data), hasattr(builtins, 'seen'))\nbuiltins.seen = 1",
         "a" * 3_000_000,
         "b",
@@ -67,37 +67,39 @@ def test_tests_do_not_see_each_other_and_big_inputs_arrive(way):
     assert [r.out for r in results] == ["3000000 False\n", "1 False\n"]
 
 
-def test_after_a_time_out_the_other_tests_are_not_run(way):
+def test_after_a_time_out_the_other_tests_are_not_run(isolation):
     limits = Limits(seconds=0.7, memory_mb=192, processes=8, timeouts=2)
     started = time.monotonic()
-    results = run(way, "while input() == 'hang': pass\nprint(1)", *["hang\nhang\n" * 10**5] * 3, "ok", limits=limits)
+    results = run(
+        isolation, "while input() == 'hang': pass\nprint(1)", *["hang\nhang\n" * 10**5] * 3, "ok", limits=limits
+    )
     assert [r.status for r in results] == ["timeout", "timeout", "skipped", "skipped"] or results[0].status == "exit"
     assert time.monotonic() - started < 10
 
 
-def test_a_time_out_is_told_and_what_was_printed_does_not_count(way):
+def test_a_time_out_is_reported_and_what_was_printed_does_not_count(isolation):
     limits = Limits(seconds=0.7, memory_mb=192, processes=8)
-    results = run(way, "print(1, flush=True)\nwhile True: pass", "", "", limits=limits)
+    results = run(isolation, "print(1, flush=True)\nwhile True: pass", "", "", limits=limits)
     assert [(r.status, r.out) for r in results] == [("timeout", ""), ("skipped", "")]
     assert results[0].reason == "timed out after 0.7 s"
     assert results[1].reason == "not run after an earlier time-out"
 
 
-def test_results_keep_their_order(way):
-    programs = [Program(source=f"print({i})", tests=(Test(),)) for i in range(12)]
-    assert [r[0].out for r in run_programs(programs, way, LIMITS, workers=3)] == [f"{i}\n" for i in range(12)]
-    assert run_programs([], way, LIMITS, workers=2) == []
+def test_results_keep_their_order(isolation):
+    programs = [Program(source=f"print({i})", inputs=[""]) for i in range(12)]
+    assert [r[0].out for r in run_programs(programs, isolation, LIMITS, workers=3)] == [f"{i}\n" for i in range(12)]
+    assert run_programs([], isolation, LIMITS, workers=2) == []
 
 
-def test_packages_are_given_read_only(tmp_path, way):
+def test_packages_are_given_read_only(tmp_path, isolation):
     (tmp_path / "given.py").write_text("value = 5")
     source = "import given\nprint(given.value)\nopen(given.__file__, 'a')"
     tmp_path.chmod(0o700)
-    with pytest.raises(RunError, match=r"is closed to other users, as whom programs run; wanted mode 755"):
+    with pytest.raises(RunError, match=r"is closed to other users, as whom programs run, expected mode 755"):
         find_isolation(packages=(str(tmp_path),))
     tmp_path.chmod(0o755)
     result = run(find_isolation(packages=(str(tmp_path),)), source, "")[0]
-    assert "Read-only file system" in result.error or "Permission denied" in result.error
+    assert "Read-only file system" in result.reason or "Permission denied" in result.reason
     assert (tmp_path / "given.py").read_text() == "value = 5"
     with pytest.raises(RunError, match=r"packages: /nowhere is not a folder"):
         find_isolation(packages=("/nowhere",))
@@ -108,10 +110,9 @@ def test_a_host_that_cannot_isolate_is_refused(monkeypatch):
     with pytest.raises(RunError) as error:
         probe.find_isolation.__wrapped__()
     assert str(error.value).startswith(
-        "sandbox: this host cannot isolate generated programs (bubblewrap (bwrap) is not installed); wanted bubblewrap "
-        "with namespaces of "
-        "its own for processes, mounts and network. Install it with `apt-get install bubblewrap`, or set "
-        "allow_unsandboxed: true"
+        "sandbox: this host cannot isolate generated programs (bubblewrap (bwrap) is not installed), expected "
+        "bubblewrap with namespaces of its own for processes, mounts and network. Install it with `apt-get install "
+        "bubblewrap`, or set allow_unsandboxed: true"
     )
 
 
@@ -130,7 +131,7 @@ def test_the_probe_notices_a_missing_isolation():
     from components.sandbox.probe import PROBE
 
     # Run as it is, it would make files for a moment; what it says of a process namespace is enough here.
-    source = PROBE.split("for place in")[0] + "print(json.dumps(found))"
+    source = PROBE.split("for place in")[0] + "print(json.dumps(escapes))"
     said = subprocess.run([sys.executable, "-S", "-c", source], capture_output=True, text=True, check=True).stdout
     assert "it sees the host's processes" in said
 
@@ -138,45 +139,35 @@ def test_the_probe_notices_a_missing_isolation():
 def test_without_isolation_limits_still_hold():
     limits = Limits(seconds=1.0, memory_mb=256, processes=16, output_kb=64)
     programs = ["print(int(input()) + 1)", "while True: pass", "x = bytearray(10**9)", "print('x' * 10**6)"]
-    found = run_programs([Program(source=p, tests=(Test(input="1"),)) for p in programs], plain(), limits, workers=2)
-    assert [r[0].reason for r in found] == [
+    results = run_programs([Program(source=p, inputs=["1"]) for p in programs], no_isolation(), limits, workers=2)
+    assert [r[0].reason for r in results] == [
         "",
         "timed out after 1 s",
         "exit code 1: MemoryError",
         "wrote more than 64 kB",
     ]
-    assert found[0][0].out == "2\n"
+    assert results[0][0].out == "2\n"
 
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
     reason="needs root, to become an ordinary user, and /usr/bin/python3",
 )
-def test_an_ordinary_user_isolates_with_a_user_namespace(way):
+def test_an_ordinary_user_isolates_with_a_user_namespace(isolation):
     root = Path(__file__).resolve().parents[3]
     python = os.path.realpath("/usr/bin/python3")
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from components.sandbox.probe import find_isolation\n"
-        "from components.sandbox.limits import Limits\n"
-        "from components.sandbox.pool import Program, Test, run_programs\n"
-        "way = find_isolation()\n"
-        "print(way.user_namespace, run_programs([Program(source='print(7)', tests=(Test(),))], way, Limits(), "
-        "1)[0][0].out)\n"
-    )
-    command = [
-        shutil.which("setpriv"),
-        "--reuid",
-        "65534",
-        "--regid",
-        "65534",
-        "--clear-groups",
-        python,
-        "-B",
-        "-c",
-        script,
-        str(root),
-    ]
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from components.sandbox.limits import Limits
+from components.sandbox.pool import Program, run_programs
+from components.sandbox.probe import find_isolation
+isolation = find_isolation()
+results = run_programs([Program(source="print(7)", inputs=[""])], isolation, Limits(), workers=1)
+print(isolation.user_namespace, results[0][0].out)
+"""
+    user = [shutil.which("setpriv"), "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    command = [*user, python, "-B", "-c", script, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
     if "cannot isolate" in done.stderr:
         pytest.skip(f"this host gives ordinary users no namespaces: {done.stderr.strip().splitlines()[-1]}")
@@ -193,20 +184,20 @@ def test_filters_of_both_processors():
         seccomp.filter_program("riscv64")
 
 
-def test_impossible_limits_are_told():
-    with pytest.raises(ValueError, match="seconds, files_mb must be above 0"):
+def test_impossible_limits_are_refused():
+    with pytest.raises(ValueError, match="seconds, files_mb: expected numbers > 0"):
         Limits(seconds=0, files_mb=0)
-    with pytest.raises(ValueError, match="memory_mb: found 16; wanted at least 64"):
+    with pytest.raises(ValueError, match=r"expected memory_mb ≥ 64, .* got 16"):
         Limits(memory_mb=16)
-    with pytest.raises(ValueError, match="processes: found 2; wanted at least 4"):
+    with pytest.raises(ValueError, match=r"expected processes ≥ 4, .* got 2"):
         Limits(processes=2)
 
 
 def test_isolation_command_has_no_host_folder_but_the_interpreter():
-    way = Isolation(
+    isolation = Isolation(
         bubblewrap="/usr/bin/bwrap", user_namespace=True, interpreter="/opt/python/bin/python3", packages=()
     )
-    command = way.command(LIMITS, -1)
+    command = isolation.command(LIMITS, -1)
     bound = {command[i + 1] for i, word in enumerate(command) if word == "--ro-bind"}
     assert not any(path.startswith(("/home", "/etc/passwd", "/var", "/proc")) for path in bound)
     assert "--unshare-net" in command

@@ -23,7 +23,7 @@ RIGHT = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 </thought>", "s3 5 - 9 9 \\boxed{ 
 def test_a_problem_by_hand():
     assert chains.solution(PROBLEM) == RIGHT
     assert chains.answer(PROBLEM) == "9"
-    assert chains.prompt_text(PROBLEM) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
+    assert chains.solve_prompt(PROBLEM["question"]) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
     assert chains.true_facts(PROBLEM) == [(7, "*", 4), (2, "+", 3), (5, "-", 9)]
 
 
@@ -51,12 +51,6 @@ def test_a_problem_by_hand():
 )
 def test_first_error_by_hand(thoughts, error):
     assert chains.first_error(PROBLEM, thoughts) == error
-
-
-def test_a_sound_prefix_can_still_be_solved():
-    assert [chains.prefix_is_sound(PROBLEM, RIGHT[:k]) for k in range(4)] == [True] * 4
-    assert not chains.prefix_is_sound(PROBLEM, ["s1 7 * 4 3 </thought>"])
-    assert not chains.prefix_is_sound(PROBLEM, [*RIGHT, "s4 9 + 2 11 </thought>"])
 
 
 def test_split_thoughts_undoes_joining():
@@ -120,16 +114,19 @@ def test_operators_and_modulus_are_settings():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"steps": (3, 13)}, "steps: found [3, 13]; wanted [fewest, most] between 1 and 12."),
-        ({"steps": (4, 5), "hard_facts": (6, 7)}, "hard_facts: found [6, 7]; wanted [fewest, most]"),
-        ({"operators": "+/"}, "operators: found '+/'; wanted some of '+-*'."),
-        ({"hard_after": 1.0}, "hard_after: found 1.0; wanted a share from 0 to below 1"),
-        ({"hard_facts": None, "hard_after": 0.5}, "hard_after: found 0.5"),
-        ({"modulus": 17}, "modulus: found 17; wanted 2 to 13"),
+        ({"steps": (3, 13)}, "steps: expected 1 ≤ fewest ≤ most ≤ 12, got [3, 13]."),
+        (
+            {"steps": (4, 5), "hard_facts": (6, 7)},
+            "hard_facts: expected [fewest, most] with fewest ≤ 4, the fewest steps, got [6, 7].",
+        ),
+        ({"operators": "+/"}, "operators: expected some of '+-*', got '+/'."),
+        ({"hard_after": 1.0}, "hard_after: expected 0 ≤ hard_after < 1, and hard_facts with it, got 1.0"),
+        ({"hard_facts": None, "hard_after": 0.5}, "and hard_facts with it, got 0.5"),
+        ({"modulus": 17}, "expected 2 ≤ modulus ≤ 13, as the shipped model has no numbers above 12, got 17."),
     ],
 )
 def test_impossible_difficulty_is_refused(settings, text):
-    with pytest.raises(ValueError, match=r"found") as error:
+    with pytest.raises(ValueError, match="expected") as error:
         Difficulty(**settings)
     assert text in str(error.value)
 

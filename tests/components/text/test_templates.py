@@ -51,7 +51,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
         problem = chains.generate(0, index, chains.Difficulty(steps=(1, 12), hard_facts=None))
         steps, question = chains.solution(problem), problem["question"]
         for text in (
-            chains.prompt_text(problem),
+            chains.solve_prompt(question),
             templates.localize_prompt(problem, question, steps, tokenizer),
             templates.revise_prompt(problem, question, steps, steps, tokenizer),
             f" {' '.join(steps)}",
@@ -59,7 +59,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
-        assert templates.solve_prompt("chains", question, tokenizer) == chains.prompt_text(problem)
+        assert templates.solve_prompt("chains", question, tokenizer) == chains.solve_prompt(question)
 
 
 def test_thought_prompt_is_raw_text_with_the_instructions():
@@ -91,10 +91,10 @@ def test_plain_and_chat():
     assert templates.solve_prompt("plain", "How many?", None) == "How many?"
     assert templates.solve_prompt("chat", "How many?", ChatTokenizer()).startswith("<user>How many?")
     with pytest.raises(
-        DataError, match=r"template 'chat': the tokenizer has no chat template; .* Set template to 'thought' or 'plain'"
+        DataError, match=r"template 'chat': the tokenizer has no chat template, .* Set template to 'thought' or 'plain'"
     ):
         templates.solve_prompt("chat", "How many?", PlainTokenizer())
-    with pytest.raises(DataError, match=r"template 'chian' does not exist; .* Did you mean 'chain"):
+    with pytest.raises(DataError, match=r"expected a template of chains, .*, got 'chian'. Did you mean 'chain"):
         templates.solve_prompt("chian", "How many?", None)
 
 
@@ -109,4 +109,4 @@ def test_plain_and_chat():
     ],
 )
 def test_extract_answer(text, answer):
-    assert templates.extract_answer("chains", text) == answer
+    assert templates.extract_answer(text) == answer

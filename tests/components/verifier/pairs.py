@@ -8,12 +8,12 @@ import sympy
 
 def hand_made():
     """[(reference, answer, equal)] of the table."""
-    found = []
+    pairs = []
     for line in (Path(__file__).parent / "pairs.txt").read_text(encoding="utf-8").splitlines():
         if line[:2] in ("= ", "! "):
             gold, _, answer = line[2:].partition(" ;; ")
-            found.append((gold, answer, line[0] == "="))
-    return found
+            pairs.append((gold, answer, line[0] == "="))
+    return pairs
 
 
 def generated(count=25, seed=0):

@@ -1,4 +1,4 @@
-"""Programs judged by tests, and the comparison of outputs."""
+"""Programs verified by tests, and the comparison of outputs."""
 
 import itertools
 import json
@@ -8,8 +8,8 @@ import pytest
 
 from components.sandbox.isolation import INSTALL
 from components.sandbox.limits import Limits
+from components.text.code_tests import extract_code, read_tests, same_output, same_value
 from components.verifier.code import Code
-from components.verifier.code_tests import extract_code, read_tests, same_output, same_value
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_outputs_are_compared_by_line_and_number():
     assert same_output("0.30000000000000004", "0.3", 1e-6)
     assert not same_output("0.30000000000000004", "0.3", 0.0)
     assert same_output("1e3 YES", "1000 YES", 0.0)
-    for found in ("1 2", "2\n1", "", "1", "1\n2\n3", "１\n2", "1_0", "nan", "inf", "sNaN", "1\n2" + "0" * 5000):
-        assert not same_output(found, "1\n2", 1e-6)
+    for value in ("1 2", "2\n1", "", "1", "1\n2\n3", "１\n2", "1_0", "nan", "inf", "sNaN", "1\n2" + "0" * 5000):
+        assert not same_output(value, "1\n2", 1e-6)
     assert not same_output("nan", "nan ", 0.0) or same_output("nan", "nan", 0.0)
     assert not same_output("1" * 5000, "2", 1e-6)
 
@@ -114,7 +114,7 @@ def test_outputs_are_compared_by_line_and_number():
 def test_values_are_compared_by_type():
     assert same_value("[1, 2.0000000001]", [1, 2.0], 1e-6)
     assert same_value('{"a": [1]}', {"a": (1,)}, 0.0)
-    for found, wanted in (
+    for value, expected in (
         ("true", 1),
         ("1", True),
         ("1.0000001", 1),
@@ -124,16 +124,16 @@ def test_values_are_compared_by_type():
         ("NaN", 1.0),
         ("x", 1),
     ):
-        assert not same_value(found, wanted, 1e-6)
+        assert not same_value(value, expected, 1e-6)
 
 
 def test_tests_as_lines_of_a_list():
-    found = read_tests({"tests": [{"input": ["1", "2"], "output": ["3"]}]}, "all")
-    assert found.tests[0].input == "1\n2"
+    value = read_tests({"tests": [{"input": ["1", "2"], "output": ["3"]}]}, "all")
+    assert value.tests[0].input == "1\n2"
 
 
-def test_impossible_settings_are_told():
-    with pytest.raises(ValueError, match="max_tests must be 0 or more, workers 0 to 64"):
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="expected max_tests ≥ 0 and 0 ≤ workers ≤ 64, got 0 and 65"):
         Code.Config(workers=65)
-    with pytest.raises(ValueError, match="tolerance: found 2; wanted 0 to 1"):
+    with pytest.raises(ValueError, match="expected 0 ≤ tolerance < 1, got 2"):
         Code.Config(tolerance=2)

@@ -1,10 +1,27 @@
-"""Weighted sums of verifiers, with format and length."""
+"""Weighted sums of verifiers, with formats and a length."""
 
 import pytest
 
 from components.verifier.composite import Composite
+from components.verifier.exact import Exact
 from pipeline.core.errors import ConfigError
 from pipeline.core.settings import build_config
+
+
+class NoVerifier(Exact):
+    """A component that is no verifier."""
+
+    def run(self):
+        return None
+
+
+def format_part(pattern, weight):
+    return {
+        "use": "verifier.regex",
+        "weight": weight,
+        "decides": False,
+        "config": {"pattern": pattern, "compare": False},
+    }
 
 
 def start(toolbox, **values):
@@ -18,14 +35,9 @@ def test_terms_add_up(toolbox):
         toolbox,
         parts=[
             {"use": "verifier.exact", "weight": 1.0},
-            {
-                "use": "verifier.regex",
-                "weight": 0.5,
-                "decides": False,
-                "config": {"pattern": "because", "compare": False},
-            },
+            format_part("because", 0.5),
+            format_part(r"\A<t>.*</t>", 0.25),
         ],
-        format={"pattern": r"\A<t>.*</t>", "weight": 0.25},
         length={"max_tokens": 40, "buffer": 20, "weight": 2.0},
     )
     texts = ["<t>because</t> \\boxed{7}", "\\boxed{7}", "\\boxed{8}", "x" * 30, "\\boxed{7}"]
@@ -35,33 +47,19 @@ def test_terms_add_up(toolbox):
     assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25 - 0.4, 1, 0, -1, 0])
     assert rewards.correct.tolist() == [True, True, False, False, False]
     assert rewards.valid.tolist() == [True] * 4 + [False]
-    assert (
-        rewards.detail[2]
-        == "exact: answered '8'; regex: the pattern does not match the response; format: the pattern does not match"
-    )
+    unmatched = "regex: the pattern does not match the response"
+    assert rewards.detail[2] == f"exact: answered '8'; {unmatched}; {unmatched}"
     assert rewards.detail[3].endswith("length: -1")
     assert rewards.detail[4].startswith("exact: the prompt has no reference answer")
     node.close()
 
 
-def test_mistakes_are_told(toolbox):
+def test_mistakes_are_reported(toolbox):
     _, problems = build_config(Composite.Config, {"parts": [{"use": "verifier.exact", "decides": False}]}, "verifier")
-    assert problems == [
-        "verifier: parts: no verifier decides what is correct; wanted at least one part with decides: true."
-    ]
+    assert problems == ["verifier: parts: expected at least one part with decides: true, got none."]
     with pytest.raises(
         ConfigError, match=r"parts\[0\]\.config\.ignore_cas: unknown setting\. Did you mean 'ignore_case'"
     ):
         start(toolbox, parts=[{"use": "verifier.exact", "config": {"ignore_cas": True}}])
     with pytest.raises(ConfigError, match="returns no verifier; choose one"):
         start(toolbox, parts=[{"use": "tests.components.verifier.test_composite:NoVerifier"}]).run()
-
-
-from components.verifier.exact import Exact
-
-
-class NoVerifier(Exact):
-    """A component that is no verifier."""
-
-    def run(self):
-        return None

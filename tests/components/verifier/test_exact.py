@@ -3,7 +3,7 @@
 from components.verifier.exact import Exact, normalise
 
 
-def _judge(toolbox, texts, answers, **settings):
+def _verify(toolbox, texts, answers, **settings):
     prompts = toolbox.prompts(["p"] * len(texts), answers=answers)
     return (
         toolbox.start(Exact, **settings)
@@ -14,26 +14,26 @@ def _judge(toolbox, texts, answers, **settings):
 
 def test_last_box_counts_and_white_space_does_not(toolbox):
     texts = ["\\boxed{3} no, \\boxed{ 7 }", "\\boxed{7} no, \\boxed{3}", "seven", "\\boxed{7.0}"]
-    rewards = _judge(toolbox, texts, ["7"] * 4)
+    rewards = _verify(toolbox, texts, ["7"] * 4)
     assert rewards.correct.tolist() == [True, False, False, False]
     assert rewards.detail == ["", "answered '3'", "no answer in the response", "answered '7.0'"]
     assert rewards.valid.tolist() == [True] * 4
 
 
 def test_case(toolbox):
-    assert _judge(toolbox, ["\\boxed{YES.}"], ["yes"]).correct.tolist() == [True]
-    assert _judge(toolbox, ["\\boxed{YES}"], ["yes"], ignore_case=False).correct.tolist() == [False]
+    assert _verify(toolbox, ["\\boxed{YES.}"], ["yes"]).correct.tolist() == [True]
+    assert _verify(toolbox, ["\\boxed{YES}"], ["yes"], ignore_case=False).correct.tolist() == [False]
     assert normalise(" a  B ", ignore_case=False) == "a B"
 
 
 def test_a_prompt_without_reference_is_invalid_and_alone_in_that(toolbox):
-    rewards = _judge(toolbox, ["\\boxed{1}", "\\boxed{1}"], ["", "1"])
+    rewards = _verify(toolbox, ["\\boxed{1}", "\\boxed{1}"], ["", "1"])
     assert rewards.valid.tolist() == [False, True]
     assert rewards.correct.tolist() == [False, True]
     assert rewards.detail[0] == "the prompt has no reference answer"
 
 
-def test_the_judge_is_one_object_and_takes_empty_batches(toolbox):
+def test_the_verifier_is_one_object_and_takes_empty_batches(toolbox):
     node = toolbox.start(Exact)
     assert node.run().verifier is node.run().verifier
     assert len(node.run().verifier.verify(toolbox.prompts([]), toolbox.trajectories([]))) == 0

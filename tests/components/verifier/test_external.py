@@ -41,16 +41,16 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.requests, found.script, found.lock = [], [], threading.Lock()
-    threading.Thread(target=found.serve_forever, daemon=True).start()
-    found.url = f"http://127.0.0.1:{found.server_port}/judge"
-    yield found
-    found.shutdown()
-    found.server_close()
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.requests, http.script, http.lock = [], [], threading.Lock()
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    http.url = f"http://127.0.0.1:{http.server_port}/verify"
+    yield http
+    http.shutdown()
+    http.server_close()
 
 
-def ask(toolbox, server, texts, node=None, **settings):
+def verify(toolbox, server, texts, node=None, **settings):
     node = node or toolbox.start(External, url=server.url, **{"wait": 0.01, **settings})
     prompts = toolbox.prompts(["p"] * len(texts), answers=["1"] * len(texts))
     rewards = node.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
@@ -59,30 +59,30 @@ def ask(toolbox, server, texts, node=None, **settings):
 
 def test_batches_keep_their_order(toolbox, server):
     texts = [f"\\boxed{{{i % 3}}} {i}" for i in range(20)]
-    rewards, node = ask(toolbox, server, texts, batch=3, concurrency=4, headers={"Authorization": "key"})
+    rewards, node = verify(toolbox, server, texts, batch=3, concurrency=4, headers={"Authorization": "key"})
     assert rewards.correct.tolist() == [i % 3 == 1 for i in range(20)]
     assert rewards.detail == ["seen"] * 20
     assert sorted(len(body["items"]) for body, _ in server.requests) == [2] + [3] * 6
     assert {key for _, key in server.requests} == {"key"}
-    ask(toolbox, server, texts, node)
+    verify(toolbox, server, texts, node)
     assert len(server.requests) == 7  # remembered
     node.close()
 
 
 def test_failures_that_pass_are_tried_again(toolbox, server):
     server.script = ["busy", "busy"]
-    rewards, node = ask(toolbox, server, ["\\boxed{1}"])
+    rewards, node = verify(toolbox, server, ["\\boxed{1}"])
     assert rewards.correct.tolist() == [True]
     assert len(server.requests) == 3
     node.close()
 
 
-def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, server):
+def test_failures_that_stay_are_reported_and_requested_again_the_next_time(toolbox, server):
     server.script = ["busy", "busy"]
-    rewards, node = ask(toolbox, server, ["\\boxed{1}"], retries=1)
+    rewards, node = verify(toolbox, server, ["\\boxed{1}"], retries=1)
     assert rewards.valid.tolist() == [False]
     assert rewards.detail == [f"{server.url}: HTTP 503 busy"]
-    rewards, _ = ask(toolbox, server, ["\\boxed{1}"], node)
+    rewards, _ = verify(toolbox, server, ["\\boxed{1}"], node)
     assert rewards.correct.tolist() == [True]
     node.run()
     assert node.context.metrics["failures"] == 1
@@ -94,12 +94,12 @@ def test_failures_that_stay_are_told_and_asked_again_the_next_time(toolbox, serv
     [
         ("refuse", "HTTP 400 busy"),
         ("short", "0 results for 1 items"),
-        ("nonsense", "the reply is not JSON with 'results'"),
+        ("nonsense", "the response is not JSON with 'results'"),
     ],
 )
 def test_replies_that_cannot_be_used(toolbox, server, how, detail):
     server.script = [how]
-    rewards, node = ask(toolbox, server, ["\\boxed{1}"])
+    rewards, node = verify(toolbox, server, ["\\boxed{1}"])
     assert rewards.detail == [f"{server.url}: {detail}"]
     assert len(server.requests) == 1
     node.close()
@@ -107,7 +107,7 @@ def test_replies_that_cannot_be_used(toolbox, server, how, detail):
 
 def test_values_that_are_no_numbers_cost_their_row_alone(toolbox, server):
     server.script = ["values"]
-    rewards, node = ask(toolbox, server, [f"\\boxed{{1}} {i}" for i in range(4)])
+    rewards, node = verify(toolbox, server, [f"\\boxed{{1}} {i}" for i in range(4)])
     assert rewards.valid.tolist() == [False, False, False, True]
     assert rewards.value.tolist() == [0, 0, 0, 0.5]
     node.close()
@@ -115,15 +115,15 @@ def test_values_that_are_no_numbers_cost_their_row_alone(toolbox, server):
 
 def test_a_server_that_hangs_or_is_not_there(toolbox, server):
     server.script = ["hang"]
-    rewards, node = ask(toolbox, server, ["\\boxed{1}"], seconds=0.3, retries=0)
-    assert rewards.detail == [f"no answer from {server.url} in 0.3 s"]
+    rewards, node = verify(toolbox, server, ["\\boxed{1}"], seconds=0.3, retries=0)
+    assert rewards.detail == [f"no response from {server.url} in 0.3 s"]
     node.close()
-    node = toolbox.start(External, url="http://127.0.0.1:9/judge", retries=1, wait=0.01)
-    rewards, _ = ask(toolbox, server, ["\\boxed{1}"], node)
-    assert "http://127.0.0.1:9/judge" in rewards.detail[0]
+    node = toolbox.start(External, url="http://127.0.0.1:9/verify", retries=1, wait=0.01)
+    rewards, _ = verify(toolbox, server, ["\\boxed{1}"], node)
+    assert "http://127.0.0.1:9/verify" in rewards.detail[0]
     node.close()
 
 
-def test_a_url_is_wanted():
-    with pytest.raises(ValueError, match="url: found 'judge'; wanted http"):
-        External.Config(url="judge")
+def test_a_url_is_required():
+    with pytest.raises(ValueError, match=r"url: expected http.*got 'verify'"):
+        External.Config(url="verify")

@@ -1,15 +1,18 @@
 """math-verify behind a hard time limit: equalities, hangs, crashes."""
 
+import os
+import signal
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from components.verifier.base import Item
-from components.verifier.math import Math, MathVerifier
-from components.verifier.workers import WorkerPool
+from components.verifier.math import Math
+from components.verifier.worker_pool import WorkerPool
 from pipeline.core.errors import RunError
 
 FAKE = """
@@ -38,12 +41,19 @@ def fake_pool(tmp_path):
     pool.close()
 
 
+@pytest.fixture
+def fake_math(toolbox, fake_pool):
+    component = toolbox.start(Math)
+    component.pool = fake_pool
+    return component
+
+
 def _items(*answers, gold="1"):
     return [Item(text=f"so \\boxed{{{a}}}", answer=gold, metadata={"template": "plain"}) for a in answers]
 
 
-def test_one_bad_item_leaves_the_others_alone(fake_pool):
-    verifier = MathVerifier(fake_pool)
+def test_one_bad_item_leaves_the_others_alone(fake_math, fake_pool):
+    verifier = fake_math
     started = time.monotonic()
     verdicts = verifier.verdicts(_items("r1", "hang", "w1", "die", "raise", "r2", "hang", "w2"))
     assert time.monotonic() - started < 10
@@ -66,22 +76,23 @@ def test_workers_are_shared_out_and_closed(fake_pool):
 
 
 def test_a_worker_that_ends_between_batches_costs_nothing(fake_pool):
-    fake_pool.run([{"answer": "r"}] * 4)
-    for worker in fake_pool._workers:
-        worker.process.kill()
-        worker.process.wait()
+    pids = {reply["pid"] for reply in fake_pool.run([{"answer": "r"}] * 4)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    while any(Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" for pid in pids):
+        time.sleep(0.01)
     assert [r.get("correct", r) for r in fake_pool.run([{"answer": "r"}] * 4)] == [True] * 4
 
 
-def test_a_worker_that_cannot_start_is_told(tmp_path):
+def test_a_worker_that_cannot_start_is_reported(tmp_path):
     pool = WorkerPool([sys.executable, str(tmp_path / "missing.py")], workers=1, seconds=1)
     with pytest.raises(RunError, match="a verification worker did not start \\(the worker ended with exit code 2\\)"):
         pool.run([{"answer": "r"}])
 
 
 @pytest.fixture(scope="module")
-def node():
-    component = Math(Math.Config(workers=1, seconds=20, cpu_seconds=10))
+def node(toolbox):
+    component = toolbox.start(Math, workers=1, seconds=20.0, cpu_seconds=10.0)
     yield component
     component.close()
 
@@ -123,20 +134,20 @@ def test_threads_of_torch_do_not_disturb_the_workers(toolbox, node):
         torch.set_num_threads(1)
 
 
-def test_the_same_row_is_judged_once(toolbox, fake_pool):
-    verifier, prompts = MathVerifier(fake_pool), toolbox.prompts(["p", "q"], answers=["1", "2"])
+def test_the_same_row_is_verified_once(toolbox, fake_math, fake_pool):
+    prompts = toolbox.prompts(["p", "q"], answers=["1", "2"])
     trajectories = toolbox.trajectories(
         ["\\boxed{r}", "\\boxed{r}", "\\boxed{r}"], prompt_uid=torch.tensor([100, 101, 100])
     )
     sent = []
     original, fake_pool.run = fake_pool.run, lambda requests: (sent.extend(requests), original(requests))[1]
-    first, second = (verifier.verify(prompts, trajectories) for _ in range(2))
+    first, second = (fake_math.verify(prompts, trajectories) for _ in range(2))
     assert len(sent) == 2
     assert first.correct.tolist() == second.correct.tolist() == [True] * 3
 
 
-def test_impossible_limits_are_told():
-    with pytest.raises(ValueError, match="seconds, cpu_seconds and memory_gb must be above 0"):
+def test_impossible_limits_are_refused():
+    with pytest.raises(ValueError, match="expected seconds, cpu_seconds and memory_gb > 0"):
         Math.Config(seconds=0)
 
 
@@ -152,12 +163,14 @@ def test_labelled_pairs(toolbox, node):
         prompts = toolbox.prompts(["p"] * len(pairs), answers=[gold for gold, *_ in pairs])
         trajectories = toolbox.trajectories([f"\\boxed{{{answer}}}" for _, answer, _ in pairs], prompt_uid=prompts.uid)
         correct = node.run().verifier.verify(prompts, trajectories).correct.tolist()
-        wrong = [(gold, answer) for (gold, answer, equal), found in zip(pairs, correct, strict=True) if found != equal]
+        wrong = [
+            (gold, answer) for (gold, answer, equal), verdict in zip(pairs, correct, strict=True) if verdict != equal
+        ]
         assert 1 - len(wrong) / len(pairs) >= 0.99, wrong
 
 
 def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
-    component = Math(Math.Config(workers=1, seconds=60.0, cpu_seconds=0.3, memory_gb=2))
+    component = toolbox.start(Math, workers=1, seconds=60.0, cpu_seconds=0.3, memory_gb=2.0)
     try:
         verifier = component.run().verifier
         answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
@@ -189,18 +202,16 @@ def test_what_cannot_be_read_is_compared_as_text_and_counted(toolbox, node):
     assert node.context.metrics["text_only"] == node.run().verifier.text_only
 
 
-def test_free_form_answers(toolbox):
-    component = Math(Math.Config(workers=1, free_form=True, seconds=20, cpu_seconds=10))
-    try:
-        texts = [
-            "The answer is $x = \\frac{1}{2}$.",
-            "so we get 3 and 0.5",
-            "I do not know",
-            "no \\boxed{2}, the answer is 0.5",
-        ]
-        prompts = toolbox.prompts(["p"] * 4, answers=["1/2"] * 4)
-        rewards = component.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
-        assert rewards.correct.tolist() == [True, True, False, False]
-        assert rewards.detail[2] == "no answer in the response"
-    finally:
-        component.close()
+def test_free_form_answers(toolbox, node):
+    component = toolbox.start(Math, free_form=True)
+    component.pool = node.pool  # its worker runs already
+    texts = [
+        "The answer is $x = \\frac{1}{2}$.",
+        "so we get 3 and 0.5",
+        "I do not know",
+        "no \\boxed{2}, the answer is 0.5",
+    ]
+    prompts = toolbox.prompts(["p"] * 4, answers=["1/2"] * 4)
+    rewards = component.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
+    assert rewards.correct.tolist() == [True, True, False, False]
+    assert rewards.detail[2] == "no answer in the response"

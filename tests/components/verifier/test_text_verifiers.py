@@ -50,9 +50,7 @@ def test_texts_of_choices(toolbox):
     assert rewards.detail[2:] == ["answered 'A'", "answered 'E', of 2 choices"]
     rewards = verify(toolbox, Choice, ["\\boxed{B}", "\\boxed{B}"], ["", "Berlin"])
     assert rewards.valid.tolist() == [False, False]
-    assert (
-        rewards.detail[1] == "the reference 'Berlin' names no choice; wanted a letter or the text of one of its choices"
-    )
+    assert rewards.detail[1] == "the reference 'Berlin' names no choice, expected a letter or the text of a choice"
 
 
 def test_yes_and_no(toolbox):
@@ -92,7 +90,7 @@ def test_a_pattern_that_backtracks_is_cut_off(toolbox):
     assert rewards.detail[0] in ("the pattern took more than 0.3 s", "the pattern does not match the response")
 
 
-def test_a_wrong_pattern_is_told():
+def test_a_wrong_pattern_is_refused():
     with pytest.raises(ValueError, match=r"pattern '\(' is not a regular expression"):
         Regex.Config(pattern="(")
     with pytest.raises(ValueError, match="pattern is empty"):

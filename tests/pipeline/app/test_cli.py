@@ -323,7 +323,7 @@ def test_overlap_gives_the_same_bits(tmp_path: Path) -> None:
     [
         (
             ["data.train.source=file", "data.train.path=/nowhere/problems.jsonl"],
-            ["/nowhere/problems.jsonl", "not found"],
+            ["/nowhere/problems.jsonl", "does not exist"],
         ),
         (["model.path=/nowhere"], ["/nowhere"]),
         (["model.path={empty}"], ["{empty}", "tokenizer"]),

@@ -96,7 +96,7 @@ def requests(pair):
     """Six problems, four rows each."""
     problems = [chains.generate(0, i, chains.Difficulty(hard_facts=None), "validation") for i in range(6)]
     prompts = [
-        pair.sglang.tokenizer.encode(chains.prompt_text(p), add_special_tokens=False)
+        pair.sglang.tokenizer.encode(chains.solve_prompt(p["question"]), add_special_tokens=False)
         for p in problems
         for _ in range(4)
     ]

@@ -1,4 +1,4 @@
-"""Tests of programming problems as LiveCodeBench stores them: JSON text, or JSON text pickled, compressed and written in base 64.
+"""Tests of programming problems as LiveCodeBench stores them: JSON, maybe pickled, compressed and in base 64.
 
 A pickle can run any code when it is loaded, so none is: its opcodes are checked against the few that make text, lists
 and dictionaries, and only then are they followed, without any way to look up a class.
@@ -45,9 +45,7 @@ def plain_unpickle(data: bytes) -> Any:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if not _HARMLESS.fullmatch(opcode.name) or ("PUT" in opcode.name and int(argument or 0) > _MAX_MEMO):
-                raise ValueError(
-                    f"a pickle with the instruction {opcode.name}; wanted text, lists and dictionaries alone"
-                )
+                raise ValueError(f"a pickle with the instruction {opcode.name}, expected text, lists and dictionaries")
         return _PlainUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a broken pickle ({error})") from None
@@ -71,35 +69,35 @@ def unpack_tests(text: str) -> Any:
         raise ValueError(f"more than {MAX_BYTES >> 20} MiB when unpacked")
     if not unpacker.eof:
         raise ValueError("cut short")
-    found = plain_unpickle(data)
-    return json.loads(found) if isinstance(found, str) else found
+    tests = plain_unpickle(data)
+    return json.loads(tests) if isinstance(tests, str) else tests
 
 
-def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str] | str:
-    """(tests, name of the function or "" for standard input) of a row, or a sentence saying why there are none.
+def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """(tests, name of the function or "" for standard input) of a row.
 
     Public tests come first; each is {"input", "output", "public"}, as `verifier.code` reads them.
+
+    Raises:
+        ValueError: there are none, or they cannot be read; the text says why.
     """
     tests: list[dict[str, Any]] = []
     for column, public in (("public_test_cases", True), ("private_test_cases", False)):
-        found = row.get(column)
+        cell = row.get(column)
         try:
-            found = unpack_tests(found) if isinstance(found, str) else found
+            column_tests = unpack_tests(cell) if isinstance(cell, str) else cell
         except (ValueError, RecursionError) as error:
-            return f"{column}: {error}"
-        for test in found or ():
-            if (
-                not isinstance(test, dict)
-                or not isinstance(test.get("input"), str)
-                or not isinstance(test.get("output"), str)
-            ):
-                return f"{column}: a test without text as input and output"
+            raise ValueError(f"{column}: {error}") from None
+        for test in column_tests or ():
+            values = (test.get("input"), test.get("output")) if isinstance(test, dict) else ()
+            if not values or not all(isinstance(value, str) for value in values):
+                raise ValueError(f"{column}: a test without text as input and output")
             tests.append({"input": test["input"], "output": test["output"], "public": public})
     if not tests:
-        return "no tests"
+        raise ValueError("no tests")
     try:
         notes = row.get("metadata")
         notes = json.loads(notes) if isinstance(notes, str) and notes.strip() else notes
     except ValueError as error:
-        return f"metadata: not JSON ({error})"
+        raise ValueError(f"metadata: not JSON ({error})") from None
     return tests, str((notes.get("func_name") if isinstance(notes, dict) else "") or "")

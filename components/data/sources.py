@@ -1,4 +1,4 @@
-"""Where problems come from: one data section of the configuration, checked."""
+"""One data section of the configuration: where problems come from, and which columns hold what. Checked here."""
 
 from __future__ import annotations
 
@@ -11,55 +11,50 @@ from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.settings import build_config
 
 JOINED = "joined."
+LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join:
-    """A second dataset whose columns are added to each row, under names that begin with "joined."."""
+class HubDataset:
+    """A dataset of the Hugging Face hub, or a local copy of it."""
 
-    name: str = ""
-    """hub: dataset name, 'owner/name'"""
-    subset: str = ""
-    """hub: configuration of the dataset, empty for its default"""
-    revision: str | None = None
-    """hub: branch, tag or commit"""
-    split: str = "train"
-    """hub or folder: split"""
-    files: tuple[str, ...] = ()
-    """hub: files of the repository to read in place of a split"""
-    path: str = ""
-    """local copy in place of the hub"""
-    row: str = ""
-    """column of the first dataset that holds the number of the row (from 0) in this one"""
-
-    def __post_init__(self) -> None:
-        if not self.row or not (self.name or self.path):
-            raise ValueError("found no row, or neither name nor path; wanted {name: OWNER/NAME, row: COLUMN}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """One entry of the data section, such as data.train. Columns may be dotted: details.level is the field level of details."""
-
-    source: Literal["chains", "file", "hub"] = "chains"
-    """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
-    path: str = ""
-    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in
-    its place"""
     name: str = ""
     """hub: dataset name, 'owner/name'"""
     subset: str = ""
     """hub: configuration of the dataset, empty for its default"""
     revision: str | None = None
     """hub: branch, tag or commit; a commit makes a run repeatable, and `creditgraph data check` prints it"""
+    split: str = "train"
+    """hub: split, maybe a slice such as train[:90%]; folders: split; chains: train, validation or eval (no problem is
+    in two of them)"""
     files: tuple[str, ...] = ()
     """hub: files of the repository to read in place of a split, for repositories whose loading script is no longer
     run"""
+    path: str = ""
+    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in
+    its place"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(HubDataset):
+    """A second dataset whose columns are added to each row, under names that begin with "joined."."""
+
+    row: str = ""
+    """column of the first dataset that holds the number of the row (from 0) in this one"""
+
+    def __post_init__(self) -> None:
+        if not self.row or not (self.name or self.path):
+            raise ValueError("expected {name: OWNER/NAME, row: COLUMN}, got no row, or neither name nor path.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(HubDataset):
+    """One entry of the data section, such as data.train. Columns may be dotted: details.level is a field of details."""
+
+    source: Literal["chains", "file", "hub"] = "chains"
+    """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
     streaming: bool = False
     """hub: read rows over the network as they are needed in place of downloading the dataset first"""
-    split: str = "train"
-    """chains: train, validation or eval (no problem is in two of them); hub: split, maybe a slice such as train[:90%];
-    folders: split"""
     question: str = "question"
     """column with the problem text"""
     choices: str = ""
@@ -67,9 +62,9 @@ class Source:
     starter_code: str = ""
     """column with code that a program must begin with, shown under the question; may be empty in some rows"""
     answer: str = "answer"
-    """column with the reference answer; empty: there is none (programs, judged by their tests)"""
+    """column with the reference answer; empty: there is none (programs, verified by their tests)"""
     answer_boxed: bool = False
-    """the answer column holds a worked solution; the answer is what stands in its last \\boxed{}"""
+    """the answer column holds a worked solution; the answer is the content of its last \\boxed{}"""
     answer_after: str = ""
     """the answer column holds a worked solution; the answer is what follows the last of these characters, up to the end
     of the line"""
@@ -79,7 +74,7 @@ class Source:
     """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores
     them"""
     verifier: str = ""
-    """component that can judge these answers; `creditgraph data check` asks it, and a run sets it by verifier.use"""
+    """component that verifies such answers; `creditgraph data check` runs it, and a run sets it by verifier.use"""
     template: str = ""
     """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task,
     otherwise thought"""
@@ -91,9 +86,6 @@ class Source:
     """keeps only rows whose column (left) has this value, or one of these values (right), compared as text"""
     max_answer: int = 10000
     """characters of the longest answer taken; longer ones are rejected; 0 takes all"""
-    script: Literal["", "latin"] = ""
-    """latin: rejects questions with more than a tenth of their letters in another script; Greek counts as
-    mathematics"""
     size: int = 0
     """most rows to take, from the front; 0 takes all (chains: 2000)"""
     seed: int = 0
@@ -103,40 +95,38 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.source == "file" and not self.path:
-            raise ValueError("source 'file' without a path; wanted path: FILE.")
+            raise ValueError("source 'file' has no path; set path: FILE.")
         if self.source == "hub" and not self.name:
-            raise ValueError("source 'hub' without a name; wanted name: OWNER/NAME.")
+            raise ValueError("source 'hub' has no name; set name: OWNER/NAME.")
         if self.size < 0 or self.max_answer < 0:
-            raise ValueError(
-                f"size and max_answer: found {min(self.size, self.max_answer)}; wanted 0 (all) or a positive number."
-            )
+            raise ValueError(f"expected size and max_answer ≥ 0 (0: all), got {self.size} and {self.max_answer}.")
         if self.answer_boxed and self.answer_after:
-            raise ValueError("answer_boxed and answer_after: found both; wanted one place where the answer stands.")
+            raise ValueError("expected answer_boxed or answer_after, got both.")
         if self.template and self.template not in TEMPLATES:
-            raise ValueError(f"template: found '{self.template}'.{did_you_mean(self.template, TEMPLATES)}")
+            raise ValueError(f"unknown template '{self.template}'.{did_you_mean(self.template, TEMPLATES)}")
 
     @property
     def place(self) -> str:
-        """What error texts call it."""
-        return {"chains": "the embedded task", "file": self.path, "hub": self.path or f"dataset '{self.name}'"}[
-            self.source
-        ]
+        """How error texts name it."""
+        if self.source == "chains":
+            return "the embedded task"
+        return self.path or f"dataset '{self.name}'"
 
     @property
     def columns(self) -> list[str]:
         """Columns of the source that are read, without those of the joined dataset; dotted as they are written."""
-        further = [*self.metadata.values(), *self.keep, self.choices, self.starter_code]
-        found = [
-            self.question,
-            self.answer,
-            *further,
-            *(LIVECODEBENCH if self.tests else ()),
-            self.join.row if self.join else "",
-        ]
-        return list(dict.fromkeys(c for c in found if c and not c.startswith(JOINED)))
+        columns = [self.question, self.answer, *self.metadata.values(), *self.keep, self.choices, self.starter_code]
+        if self.tests:
+            columns += LIVECODEBENCH
+        if self.join:
+            columns.append(self.join.row)
+        return list(dict.fromkeys(c for c in columns if c and not c.startswith(JOINED)))
 
-
-LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")
+    @property
+    def joined_columns(self) -> list[str]:
+        """Columns that are read of the joined dataset, by their names there."""
+        columns = [self.question, self.answer, self.choices, self.starter_code, *self.metadata.values()]
+        return list(dict.fromkeys(c.removeprefix(JOINED) for c in columns if c.startswith(JOINED)))
 
 
 def parse_source(entry: dict[str, Any], place: str) -> Source:

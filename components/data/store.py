@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,9 +31,10 @@ class Row:
 
 
 class RowStore(Sequence[Row]):
-    """Rows in the order they were appended. Beyond 16 MiB they lie in a file without a name, which ends with the process.
+    """Rows in the order they were appended. Beyond 16 MiB they are in a file without a name.
 
-    Eight bytes per row stay in memory, so a million rows cost 8 MB however long their texts are.
+    The file ends with the process. Eight bytes per row stay in memory, so a million rows cost 8 MB however long their
+    texts are.
 
     Args:
         folder: where the file goes; the system's folder for temporary files when None.
@@ -73,6 +74,3 @@ class RowStore(Sequence[Row]):
             self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass")
         )
         return Row(text=text, answer=answer, metadata=metadata)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))

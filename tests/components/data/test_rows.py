@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from components.prompts.dataset import load_rows
+from components.data.loading import load_data
 from pipeline.core.component import Context
 from pipeline.core.errors import DataError
 
@@ -13,8 +13,8 @@ def load(tmp_path, toolbox, rows, **entry):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     context = Context()
-    found = load_rows({"source": "file", "path": str(path), "template": "plain", **entry}, context, toolbox.tokenizer())
-    return found, context
+    settings = {"source": "file", "path": str(path), "template": "plain", **entry}
+    return load_data(settings, context, toolbox.tokenizer()).rows, context
 
 
 def test_tests_and_choices_reach_the_verifier(tmp_path, toolbox):
@@ -42,6 +42,6 @@ def test_truth_values_become_words_and_numbers_text(tmp_path, toolbox):
     assert [row.answer for row in rows] == ["yes", "no", "4"]
 
 
-def test_a_missing_column_is_told(tmp_path, toolbox):
-    with pytest.raises(DataError, match=r"has no column 'test'; found question, tests\. Did you mean 'tests'"):
+def test_a_missing_column_is_reported(tmp_path, toolbox):
+    with pytest.raises(DataError, match=r"has no column 'test'; it has question, tests\. Did you mean 'tests'"):
         load(tmp_path, toolbox, [{"question": "q", "tests": []}], answer="", metadata={"tests": "test"})

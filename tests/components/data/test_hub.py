@@ -1,4 +1,4 @@
-"""Hub datasets by the real code of `datasets`, behind a stand-in for the network; failures as sentences."""
+"""Hub datasets by the real code of `datasets`, with a fake network; failures as sentences."""
 
 import builtins
 import json
@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from components.prompts.loading import load_problems
+from components.data.loading import load_data
 from pipeline.core.component import Context
 from pipeline.core.errors import DataError
 
@@ -37,27 +37,28 @@ def hub(monkeypatch, tmp_path):
 
 def load(toolbox, **entry):
     settings = {"source": "hub", "name": "a/b", "template": "plain", **entry}
-    return load_problems(settings, Context(), toolbox.tokenizer(), place="data.train", room=1000)
+    return load_data(settings, Context(), toolbox.tokenizer(), place="data.train", room=1000)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("split", "wanted"), [("train", range(20)), ("train[5:8]", range(5, 8)), ("train[:25%]", range(5))]
+    ("split", "expected"), [("train", range(20)), ("train[5:8]", range(5, 8)), ("train[:25%]", range(5))]
 )
-def test_downloaded_and_streamed_rows_are_the_same(streaming, split, wanted, hub, toolbox):
+def test_downloaded_and_streamed_rows_are_the_same(streaming, split, expected, hub, toolbox):
     if streaming and "%" in split:
         with pytest.raises(
-            DataError, match=r"its number of rows is unknown while streaming; wanted rows, as in train\[:1000\]"
+            DataError,
+            match=r"its number of rows is unknown while streaming, expected a part in rows, as in train\[:1000\]",
         ):
             load(toolbox, split=split, streaming=streaming)
         return
-    assert [r.answer for r in load(toolbox, split=split, streaming=streaming).rows] == [str(i) for i in wanted]
+    assert [r.answer for r in load(toolbox, split=split, streaming=streaming).rows] == [str(i) for i in expected]
 
 
 def test_a_stream_is_read_no_further_than_needed(hub, toolbox):
-    found = load(toolbox, streaming=True, size=3, revision=COMMIT)
-    assert len(found.rows) == 3
-    assert found.revision == COMMIT
+    loaded = load(toolbox, streaming=True, size=3, revision=COMMIT)
+    assert len(loaded.rows) == 3
+    assert loaded.revision == COMMIT
 
 
 def test_a_revision_that_does_not_exist(hub, toolbox):
@@ -88,22 +89,22 @@ def test_named_files_of_a_repository_are_fetched_one_by_one(monkeypatch, tmp_pat
 
     folder = tmp_path / "snapshots" / COMMIT
     folder.mkdir(parents=True)
-    asked = []
+    requested = []
 
     def download(name, file, *, repo_type, revision):
-        asked.append((name, file, repo_type, revision))
-        k = len(asked) - 1
+        requested.append((name, file, repo_type, revision))
+        k = len(requested) - 1
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in ROWS[3 * k : 3 * k + 3]))
         return str(folder / file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    found = load(toolbox, files=["test.jsonl", "test2.jsonl"], revision="main")
-    assert [r.answer for r in found.rows] == ["0", "1", "2", "3", "4", "5"]
-    assert asked == [("a/b", "test.jsonl", "dataset", "main"), ("a/b", "test2.jsonl", "dataset", "main")]
-    assert found.revision == COMMIT
+    loaded = load(toolbox, files=["test.jsonl", "test2.jsonl"], revision="main")
+    assert [r.answer for r in loaded.rows] == ["0", "1", "2", "3", "4", "5"]
+    assert requested == [("a/b", "test.jsonl", "dataset", "main"), ("a/b", "test2.jsonl", "dataset", "main")]
+    assert loaded.revision == COMMIT
 
 
-UNREACHABLE = "cannot be loaded from the Hugging Face hub .*Check the name, the network and access rights"
+UNREACHABLE = "it cannot be loaded from the Hugging Face hub .*Check the name, the network and access rights"
 FAILURES = [  # type, text, further settings, what the sentence says
     ("ConnectionError", "Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)", {}, UNREACHABLE),
     ("DatasetNotFoundError", "Dataset 'a/b' doesn't exist on the Hub or cannot be accessed.", {}, UNREACHABLE),
@@ -113,7 +114,12 @@ FAILURES = [  # type, text, further settings, what the sentence says
         {"revision": "x"},
         "revision 'x' does not exist",
     ),
-    ("ValueError", 'Unknown split "tets".', {"split": "tets"}, "split 'tets' cannot be had .*Correct data.train.split"),
+    (
+        "ValueError",
+        'Unknown split "tets".',
+        {"split": "tets"},
+        "split 'tets' cannot be loaded .*Correct data.train.split",
+    ),
     (
         "RuntimeError",
         "Dataset scripts are no longer supported, but found b.py",
@@ -139,17 +145,17 @@ def test_every_failure_names_the_local_way(kind, said, entry, text, monkeypatch,
         load(toolbox, **entry)
 
 
-def test_a_joined_dataset_that_cannot_be_had_is_named(hub, toolbox, tmp_path):
+def test_a_joined_dataset_that_cannot_be_loaded_is_named(hub, toolbox, tmp_path):
     join = {"path": str(tmp_path / "missing.jsonl"), "row": "answer"}
-    with pytest.raises(DataError, match=r"missing.jsonl: not found"):
+    with pytest.raises(DataError, match=r"missing.jsonl does not exist"):
         load(toolbox, join=join, question="joined.question")
     (tmp_path / "other.jsonl").write_text('{"statement": "s0"}\n[1]\n{"statement": "s2"}\n')
     join["path"] = str(tmp_path / "other.jsonl")
-    with pytest.raises(DataError, match=r"data.train.join: .* has no column 'question'; found statement"):
+    with pytest.raises(DataError, match=r"data.train.join: .* has no column 'question'; it has statement"):
         load(toolbox, join=join, question="joined.question")
-    found = load(toolbox, join=join, question="joined.statement")
-    assert [r.text for r in found.rows] == ["s0", "s2"]
-    assert found.counts.rejected == {
+    loaded = load(toolbox, join=join, question="joined.statement")
+    assert [r.text for r in loaded.rows] == ["s0", "s2"]
+    assert loaded.counts.rejected == {
         "answer names no row of the joined dataset": 17,
-        "a JSON list; wanted an object": 1,
+        "a JSON list, expected an object": 1,
     }

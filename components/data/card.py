@@ -1,0 +1,148 @@
+"""What became of a data section: counts, rejected rows, and the data card of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from components.data.sources import Source
+from components.data.store import RowStore
+from pipeline.core.component import Context
+from pipeline.core.metric import Metric
+from pipeline.run.run_directory import write_aside
+
+CARD = "data_card.json"
+MAX_REJECTED = 1000  # of one section in rejected.jsonl; the others go to a file of their own
+
+LOADING_METRICS = (
+    Metric("rejected", "rows", "rows of the data section that cannot be used, reported once when it is read"),
+    Metric("duplicates", "rows", "rows of the data section that repeat a question, reported once when it is read"),
+)
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of the rows of one section.
+
+    Attributes:
+        read: rows that were looked at.
+        filtered: rows that `keep` left out, by column.
+        rejected: rows that cannot be used, by reason with numbers replaced by N.
+        duplicates: rows that repeat a question.
+        cut: rows whose question was shortened to fit the context.
+        used: rows that are left.
+        min_tokens, max_tokens, all_tokens: of the used rows' prompts.
+    """
+
+    read: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    cut: int = 0
+    used: int = 0
+    min_tokens: int = 0
+    max_tokens: int = 0
+    all_tokens: int = 0
+
+    def use(self, length: int) -> None:
+        """Counts one accepted prompt of this many tokens."""
+        self.min_tokens = min(self.min_tokens, length) if self.used else length
+        self.max_tokens = max(self.max_tokens, length)
+        self.all_tokens += length
+        self.used += 1
+
+
+@dataclass(kw_only=True)
+class LoadedData:
+    """The problems of a section, and how they came about."""
+
+    rows: RowStore
+    counts: Counts
+    source: Source
+    revision: str = ""
+    files: list[dict[str, Any]] = field(default_factory=list)
+
+    def card(self) -> dict[str, Any]:
+        """Source, revision, filters, counts and hash as JSON values."""
+        default = asdict(Source(source=self.source.source, path="x", name="x"))
+        settings = {
+            name: value
+            for name, value in asdict(self.source).items()
+            if (value != default[name] or name in ("name", "path", "split")) and value not in ("", None)
+        }
+        counts = self.counts
+        return {
+            "source": self.source.place,
+            "settings": json.loads(json.dumps(settings, default=str)),
+            "revision_requested": self.source.revision,
+            "revision": self.revision or None,
+            "files": self.files,
+            "rows": {
+                "read": counts.read,
+                "filtered": dict(counts.filtered.most_common()),
+                "rejected": dict(counts.rejected.most_common(100)),
+                "duplicates": counts.duplicates,
+                "cut": counts.cut,
+                "used": counts.used,
+            },
+            "prompt_tokens": {
+                "min": counts.min_tokens,
+                "max": counts.max_tokens,
+                "mean": round(counts.all_tokens / max(counts.used, 1), 1),
+            },
+            "hash": f"blake2b:{self.rows.digest}",
+        }
+
+
+class RejectedRows:
+    """Counts and writes rejected rows: the first to the run's rejected.jsonl, the rest to a file of this section."""
+
+    def __init__(self, context: Context, source: Source, place: str, counts: Counter[str]) -> None:
+        self._context = context
+        self._source = source
+        self._place = place
+        self._counts = counts
+        self._file: TextIO | None = None
+
+    def add(self, number: int, reason: str) -> None:
+        """Counts one row; the first replica writes it."""
+        self._counts[re.sub(r"(?<![\w-])\d+", "N", reason)] += 1
+        if self._context.ranks.replica or self._context.ranks.position:  # every replica reads the whole source
+            return
+        row = {"source": self._source.place, "row": number}
+        if self._counts.total() <= MAX_REJECTED:
+            self._context.reject(row, reason)
+        elif self._context.run_dir is not None:
+            if self._file is None:
+                self._file = (self._context.run_dir / f"rejected.{self._place}.jsonl").open("w", encoding="utf-8")
+            self._file.write(json.dumps({"row": row, "reason": reason}) + "\n")
+
+    def close(self) -> None:
+        """Closes the section's own file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def write_card(folder: Path, place: str, loaded: LoadedData) -> None:
+    """Adds a section to the run's data card."""
+    path = folder / CARD
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        card = {}
+    card[place] = loaded.card()
+    write_aside(path, json.dumps(dict(sorted(card.items())), indent=1, ensure_ascii=False) + "\n")
+
+
+def why_empty(counts: Counts) -> str:
+    """Why a section has no usable row."""
+    if not counts.read:
+        return "it has no rows"
+    if not counts.rejected:
+        return "keep left out all of its " + ", ".join(f"{n} rows by {column}" for column, n in counts.filtered.items())
+    reasons = "; ".join(f"{n} × {reason}" for reason, n in counts.rejected.most_common(3))
+    return f"all {counts.rejected.total()} rows were rejected ({reasons})"

@@ -1,0 +1,252 @@
+"""A data section becomes accepted problems, with a count of everything that was left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from components.data.card import Counts, LoadedData, RejectedRows, why_empty, write_card
+from components.data.files import RawDataset, open_path
+from components.data.hub import open_hub
+from components.data.rows import column_of, dropped_by, has_column, make_row, question_key
+from components.data.sources import JOINED, Join, Source, parse_source
+from components.data.store import Row, RowStore
+from components.models.load import context_length, load_tokenizer
+from components.text import chains
+from components.text.templates import solve_prompt
+from pipeline.core.component import Context
+from pipeline.core.errors import CreditgraphError, DataError, did_you_mean
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Prompts
+
+DEFAULT_SIZE = 2000  # problems of the embedded task, whose list has no end
+# Prompts are tokenised in chunks of at most this many rows and characters.
+_CHUNK = 256
+_CHUNK_CHARACTERS = 1 << 20
+_MARK = "…"
+
+LongPrompts = Literal["reject", "cut"]
+
+
+def load_data(
+    entry: dict[str, Any],
+    context: Context,
+    tokenizer: Any = None,
+    *,
+    place: str = "data",
+    reserve: int = 0,
+    drop_duplicates: bool = False,
+    long_prompts: LongPrompts = "reject",
+    max_rows: int = 0,
+    room: int = 0,
+) -> LoadedData:
+    """All usable rows of a data section, in the order of the source. In a run, data_card.json says how they came about.
+
+    Args:
+        entry: the section, see `components.data.sources.Source`.
+        context: its model gives tokenizer and context length; unusable rows go to its `reject`.
+        tokenizer: the model's, loaded when None.
+        place: how error texts name the section.
+        reserve: tokens of the context kept free for the response.
+        drop_duplicates: keep only the first row of each question, compared as `question_key` does.
+        long_prompts: what to do with prompts that do not fit: reject them, or cut the beginning of the question.
+        max_rows: ends reading after that many raw rows; 0 reads all.
+        room: prompts must have fewer tokens; 0 takes what the model's context leaves.
+
+    Raises:
+        DataError: the source cannot be read, lacks a column, or has no usable row.
+    """
+    source = parse_source(entry, place)
+    tokenizer = load_tokenizer(context.model) if tokenizer is None else tokenizer
+    limit = room or context_length(context.model) - reserve
+    raw = _open(source, place)
+    counts = Counts()
+    rows = RowStore(context.run_dir)
+    loaded = LoadedData(rows=rows, counts=counts, source=source, revision=raw.revision, files=raw.files)
+    seen: set[int] = set()
+    with closing(RejectedRows(context, source, place, counts.rejected)) as rejects:
+        candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
+        for number, row, length in _with_lengths(candidates, tokenizer):
+            counts.read += 1
+            if isinstance(row, str):
+                rejects.add(number, row)
+                continue
+            if drop_duplicates:
+                key = int.from_bytes(question_key(row.metadata["question"]))
+                if key in seen:
+                    counts.duplicates += 1
+                    continue
+                seen.add(key)
+            if length >= limit and long_prompts == "cut":
+                row, length = cut_question(row, source, tokenizer, limit - 1)
+                counts.cut += length < limit
+            if length == 0:
+                rejects.add(number, "no word of the prompt is in the model's vocabulary")
+            elif length >= limit:
+                rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
+            else:
+                rows.append(row)
+                counts.use(length)
+                if counts.used == source.size:
+                    break
+    counts.read += counts.filtered.total()
+    if not counts.used:
+        raise DataError(
+            f"{place}: {source.place}: {why_empty(counts)}. Expected rows with a question and an answer that fit the "
+            "context."
+        )
+    context.log(rejected=counts.rejected.total(), duplicates=counts.duplicates)
+    if context.run_dir is not None and context.ranks.rank == 0:
+        write_card(context.run_dir, place, loaded)
+    return loaded
+
+
+def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
+    """Rows as a batch, with these uids (int64, one per row)."""
+    tokens = [tokenizer(row.text, add_special_tokens=False)["input_ids"] for row in rows]
+    return Prompts(
+        uid=uids,
+        tokens=Jagged.from_rows(tokens, torch.int32),
+        text=[row.text for row in rows],
+        answer=[row.answer for row in rows],
+        metadata=[row.metadata for row in rows],
+    )
+
+
+def cut_question(row: Row, source: Source, tokenizer: Any, room: int) -> tuple[Row, int]:
+    """The row without the beginning of its question, so that the prompt has at most `room` tokens, and its length.
+
+    The end is kept because problems ask at their end. A prompt that is too long even without its question is returned
+    unchanged.
+    """
+    question = str(row.metadata["question"])
+    template = str(row.metadata["template"])
+
+    def attempt(kept: int) -> tuple[str, str, int]:
+        shown = _MARK + question[len(question) - kept :] if kept < len(question) else question
+        text = solve_prompt(template, shown, tokenizer, source.answer_kind)
+        return shown, text, _lengths([text], tokenizer)[0]
+
+    low, high = 0, len(question)  # low characters fit, high do not
+    if attempt(1)[2] > room:
+        return row, attempt(high)[2]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if attempt(middle)[2] <= room else (low, middle)
+    shown, text, length = attempt(max(low, 1))
+    return Row(text=text, answer=row.answer, metadata={**row.metadata, "question": shown}), length
+
+
+def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
+    """Tokens per text."""
+    if getattr(tokenizer, "is_fast", False) and texts:
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    else:
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [len(row) for row in ids]
+
+
+def _with_lengths(candidates: Iterator[tuple[int, Row | str]], tokenizer: Any) -> Iterator[tuple[int, Row | str, int]]:
+    """Adds the prompt tokens of each row, 0 for rows that are reasons; tokenises a chunk of rows at a time."""
+    chunk: list[tuple[int, Row | str]] = []
+    characters = 0
+
+    def measured() -> Iterator[tuple[int, Row | str, int]]:
+        lengths = iter(_lengths([row.text for _, row in chunk if isinstance(row, Row)], tokenizer))
+        for number, row in chunk:
+            yield number, row, next(lengths) if isinstance(row, Row) else 0
+
+    for number, row in candidates:
+        chunk.append((number, row))
+        characters += len(row.text) if isinstance(row, Row) else 0
+        if len(chunk) == _CHUNK or characters > _CHUNK_CHARACTERS:
+            yield from measured()
+            chunk = []
+            characters = 0
+    yield from measured()
+
+
+def _open(source: Source, place: str) -> RawDataset:
+    if source.source == "chains":
+        return RawDataset(rows=iter(()))
+    if source.source == "hub":
+        return open_hub(source, source.columns, place, source.streaming)
+    path = Path(source.path).expanduser()
+    return open_path(path, source.columns, source.split if path.is_dir() or "[" in source.split else "")
+
+
+def _candidates(
+    source: Source, raw: RawDataset, tokenizer: Any, place: str, counts: Counts, max_rows: int
+) -> Iterator[tuple[int, Row | str]]:
+    """Numbers of raw rows, with the problem or why there is none; rows that `keep` leaves out are only counted."""
+    if source.source == "chains":
+        template = source.template or "chains"
+        size = source.size or DEFAULT_SIZE
+        for i in range(min(size, max_rows or size)):
+            problem = chains.generate(source.seed, i, source.difficulty, source.split)
+            problem |= {"template": template, "source_row": i}
+            text = solve_prompt(template, problem["question"], tokenizer)
+            yield i, Row(text=text, answer=chains.answer(problem), metadata=problem)
+        return
+    template = source.template or "thought"
+    other = _Joined(source.join, source, place) if source.join else None
+    for number, row in enumerate(raw.rows):
+        if max_rows and number >= max_rows:
+            return
+        if isinstance(row, str):
+            yield number, row
+            continue
+        if number == 0:
+            _check_columns(row, source.columns, source, place)
+        column = dropped_by(row, source)
+        if column:
+            counts.filtered[column] += 1
+            continue
+        try:
+            joined = other.with_columns(row) if other else row
+            yield number, make_row(joined, source, template, tokenizer, number)
+        except CreditgraphError:  # of the whole section, such as a missing chat template
+            raise
+        except ValueError as error:
+            yield number, str(error)
+
+
+def _check_columns(row: dict[str, Any], columns: list[str], source: Source, place: str) -> None:
+    missing = [column for column in columns if not has_column(row, column)]
+    if missing:
+        raise DataError(
+            f"{place}: {source.place} has no column '{missing[0]}'; it has {', '.join(row)}."
+            f"{did_you_mean(missing[0], row)} Set question and answer to the columns' names."
+        )
+
+
+class _Joined:
+    """The second dataset of a section, its needed columns kept out of memory."""
+
+    def __init__(self, join: Join, source: Source, place: str) -> None:
+        columns = source.joined_columns
+        self._row = join.row
+        self._rows = RowStore()
+        for number, row in enumerate(open_hub(join, columns, f"{place}.join").rows):
+            if isinstance(row, str):
+                self._rows.append(Row(text=row, answer="", metadata={}))  # the reason why it cannot be read
+                continue
+            if number == 0:
+                _check_columns(row, columns, source, f"{place}.join")
+            values = {JOINED + column: column_of(row, column) for column in columns}
+            self._rows.append(Row(text="", answer="", metadata=values))
+
+    def with_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with the columns of the joined row; raises ValueError where there is none."""
+        number = str(column_of(row, self._row)).strip()
+        if not number.isascii() or not number.isdigit() or int(number) >= len(self._rows):
+            raise ValueError(f"{self._row} names no row of the joined dataset")
+        joined = self._rows[int(number)]
+        if joined.text:
+            raise ValueError(joined.text)
+        return {**row, **joined.metadata}

@@ -1,0 +1,149 @@
+"""One raw row becomes one problem, or a sentence saying why it cannot be used."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from hashlib import blake2b
+from string import ascii_uppercase
+from typing import Any
+
+from components.data.livecodebench import livecodebench_tests
+from components.data.sources import Source
+from components.data.store import Row
+from components.text.code_tests import read_tests
+from components.text.templates import extract_answer, solve_prompt
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what bytes that are not UTF-8 were read as
+_BEGINS_WITH = "The program begins with:"
+
+
+def column_of(row: dict[str, Any], column: str) -> Any:
+    """The value of a column; "a.b" is the field b of column a where no column has that name. None when there is none.
+
+    >>> column_of({"details": {"level": "L3"}}, "details.level")
+    'L3'
+    """
+    value: Any = row
+    for part in [column] if column in row else column.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def has_column(row: dict[str, Any], column: str) -> bool:
+    """Whether the row has it, perhaps as None."""
+    head, _, rest = column.partition(".")
+    return column in row or (
+        bool(rest) and head in row and (row[head] is None or (isinstance(row[head], dict) and rest in row[head]))
+    )
+
+
+def dropped_by(row: dict[str, Any], source: Source) -> str:
+    """The column by whose value `keep` leaves this row out; "" when it stays."""
+    for column, kept in source.keep.items():
+        if str(column_of(row, column)) not in ([kept] if isinstance(kept, str) else kept):
+            return column
+    return ""
+
+
+def question_key(question: str) -> bytes:
+    """The same 16 bytes for questions that differ by white space, case or the form of their characters alone.
+
+    >>> question_key("What is  1 + 1?") == question_key("what is 1 + 1? ")
+    True
+    """
+    text = " ".join(unicodedata.normalize("NFKC", question).casefold().split())
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any, number: int) -> Row:
+    """The problem in a raw row.
+
+    Raises:
+        ValueError: it cannot be used; the text says why.
+    """
+    question = _text(column_of(raw, source.question), source.question).strip()
+    answer = _answer(raw, source) if source.answer else ""
+    further: dict[str, Any] = {name: column_of(raw, column) for name, column in source.metadata.items()}
+    if source.choices:
+        texts, labels = _choices(column_of(raw, source.choices), source.choices)
+        if answer in labels:
+            answer = ascii_uppercase[labels.index(answer)]
+        elif answer not in ascii_uppercase[: len(texts)] and answer not in texts:
+            raise ValueError(f"{source.answer} names none of the {len(texts)} choices")
+        listed = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, texts, strict=False)]
+        question += "\n\n" + "\n".join(listed)
+        further["choices"] = texts
+    code = column_of(raw, source.starter_code) if source.starter_code else None
+    if isinstance(code, str) and code.strip():
+        question += f"\n\n{_BEGINS_WITH}\n```python\n{code.rstrip()}\n```"
+    if source.tests:
+        tests, function = livecodebench_tests(raw)
+        further |= {"tests": tests, "fn_name": function}
+    if source.answer_kind == "code":
+        calls_function = read_tests(further, "all").function or further.get("fn_name")
+        if not calls_function and not (source.starter_code and _BEGINS_WITH[:-1] in question):
+            question += "\n\nThe program reads standard input and writes standard output."
+    metadata = {"task": source.name or source.path, "template": template, "question": question, "source_row": number}
+    text = solve_prompt(template, question, tokenizer, source.answer_kind)
+    return Row(text=text, answer=answer, metadata=further | metadata)
+
+
+def _text(value: Any, column: str) -> str:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError(f"no {column}")
+    if not isinstance(value, str):
+        raise ValueError(f"{column} is a {type(value).__name__}, expected text")
+    if _SURROGATE.search(value):
+        raise ValueError(f"{column} is not UTF-8")
+    return value
+
+
+def _answer(raw: dict[str, Any], source: Source) -> str:
+    column = source.answer
+    value = column_of(raw, column)
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{column} is {value}, expected a number")
+        value = str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+    elif isinstance(value, int):
+        value = str(value)
+    elif isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+        value = ", ".join(v.strip() for v in value)  # several answers, all of which are required
+    text = _text(value, column)
+    if source.answer_boxed:
+        text = extract_answer(text) or ""
+        if not text:
+            raise ValueError(f"no \\boxed{{}} in {column}")
+    if source.answer_after:
+        _, mark, text = text.rpartition(source.answer_after)
+        text = text.strip().partition("\n")[0].strip()
+        if not mark or not text:
+            raise ValueError(f"nothing after '{source.answer_after}' in {column}")
+    text = text.strip()
+    if source.max_answer and len(text) > source.max_answer:
+        raise ValueError(f"an answer of {len(text)} characters; at most {source.max_answer} are taken")
+    return text
+
+
+def _choices(value: Any, column: str) -> tuple[list[str], list[str]]:
+    """(texts, labels as the dataset has them). Takes a list, {"text": […], "label": […]}, or either as JSON."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"{column} is text that is not JSON, expected a list") from None
+    texts = value.get("text") if isinstance(value, dict) else value
+    labels = value.get("label") if isinstance(value, dict) else None
+    if (
+        not isinstance(texts, list)
+        or not 2 <= len(texts) <= len(ascii_uppercase)
+        or not all(isinstance(t, str) and t.strip() for t in texts)
+    ):
+        raise ValueError(f"{column}: expected 2 to {len(ascii_uppercase)} texts")
+    if not isinstance(labels, list) or len(labels) != len(texts):
+        labels = list(ascii_uppercase[: len(texts)])
+    return [t.strip() for t in texts], [str(label) for label in labels]

@@ -1,0 +1,179 @@
+"""The tests of a programming problem, and whether an output passes one. Runs outside the sandbox."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal, DecimalException
+from itertools import zip_longest
+from typing import Any, Literal
+
+# A fence of three or more ` or ~, its language, and all lines up to the same fence; an unclosed one reaches to the end.
+_FENCE = re.compile(
+    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.MULTILINE | re.DOTALL
+)
+_PYTHON = ("python", "python3", "py", "")
+_MAX_DIGITS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTest:
+    """One test: what goes in and what must come out.
+
+    Attributes:
+        input: text for standard input; or, for a function, its arguments.
+        output: expected standard output; or the expected value (JSON).
+        public: whether the problem statement shows it.
+    """
+
+    input: Any
+    output: Any
+    public: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """The tests of one problem; `function` is "" for programs that read standard input."""
+
+    tests: tuple[CodeTest, ...]
+    function: str = ""
+
+
+def extract_code(text: str) -> str | None:
+    """The last fenced block of Python in a response, or the last one without a language; None when there is none.
+
+    >>> extract_code("So:\\n```python\\nprint(1)\\n```\\nDone.")
+    'print(1)\\n'
+    """
+    blocks = [m.group(3) for m in _FENCE.finditer(text.replace("\r\n", "\n")) if m.group(2).lower() in _PYTHON]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(metadata: dict[str, Any], which: Literal["all", "public", "private"]) -> CodeTests:
+    """The tests in a prompt's metadata under "tests".
+
+    Takes a list of {"input": …, "output": …, "public": bool}, or the columns {"inputs": […], "outputs": […], "fn_name":
+    name} of APPS, TACO and LiveCodeBench; either may be JSON text. A function's name may also be in
+    metadata["fn_name"]; its arguments are a list, or text with one JSON value per line.
+
+    Raises:
+        ValueError: there are none, or they cannot be read; the text says why.
+    """
+    tests = metadata.get("tests")
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+    except ValueError as error:
+        raise ValueError(f"the prompt's tests are not JSON ({error})") from None
+    if not tests:
+        raise ValueError("the prompt has no tests")
+    function = str(metadata.get("fn_name") or "")
+    if isinstance(tests, dict):
+        function = str(tests.get("fn_name") or function)
+        tests = _rows_of(tests)
+    if not isinstance(tests, list) or any(
+        not isinstance(t, dict) or "input" not in t or "output" not in t for t in tests
+    ):
+        raise ValueError("each of the prompt's tests needs an input and an output")
+    chosen = [
+        CodeTest(input=t["input"], output=t["output"], public=bool(t.get("public")))
+        for t in tests
+        if which == "all" or bool(t.get("public")) == (which == "public")
+    ]
+    if not chosen:
+        raise ValueError("the prompt has no tests" if which == "all" else f"the prompt has no {which} tests")
+    try:
+        return CodeTests(tests=tuple(_as_call(t) if function else _as_text(t) for t in chosen), function=function)
+    except ValueError as error:
+        raise ValueError(f"a test of the prompt cannot be read ({error})") from None
+
+
+def _rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    inputs = columns.get("inputs")
+    outputs = columns.get("outputs")
+    public = columns.get("public")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("the prompt's tests need as many inputs as outputs")
+    flags = public[: len(inputs)] if isinstance(public, list) else []
+    return [{"input": i, "output": o, "public": p} for i, o, p in zip_longest(inputs, outputs, flags, fillvalue=False)]
+
+
+def _as_text(test: CodeTest) -> CodeTest:
+    lines = [("\n".join(map(str, part)) if isinstance(part, list) else str(part)) for part in (test.input, test.output)]
+    return CodeTest(input=lines[0], output=lines[1], public=test.public)
+
+
+def _as_call(test: CodeTest) -> CodeTest:
+    arguments = test.input
+    value = test.output
+    if isinstance(arguments, str):
+        arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(arguments, list):
+        raise ValueError(f"arguments are a {type(arguments).__name__}, expected a list")
+    return CodeTest(input=arguments, output=value, public=test.public)
+
+
+def same_output(output: str, expected: str, tolerance: float) -> bool:
+    """Whether two outputs agree line by line; within a line as text, or as equal numbers between the spaces.
+
+    White space at the ends of lines and empty lines at the end do not count. Only ASCII digits make numbers.
+
+    >>> same_output("1 2.50\\n", "1 2.5", 0.0), same_output("1\\n2", "1 2", 0.0), same_output("0.3333", "0.33333", 1e-3)
+    (True, False, True)
+    """
+    ours, theirs = (text.rstrip().split("\n") for text in (output, expected))
+    return len(ours) == len(theirs) and all(
+        _same_line(a.strip(), b.strip(), tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_line(line: str, expected: str, tolerance: float) -> bool:
+    if line == expected:
+        return True
+    ours, theirs = line.split(), expected.split()
+    return len(ours) == len(theirs) and all(
+        a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_number(number: str, expected: str, tolerance: float) -> bool:
+    # Longer numbers would take long to convert; 1_0 and digits of other scripts are Python's alone.
+    if not number.isascii() or "_" in number or len(number) > _MAX_DIGITS or len(expected) > _MAX_DIGITS:
+        return False
+    try:
+        if Decimal(number) == Decimal(expected):
+            return True
+        return tolerance > 0 and abs(float(number) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))
+    except (DecimalException, ValueError, OverflowError):
+        return False
+
+
+def same_value(text: str, expected: Any, tolerance: float) -> bool:
+    """Whether the JSON text of a returned value is the expected value; lists equal tuples, true is not 1."""
+    try:
+        return _same(json.loads(text), json.loads(json.dumps(expected)), tolerance)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _same(value: Any, expected: Any, tolerance: float) -> bool:
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected or (isinstance(expected, float) and _close(value, expected, tolerance))
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(expected) and all(_same(a, b, tolerance) for a, b in zip(value, expected, strict=True))
+    if isinstance(value, dict):
+        return value.keys() == expected.keys() and all(_same(value[key], expected[key], tolerance) for key in value)
+    return bool(value == expected)
+
+
+def _close(value: float, expected: float, tolerance: float) -> bool:
+    try:
+        return math.isfinite(value) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
+    except OverflowError:
+        return False
