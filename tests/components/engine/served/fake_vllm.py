@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def checksum_of(files: list[str], names: list[str]) -> str:
-    """`components.engine.served.channel.sample_checksum` without torch."""
+    """`components.engine.weight_files.sample_checksum` without torch."""
     found = {}
     for file in files:
         raw = Path(file).read_bytes()
@@ -160,14 +160,14 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(3600)
             if fault == "500 in update":
                 return self.reply({"error": "cannot load"}, 500)
-            update = json.loads(arguments["update"])
-            for file in map(Path, update["files"]):
+            for file in map(Path, arguments["files"]):
                 while not file.exists():
                     if (file.parent / "failed").exists():
                         return self.reply({"error": "no more files"}, 500)
                     time.sleep(0.001)
-            state.version, state.checksum = update["version"], checksum_of(update["files"], update["sample"])
-            state.log(loaded=update["version"])
+            state.version = arguments["version"]
+            state.checksum = checksum_of(arguments["files"], arguments["sample"])
+            state.log(loaded=state.version)
         return self.reply(
             {"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]}
         )

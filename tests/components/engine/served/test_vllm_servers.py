@@ -10,17 +10,17 @@ import time
 
 import pytest
 import torch
+from components.engine.served.external import ExternalEngine
+from components.engine.served.member import PoolSettings
+from components.engine.served.rows import Rows
+from components.engine.vllm.server import VllmDialect
 
 from components.engine.local.engine import LocalEngine
 from components.engine.served import channel
-from components.engine.served.external import ExternalEngine
 from components.engine.served.guard import descendants
-from components.engine.served.member import PoolSettings
 from components.engine.served.pool import AllServersLost
-from components.engine.served.rows import Rows
 from components.engine.served.server import ServerProcess, free_port
 from components.engine.vllm.engine import VllmEngine
-from components.engine.vllm.server import VllmDialect
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.jagged import Jagged

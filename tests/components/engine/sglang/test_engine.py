@@ -9,13 +9,14 @@ import httpx
 import pytest
 import torch
 
+from components.engine.channel import ChannelSettings, FileChannel
 from components.engine.local.engine import LocalEngine
-from components.engine.served.channel import FileChannel
-from components.engine.served.dialect import Ask, ServerError
-from components.engine.served.member import PoolSettings
+from components.engine.messages import RowRequest
+from components.engine.served.dialect import ServerError
 from components.engine.served.pool import AllServersLost
+from components.engine.served.settings import PoolSettings
 from components.engine.sglang.engine import SGLangEngine
-from components.engine.sglang.server import ProcessSettings
+from components.engine.sglang.settings import ProcessSettings
 from components.text import chains
 from pipeline.app.cli import main
 from pipeline.core.component import Context
@@ -29,11 +30,10 @@ PROCESS = ProcessSettings(python=str(PYTHON), environment={"PYTHONPATH": str(ROO
 needs_sglang = pytest.mark.skipif(
     not PYTHON.is_file(), reason="SGLang's environment is missing; make it with tools/sglang_environment"
 )
-# Bodies of these are held against SGLang's own classes by test_sglang_contract.py.
+# test_contract.py checks the bodies of these with SGLang's own classes.
 POSTED = [
     "/generate",
     "/update_weights_from_disk",
-    "/update_weights_from_tensor",
     "/update_weights_from_distributed",
     "/init_weights_update_group",
     "/begin_weight_update",
@@ -41,8 +41,6 @@ POSTED = [
     "/pause_generation",
     "/continue_generation",
     "/abort_request",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
     "/weights_checker",
 ]
 # One server, which takes tens of seconds to start, for all tests of one worker.
@@ -155,9 +153,9 @@ def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
 
 
 @needs_sglang
-@pytest.mark.parametrize("transfer", ["disk", "tensor", "group"])
-def test_new_weights(pair, requests, transfer):
-    engine = pair.connected(transfer=transfer)
+@pytest.mark.parametrize("kind", ["file", "broadcast"])
+def test_new_weights(pair, requests, kind):
+    engine = pair.connected(channel=ChannelSettings(kind=kind))
     try:
         asked = requests(temperature=1.0)
         before, _, _ = differences(*pair.load(engine), asked)
@@ -178,8 +176,8 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
 
     publish = FileChannel.publish
 
-    def corrupted(channel, weights, **how):
-        update = publish(channel, weights, **how)
+    def corrupted(channel, weights):
+        update = publish(channel, weights)
         file = Path(update.files[0])
         tensors = load_file(file)
         tensors[update.sample[3]] += 1e-3
@@ -194,7 +192,7 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
     engine = pair.connected(probe=False, pool=PoolSettings(hang_seconds=0.5))
     try:
         monkeypatch.setattr(FileChannel, "publish", corrupted)
-        with pytest.raises(AllServersLost, match=r"have checksum .*; wanted \w+: they were changed on their way"):
+        with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version \d+, the server reports"):
             engine.run(weights=pair.weights())
     finally:
         monkeypatch.undo()
@@ -205,44 +203,50 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
 @pytest.mark.parametrize("in_flight", ["finish", "abort"])
 def test_pausing(pair, in_flight):
     pair.load(pair.sglang)  # whatever a failed update left
-    dialect = pair.sglang.dialect
-    ask = Ask(
+    dialect = pair.sglang.backend.pool._dialect
+    request = RowRequest(
         row=0,
         group=0,
         tokens=[46, 5, 17, 12, 49],
         max_tokens=300,
         seed=3,
-        stop=(),
+        stream=False,
         temperature=100.0,
         top_p=1.0,
         top_k=0,
     )
     # Hot enough that end-of-text is rare: some of these run for long.
-    asks = [dataclasses.replace(ask, seed=seed) for seed in range(16)]
+    requests = [dataclasses.replace(request, seed=seed) for seed in range(16)]
+
+    async def generate(client, request, name):
+        responses = []
+
+        def take(response, last):
+            responses.append(response)
+            return True
+
+        await dialect.generate(client, request, f"{name}-{in_flight}-{request.seed}", take)
+        return responses[0]
 
     async def scene():
         async with httpx.AsyncClient(base_url=pair.address, timeout=60.0, trust_env=False) as client:
-            running = [asyncio.create_task(dialect.generate(client, a, f"pausing-{in_flight}-{a.seed}")) for a in asks]
+            running = [asyncio.create_task(generate(client, r, "pausing")) for r in requests]
             while not await dialect._requests(client) and not all(task.done() for task in running):
                 await asyncio.sleep(0.01)
             await dialect.pause(client, in_flight)
-            answers = await asyncio.gather(*running)
-            late = asyncio.create_task(
-                dialect.generate(client, dataclasses.replace(ask, max_tokens=3), f"late-{in_flight}")
-            )
+            responses = await asyncio.gather(*running)
+            late = asyncio.create_task(generate(client, dataclasses.replace(request, max_tokens=3), "late"))
             await asyncio.sleep(0.3)
             waited = not late.done()
             await dialect.resume(client)
-            given_up = asyncio.create_task(
-                dialect.generate(client, dataclasses.replace(ask, seed=77), f"given-up-{in_flight}")
-            )
+            given_up = asyncio.create_task(generate(client, dataclasses.replace(request, seed=77), "given-up"))
             await asyncio.sleep(0.1)
             given_up.cancel()
             await asyncio.gather(given_up, return_exceptions=True)
-            return answers, waited, await late
+            return responses, waited, await late
 
-    answers, waited, late = asyncio.run(asyncio.wait_for(scene(), 120.0))
-    reasons = {answer.reason for answer in answers}
+    responses, waited, late = asyncio.run(asyncio.wait_for(scene(), 120.0))
+    reasons = {response.reason for response in responses}
     assert reasons <= {"eos", "length"} if in_flight == "finish" else "abort" in reasons
     assert waited
     assert len(late.tokens) <= 3
@@ -252,9 +256,10 @@ def test_pausing(pair, in_flight):
 def test_another_server_at_the_address_is_found_out(pair):
     async def scene():
         async with httpx.AsyncClient(base_url=pair.address, timeout=60.0, trust_env=False) as client:
-            assert await pair.sglang.dialect.ready(client, "")
-            with pytest.raises(ServerError, match=r"another server holds .*; wanted the one named 'creditgraph-9-ab'"):
-                await pair.sglang.dialect.ready(client, "creditgraph-9-ab")
+            dialect = pair.sglang.backend.pool._dialect
+            assert await dialect.ready(client, "")
+            with pytest.raises(ServerError, match=r"expected server 'creditgraph-9-ab' at .*, got one started as"):
+                await dialect.ready(client, "creditgraph-9-ab")
 
     asyncio.run(scene())
 
@@ -292,10 +297,10 @@ def test_training(pair, tmp_path):
 
 def test_settings_that_cannot_work():
     cases = [
-        ({"servers": 0, "process": PROCESS}, "process.python is .*; wanted servers of at least 1"),
+        ({"servers": 0}, "expected servers, addresses or rendezvous, got none of them. Set engine.servers=1"),
         (
             {"process": ProcessSettings(python="/no/python")},
-            "'/no/python' is no file; wanted an interpreter that has SGLang.*engine=local",
+            "expected process.python to be an interpreter that has SGLang, got '/no/python', which is no file.*engine=local",
         ),
         ({}, "the package sglang is not installed in this environment.*engine.process.python"),
     ]
@@ -303,7 +308,7 @@ def test_settings_that_cannot_work():
         engine = SGLangEngine(SGLangEngine.Config(**settings))
         with pytest.raises(ConfigError, match=text):
             engine.setup(Context(node="engine"))
-    with pytest.raises(ValueError, match="max_rows: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match="max_rows: expected at least 1, got 0"):
         SGLangEngine.Config(max_rows=0)
-    with pytest.raises(ValueError, match="threads: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
         ProcessSettings(threads=0)

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.engine.channel import ChannelSettings, FileChannel
 from components.engine.local.engine import LocalEngine
-from components.engine.served.rows import BadAnswer
+from components.engine.messages import BadResponse
+from components.engine.served.addresses import own_address
+from components.engine.served.dialect import ServedModel
+from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.engine import VllmEngine
+from components.engine.vllm.settings import VllmSettings
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
@@ -237,7 +242,7 @@ def test_prompts_of_more_tokens_than_one_forward_takes(pair):
     # Random streams on a CPU cannot be rewound, so no prompt may be cut in two.
     generator = torch.Generator().manual_seed(3)
     rows = Jagged.from_rows(torch.randint(5, 40, (60, CONTEXT - 20), generator=generator).tolist(), torch.int32)
-    assert len(rows.values) > pair.vllm.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert len(rows.values) > pair.vllm.backend.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     done = pair.policy.generate(requests(rows, max_tokens=3))
     torch.testing.assert_close(done.logprobs.values, pair.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
     few = torch.tensor([59, 30])
@@ -252,11 +257,12 @@ def test_stop_strings_end_and_stay(pair, chains):
     assert all(text.endswith(("</thought>", "=")) for text in stopped)
 
 
-def test_limits_and_scores_at_the_end_of_the_context(pair):
+def test_limits_and_scores_at_the_end_of_the_context(pair, monkeypatch):
     nearly, full = [5] * (CONTEXT - 2), [5] * CONTEXT
-    pair.vllm.eos, eos = torch.zeros_like(pair.vllm.eos), pair.vllm.eos
-    done = pair.policy.generate(requests(Jagged.from_rows([nearly, full], torch.int32), max_tokens=9))
-    pair.vllm.eos = eos
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.vllm, "eos", torch.zeros_like(pair.vllm.eos))
+        patch.setattr(pair.vllm.backend, "_eos", [])
+        done = pair.policy.generate(requests(Jagged.from_rows([nearly, full], torch.int32), max_tokens=9))
     assert [len(r) for r in done.tokens.rows()] == [2, 0]
     assert done.finish_reason == ["length", "length"]
     assert "leaves no room in a context of 192" in pair.vllm.context.rejected[-1]["reason"]
@@ -264,7 +270,7 @@ def test_limits_and_scores_at_the_end_of_the_context(pair):
     got, wanted = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
     torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
     torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-4)
-    with pytest.raises(CreditgraphError, match=r"score: a row of 193 tokens; wanted at most 192"):
+    with pytest.raises(CreditgraphError, match=r"score: expected rows of at most 192 tokens .*, got 193"):
         pair.policy.score(Jagged.from_rows([full], torch.int32), Jagged.from_rows([[6]], torch.int32))
 
 
@@ -280,7 +286,7 @@ def test_branches_are_scored(pair, chains):
 
 
 def test_padding_columns_are_never_drawn(pair, chains):
-    (runner,) = pair.vllm.llm.collective_rpc(lambda worker: worker.model_runner)
+    (runner,) = pair.vllm.backend.llm.collective_rpc(lambda worker: worker.model_runner)
     likely = int(
         pair.reference.generate(
             requests(chains.select(torch.tensor([0])), temperature=0.0, max_tokens=1)
@@ -314,18 +320,18 @@ def skip_the_tied_head(pair, monkeypatch):
 
 
 def swap_on_the_way(pair, monkeypatch):
-    call = pair.vllm.llm.collective_rpc
+    call = pair.vllm.backend.llm.collective_rpc
 
     def wrong(method, args=(), **kwargs):
         if method == "creditgraph_load":
             args = (args[0], {n: t.flip(0) for n, t in args[1].items()}, args[2])
         return call(method, args=args, **kwargs)
 
-    monkeypatch.setattr(pair.vllm.llm, "collective_rpc", wrong)
+    monkeypatch.setattr(pair.vllm.backend.llm, "collective_rpc", wrong)
 
 
 def worker_of(pair):
-    return pair.vllm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return pair.vllm.backend.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 @pytest.mark.parametrize(
@@ -333,15 +339,15 @@ def worker_of(pair):
     [
         (
             corrupt_a_layer,
-            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
         ),
         (
             skip_the_tied_head,
-            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
         ),
         (
             swap_on_the_way,
-            r"update to weights version (\d+): the engine holds version \1 with checksum \w+; sent were \1 with \w+",
+            r"update to weights version (\d+): expected version \1 with checksum \w+, the engine reports version \1 with \w+",
         ),
     ],
 )
@@ -359,19 +365,25 @@ def test_a_corrupted_update_is_caught(corrupt, sentence, pair, monkeypatch, chai
 
 
 def test_bad_inputs_get_a_sentence(pair, chains):
-    with pytest.raises(CreditgraphError, match=r"request 1: no tokens; wanted at least one"):
+    with pytest.raises(CreditgraphError, match=r"request 1: expected at least one token"):
         pair.policy.generate(requests(Jagged.from_rows([[5], []], torch.int32)))
-    with pytest.raises(CreditgraphError, match=r"token ids from 5 to 999; wanted 0 to"):
+    with pytest.raises(CreditgraphError, match=r"expected token ids from 0 to \d+, got 5 to 999"):
         pair.policy.generate(requests(Jagged.from_rows([[5, 999]], torch.int32)))
-    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 2.5; wanted 0 \(greedy\) or 0.01 to 2"):
+    with pytest.raises(
+        CreditgraphError, match=r"engine 'engine': expected temperature 0 \(greedy\) or 0.01 to 2, .*, got 2.5"
+    ):
         pair.policy.generate(requests(chains, temperature=2.5))
-    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 0.001; wanted 0 \(greedy\) or 0.01 to 2"):
+    with pytest.raises(
+        CreditgraphError, match=r"engine 'engine': expected temperature 0 \(greedy\) or 0.01 to 2, .*, got 0.001"
+    ):
         pair.policy.score(chains, chains, 0.001)
     with pytest.raises(CreditgraphError, match=r"gives no gradients; wanted an engine that can attribute"):
         pair.policy.attribute(chains, chains)
     lost = dict(pair.weights.tensors)
     lost.pop("model.norm.weight")
-    with pytest.raises(CreditgraphError, match=r"1 of \d+ weights are missing, first 'model.norm.weight'"):
+    with pytest.raises(
+        CreditgraphError, match=r"expected all \d+ weights, but 1 are missing, first 'model.norm.weight'"
+    ):
         pair.vllm.run(weights=Weights(version=99, tensors=lost))
     nothing = Jagged.from_rows([], torch.int32)
     assert pair.policy.generate(requests(nothing)).text == []
@@ -379,9 +391,9 @@ def test_bad_inputs_get_a_sentence(pair, chains):
 
 
 def test_an_engine_that_cannot_start_says_so(pair, monkeypatch):
-    with pytest.raises(ConfigError, match=r"already belongs to a torch.distributed group.* Set engine.servers=1"):
+    with pytest.raises(ConfigError, match=r"without a torch.distributed group.* Set engine.servers=1"):
         VllmEngine(VllmEngine.Config()).setup(Context())
-    with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"max_rows: expected at least 1, got 0"):
         VllmEngine.Config(max_rows=0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package vllm is not installed. Install it with .* or use engine=local"):
@@ -393,10 +405,10 @@ def test_diverged_weights_get_a_sentence_and_leave_no_request(pair, chains):
     nan = {name: t * float("nan") for name, t in pair.weights.tensors.items()}
     broken = pair.vllm.run(weights=Weights(version=98, tensors=nan)).policy
     with pytest.raises(
-        BadAnswer, match=r"a log-prob that is not finite; wanted finite logits. The weights have likely diverged"
+        BadResponse, match=r"expected finite log-probs, got one that is not. The weights have likely diverged"
     ):
         broken.generate(requests(chains, max_tokens=5))
-    assert not pair.vllm.llm.llm_engine.has_unfinished_requests()
+    assert not pair.vllm.backend.llm.llm_engine.has_unfinished_requests()
     with pytest.raises(RunError, match=r"differ by up to inf nats"):
         pair.load()
 
@@ -437,3 +449,29 @@ def test_toy_srpo_trains_with_one_override(pair, tmp_path):
     updated = [line["engine/update_difference"] for line in lines if "engine/update_difference" in line]
     assert len(updated) >= 2
     assert max(updated) < 1e-4
+
+
+def test_a_broadcast_declares_what_it_sends(tmp_path):
+    """The parts of an NCCL broadcast that run without a GPU: the declared tensors, and vLLM's own request classes."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    from components.engine.vllm.nccl import FileSource
+
+    channel = FileChannel(ChannelSettings(path=str(tmp_path)), torch.bfloat16)
+    update = channel.publish(Weights(version=1, tensors={"a": torch.ones(3, 2), "b": torch.zeros(4)}))
+    source = FileSource("cpu")
+    source.files = update.files
+    declared = [(m.name, m.dtype, m.shape) for m in source.metadata()]
+    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+    assert declared == [("a", torch.bfloat16, (3, 2)), ("b", torch.bfloat16, (4,))]
+    assert own_address("127.0.0.1", 8000) == "127.0.0.1"
+    assert NCCLTrainerInitInfo(
+        rank=0, master_address="h", master_port=1, world_size=3, packed_buffer_size_bytes=1 << 20
+    ).is_sender
+    channel.close()
+
+
+def test_a_broadcast_of_vllm_without_a_gpu_is_refused():
+    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
+    with pytest.raises(ConfigError, match=r"engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast'"):
+        VllmDialect(VllmSettings(channel=ChannelSettings(kind="broadcast")), model)

@@ -6,18 +6,16 @@ import sys
 
 import pytest
 
-from components.engine.served.dialect import Launch
-from components.engine.served.member import PoolSettings
-from components.engine.served.server import (
+from components.engine.served.addresses import (
     Address,
-    ServerProcess,
-    address_of,
     find_servers,
-    last_lines,
     read_rendezvous,
     share_gpus,
     write_rendezvous,
 )
+from components.engine.served.process import Launch, ServerProcess, last_lines
+from components.engine.served.settings import PoolSettings, ServerSettings
+from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
 
 
@@ -27,14 +25,14 @@ def process(tmp_path, code, **environment):
     )
 
 
-def test_its_end_is_told_in_words(tmp_path):
-    for code, told in (
-        ("raise SystemExit(3)", "ended with code 3"),
+def test_its_status_is_given_in_words(tmp_path):
+    for code, status in (
+        ("raise SystemExit(3)", "exited with code 3"),
         ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
     ):
         one = process(tmp_path, code)
         one._process.wait(20)
-        assert one.ended() == told
+        assert one.status() == status
         assert not one.scratch.exists()
         one.stop()
 
@@ -61,7 +59,7 @@ def test_a_command_that_does_not_exist_is_in_the_log(tmp_path):
     one = ServerProcess(Launch(command=["/no/such/program"]), tmp_path / "engine-0.log")
     one._process.wait(20)
     assert "/no/such/program: cannot be started" in one.output()
-    assert one.ended() == "ended with code 127"
+    assert one.status() == "exited with code 127"
     one.stop()
 
 
@@ -76,15 +74,16 @@ def test_a_stubborn_server_is_killed(tmp_path):
     assert not one.running
 
 
-def test_too_few_gpus_are_told():
+def test_too_few_gpus_are_reported():
     with pytest.raises(
-        ConfigError, match=r"engine.servers: 2 of 2 GPUs each, from GPU 4 on, but this process sees 4 .*; wanted 8"
+        ConfigError, match=r"engine.servers: expected 8 GPUs for 2 servers of 2 each, from GPU 4 on, .* sees 4 \("
     ):
-        share_gpus(2, 2, list("0123"), local_rank=1, world=2)
+        share_gpus(2, 2, list("0123"), Ranks(local_rank=1, world=2, num_replicas=2))
 
 
 def test_every_rank_of_a_host_gives_its_servers_other_gpus():
-    taken = [gpu for rank in range(4) for server in share_gpus(2, 1, list("01234567"), rank, 4) for gpu in server]
+    hosts = [Ranks(local_rank=rank, world=4, num_replicas=4) for rank in range(4)]
+    taken = [gpu for ranks in hosts for server in share_gpus(2, 1, list("01234567"), ranks) for gpu in server]
     assert sorted(taken) == list("01234567")
 
 
@@ -98,41 +97,42 @@ def test_rendezvous_keeps_every_field(tmp_path):
     servers = [Address(url="http://h:1", identity="i", name="server 0", log="l", pid=5), Address(url="http://h:2")]
     write_rendezvous(tmp_path / "engines.json", servers)
     place = str(tmp_path / "engines.json")
-    assert read_rendezvous(tmp_path / "engines.json", 0) == [dataclasses.replace(s, found=place) for s in servers]
+    assert read_rendezvous(tmp_path / "engines.json", 0) == [dataclasses.replace(s, listed_in=place) for s in servers]
     assert [p.name for p in tmp_path.iterdir()] == ["engines.json"], "nothing is left aside"
 
 
-def test_a_rendezvous_that_cannot_be_used_is_told(tmp_path):
+def test_a_rendezvous_that_cannot_be_used_is_reported(tmp_path):
     with pytest.raises(
-        RunError, match=r"engine.rendezvous: no file .*engines.json after 0 s; wanted the addresses of servers there"
+        RunError,
+        match=r"engine.rendezvous: expected the addresses of servers in .*engines.json, got no such file within 0 s",
     ):
         read_rendezvous(tmp_path / "engines.json", 0)
-    for text, told in (
+    for text, problem in (
         ("{", "cannot be read"),
         ('{"servers": [{"host": 1}]}', "cannot be read"),
-        (json.dumps({"servers": []}), "lists no servers"),
+        (json.dumps({"servers": []}), "expected at least one server"),
     ):
         (tmp_path / "engines.json").write_text(text)
-        with pytest.raises(RunError, match=told):
+        with pytest.raises(RunError, match=problem):
             read_rendezvous(tmp_path / "engines.json", 0)
 
 
-def test_ways_to_find_servers(tmp_path):
-    assert [a.url for a in find_servers(2, (), "", 0)] == ["", ""]
-    assert find_servers(1, ("h:1", "http://g:2/"), "", 0) == [
+def test_ways_to_find_servers():
+    assert [a.url for a in find_servers(ServerSettings(servers=2))] == ["", ""]
+    assert find_servers(ServerSettings(servers=1, addresses=("h:1", "http://g:2/"))) == [
         Address(url="http://h:1", name="server 0"),
         Address(url="http://g:2", name="server 1"),
     ]
-    with pytest.raises(ConfigError, match="node 'engine': addresses and rendezvous are both set"):
-        find_servers(0, ("h:1",), "x", 0)
-    with pytest.raises(ConfigError, match=r"engine.addresses: found 'h'; wanted host:port"):
-        address_of("h", 0)
+    with pytest.raises(ConfigError, match="node 'engine': expected one way to find servers, got addresses and rendez"):
+        find_servers(ServerSettings(addresses=("h:1",), rendezvous="x"))
+    with pytest.raises(ConfigError, match=r"engine.addresses: expected host:port, .* got 'h'"):
+        find_servers(ServerSettings(addresses=("h",)))
 
 
 def test_settings_are_checked():
-    for wrong, told in (
-        ({"hang_seconds": 0}, "hang_seconds is 0; wanted more than 0"),
-        ({"retries": -1}, "retries is -1; wanted 0 or more"),
+    for wrong, problem in (
+        ({"hang_seconds": 0}, "hang_seconds: expected more than 0, got 0"),
+        ({"retries": -1}, "retries: expected at least 0, got -1"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=problem):
             PoolSettings(**wrong)
