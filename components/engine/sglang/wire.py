@@ -102,8 +102,8 @@ def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> 
     meta = reply["meta_info"]
     return RowResponse(
         tokens=[int(token) for token in reply["output_ids"][start:]],
-        logprobs=[float(entry[0]) for entry in meta["output_token_logprobs"][start:]],
-        entropies=[entropy_of(top) for top in meta["output_top_logprobs"][start:]] if entropies else None,
+        logprobs=_logprobs(meta["output_token_logprobs"][start:]),
+        entropies=[_entropy(_logprobs(top)) for top in meta["output_top_logprobs"][start:]] if entropies else None,
         reason=reason,
     )
 
@@ -123,23 +123,30 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         count = len(request.tokens)
-        logprobs = [float(entry[0]) for entry in meta["input_token_logprobs"][-count:]] if count else []
+        logprobs = _logprobs(meta["input_token_logprobs"][-count:])
         entropies = None
         if top:
-            tables = meta["input_top_logprobs"][-count:] if count else []
             temperature = request.temperature or 1.0
-            norms = [_log_sum([entry[0] / temperature for entry in table]) for table in tables]
+            tables = [[x / temperature for x in _logprobs(table)] for table in meta["input_top_logprobs"][-count:]]
+            norms = [_log_sum(table) for table in tables]
             logprobs = [value / temperature - norm for value, norm in zip(logprobs, norms, strict=True)]
-            entropies = [
-                entropy_of([(entry[0] / temperature - norm,) for entry in table])
-                for table, norm in zip(tables, norms, strict=True)
-            ]
+            entropies = [_entropy([value - norm for value in table]) for table, norm in zip(tables, norms, strict=True)]
         return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version_of(meta))
 
 
-def entropy_of(top: Sequence[Sequence[Any]]) -> float:
-    """−Σ p log p over all entries (log-prob first) of one position [nats]."""
-    return -math.fsum(math.exp(entry[0]) * entry[0] for entry in top if entry[0] > -1e4)
+def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
+    """The log-probs of entries, which have them first; SGLang's JSON has null for NaN."""
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+
+
+def _entropy(logprobs: Sequence[float]) -> float:
+    """−Σ p log p of one position [nats]; SGLang has −1e30 for probabilities of 0."""
+    return -math.fsum(math.exp(x) * x for x in logprobs if not x < -1e4)
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    largest = max(values)
+    return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
 def version_number(text: object) -> int | None:
@@ -151,11 +158,6 @@ def _version_of(meta: Mapping[str, Any]) -> int | None:
     """Version of the weights behind a response. Should it have changed meanwhile, the first one: the pool compares it."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     return version_number(spans[0]["version"])
-
-
-def _log_sum(values: Sequence[float]) -> float:
-    largest = max(values)
-    return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
 def disk_body(path: str, version: int) -> dict[str, Any]:

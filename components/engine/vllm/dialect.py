@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -21,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from components.engine.channel import PREFIX, Update
-from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from components.engine.messages import (
+    FinishReason,
+    RowRequest,
+    RowResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
 from components.engine.served.dialect import (
     InFlight,
     RefusedError,
@@ -47,6 +54,8 @@ EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _TOGETHER_SECONDS = 0.005
 _GENERATE = "/inference/v1/generate"
+_IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_FLOOR = -9999.0  # in place of NaN and −∞ among the log-probs of sampled tokens
 _REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
@@ -120,6 +129,10 @@ class VllmDialect:
             # Blocks of other sizes have no kernel. Random streams of rows whose prompts are cut in two cannot be
             # rewound on a CPU. Servers would bind themselves to the same core.
             options |= {"block-size": 32, "enforce-eager": True, "no-enable-chunked-prefill": True}
+            if self._settings.tensor_parallel == 1:
+                # No process of its own for the worker, with which the engine would exchange every step by spinning.
+                # vLLM has one to set OpenMP's variables, which are set here.
+                options["distributed-executor-backend"] = _IN_ENGINE_CORE
             environment |= {
                 "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(self._settings.kv_cache_gb))}",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -162,7 +175,12 @@ class VllmDialect:
         """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
         sampling = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": 1, "detokenize": False}
         body = {"request_id": request_id, "token_ids": request.context + request.tokens, "sampling_params": sampling}
-        return self.read_scores(await call(client, "POST", _GENERATE, body | self._adapter(client)), request)
+        try:
+            return self.read_scores(await call(client, "POST", _GENERATE, body | self._adapter(client)), request)
+        except RefusedError as error:
+            if "not JSON compliant" not in str(error):
+                raise
+            return ScoreResponse(logprobs=[math.nan] * len(request.tokens), entropies=None)  # JSON has no NaN
 
     def generate_body(self, request: RowRequest, request_id: str) -> dict[str, Any]:
         """JSON of a generation request."""
@@ -197,7 +215,7 @@ class VllmDialect:
         ended: FinishReason = "eos" if tokens and tokens[-1] in self._eos else "stop"
         return RowResponse(
             tokens=tokens,
-            logprobs=[float(entry["logprob"]) for entry in entries],
+            logprobs=[math.nan if entry["logprob"] <= _FLOOR else float(entry["logprob"]) for entry in entries],
             entropies=[_entropy(entry) for entry in entries],
             reason=_REASONS.get(choice["finish_reason"], ended),
         )

@@ -139,6 +139,10 @@ def test_responses():
     ):
         response, _ = wire.read_generated(generated(finish_reason=finish), False)
         assert (response.reason, response.entropies) == (reason, None)
+    # JSON has no NaN.
+    response, _ = wire.read_generated(generated(output_token_logprobs=[[-0.5, 4, None], [None, 1, None]]), False)
+    assert response.logprobs[0] == -0.5
+    assert math.isnan(response.logprobs[1])
     # SGLang's own word for weights that nobody numbered.
     unnumbered = generated(weight_versions=[{"version": "default", "start": 0, "end": 2}])
     assert wire.read_generated(unnumbered, False)[1] is None
@@ -151,7 +155,7 @@ def test_a_response_without_its_fields_is_a_server_error():
         [],
         None,
         generated(finish_reason=None),
-        generated(output_token_logprobs=[[None]]),
+        generated(output_token_logprobs=[["?"]]),
     ):
         with pytest.raises(ServerError, match="a response without the expected fields"):
             wire.read_generated(body, False)

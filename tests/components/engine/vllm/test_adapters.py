@@ -235,28 +235,21 @@ class TestInProcess:
 class TestServer:
     pytestmark = [*needs_vllm[:1], pytest.mark.xdist_group("vllm servers")]
 
-    def test_a_server_takes_versions_and_refuses_a_changed_file(self, learner, tmp_path, monkeypatch):
+    def test_a_server_takes_versions_and_refuses_a_changed_file(self, learner, connected, tmp_path, monkeypatch):
         settings = channel.ChannelSettings(path=str(tmp_path))
-        served = VllmEngine(VllmEngine.Config(servers=1, lora=TAKES, channel=settings))
-        served.setup(Context(node="engine", model=SPEC, run_dir=tmp_path))
-        try:
-            first, second = (learner.check(served.run(weights=learner.publish(seed)).policy) for seed in (1, 2))
-            assert first != second
-            whole = Weights(version=learner.version + 1, tensors=learner.model.published())
-            assert learner.check(served.run(weights=whole).policy) == second
-            learner.version += 1
-            assert learner.check(served.run(weights=learner.publish(3)).policy) != second
-            write = channel.write_file
+        served = connected(servers=1, lora=TAKES, channel=settings, pool={"hang_seconds": 2.0})
+        first, second = (learner.check(served.run(weights=learner.publish(seed)).policy) for seed in (1, 2))
+        assert first != second
+        whole = Weights(version=learner.version + 1, tensors=learner.model.published())
+        assert learner.check(served.run(weights=whole).policy) == second
+        learner.version += 1
+        assert learner.check(served.run(weights=learner.publish(3)).policy) != second
+        write = channel.write_file
 
-            def corrupted(file, tensors):
-                name = sorted(tensors)[3]
-                return write(file, {**tensors, name: tensors[name] + 1e-6})
+        def corrupted(file, tensors):
+            name = sorted(tensors)[3]
+            return write(file, {**tensors, name: tensors[name] + 1e-6})
 
-            monkeypatch.setattr(channel, "write_file", corrupted)
-            served.backend.pool.servers[0].settings = dataclasses.replace(served.config.pool, restarts=0)
-            with pytest.raises(
-                AllServersLost, match=r"expected checksum \w+ of weights version \d+, the server reports"
-            ):
-                served.run(weights=learner.publish(4))
-        finally:
-            served.close()
+        monkeypatch.setattr(channel, "write_file", corrupted)
+        with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version \d+, the server reports"):
+            served.run(weights=learner.publish(4))
