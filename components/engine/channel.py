@@ -36,7 +36,8 @@ from pipeline.core.errors import RunError
 from pipeline.core.payloads import Adapter, Weights
 
 PREFIX = "creditgraph-weights-"
-# A run may go on with another value: such a setting says where servers are and how they are reached, not what they compute.
+# Metadata of settings with which a run may be continued although they differ: they say where servers are and how they
+# are reached, not what they compute.
 PLACE = {"place": True}
 _ADAPTER_TENSORS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -182,7 +183,7 @@ class FileChannel:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _make_folder(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """A folder without visible files, but perhaps with hidden ones to overwrite; raises OSError when there is no room."""
+        """A folder with no files but hidden ones to overwrite; raises OSError when there is no room."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if self._spare is not None and self._spare.parent == folder.parent and self._spare.exists():

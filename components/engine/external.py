@@ -133,7 +133,7 @@ class ExternalEngine(Engine):
         )
 
     def run(self, *, weights: Weights) -> Outputs:
-        """Loads `weights` and returns a policy of their version; weights with neither tensors nor path are the model's own."""
+        """Loads `weights` and returns their policy; weights with neither tensors nor path are the model's own."""
         start = time.perf_counter()
         own = resolve_model_path(self.context.model.path)
         if weights.tensors is None and weights.path is None:
@@ -154,7 +154,7 @@ class ExternalEngine(Engine):
         return self.backend
 
     def _check(self, weights: Weights) -> tuple[Weights, Probe | None]:
-        """Weights as the backend takes them, and the probe that shows whether it computes with them; raises DataError."""
+        """Weights as the backend takes them, and the probe that shows whether it uses them; raises DataError."""
         spec = self.context.model
         dtype: torch.dtype = getattr(torch, spec.dtype)
         sent = self.config.channel.sent_dtype(spec)

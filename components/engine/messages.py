@@ -91,7 +91,7 @@ def check_score(request: ScoreRequest, response: ScoreResponse) -> ScoreResponse
 
 
 def check_lengths(place: str, count: int, logprobs: list[float], entropies: list[float] | None) -> None:
-    """Raises BadResponse unless there is one log-prob, and one entropy where there are any, for each of `count` tokens."""
+    """Raises BadResponse unless each of `count` tokens has a log-prob, and an entropy where there are any."""
     if len(logprobs) != count:
         raise BadResponse(f"{place}: expected one log-prob per token, got {len(logprobs)} for {count} tokens.")
     if entropies is not None and len(entropies) != count:

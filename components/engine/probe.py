@@ -73,7 +73,7 @@ def probe_request(vocab_size: int, context_length: int) -> ScoreRequest:
 
 
 def skeleton(spec: ModelSpec, config: Any) -> Any:
-    """The transformers model in evaluation mode; its parameters take no memory (device "meta"), its buffers are real."""
+    """The transformers model in evaluation mode, its parameters without memory (device "meta"), its buffers real."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 

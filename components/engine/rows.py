@@ -119,7 +119,7 @@ class Rows:
         return False
 
     def reset(self, index: int) -> None:
-        """Drops what was fed to row `index`: its response was cut off or is not to be trusted, and it is requested again."""
+        """Drops what was fed to row `index`, which is requested again: its response was cut off or is not sound."""
         self._rows[index] = self._new_row(index)
 
     def completions(self) -> Completions:
@@ -205,7 +205,7 @@ class Rows:
         return any(s.encode() in whole for s in strings)
 
     def _reason(self, row: _Row, stopped: bool) -> str:
-        """Why the row ends with its last token, "" when it goes on; records thought ends. Rules in the order of engine.local."""
+        """Why the row ends with its last token, "" when it goes on; records thought ends. As in engine.local."""
         taken = len(row.tokens)
         thoughts = self._thoughts
         reason = "length" if taken >= row.budget else "paused" if taken >= row.limit else ""

@@ -24,7 +24,7 @@ def generation_config(spec: ModelSpec) -> Any:
 
 
 def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
-    """Bool [V]: ids that end a response: the generation configuration's (None: it has none), the tokenizer's, the end of a chat turn."""
+    """Bool [V]: ids that end a response, of the generation configuration (or None), the tokenizer and chat turns."""
     listed = getattr(generation, "eos_token_id", None)
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -137,7 +137,7 @@ def sample_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def sample_checksum(tensors: Mapping[str, Tensor], names: Sequence[str]) -> str:
-    """Hash of the named tensors: name, dtype, shape, first and last MiB. Raises CreditgraphError when one is missing."""
+    """Hash of the named tensors: name, dtype, shape, first and last MiB. Raises CreditgraphError if one is missing."""
     digest = hashlib.sha256()
     for name in names:
         if name not in tensors:

@@ -107,7 +107,7 @@ def local_folder(path: str) -> str:
 
 
 def merged(weights: Weights, spec: ModelSpec) -> Weights:
-    """The whole weights that an adapter makes of the model's own, which are read from its files; other weights as they are.
+    """The model's own weights, read from its files, with the adapter added to them; whole weights as they are.
 
     Raises:
         DataError: the adapter does not fit the model.

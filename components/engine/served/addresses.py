@@ -151,7 +151,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def share_gpus(servers: int, each: int, gpus: Sequence[str], ranks: Ranks | None = None) -> list[list[str]]:
-    """The GPUs of every server that the leader of a replica starts on its host; raises ConfigError when there are too few.
+    """The GPUs of every server that the leader of a replica starts on its host; raises ConfigError for too few.
 
     Ranks of a host own GPU 0, 1, … in the order of their numbers. Servers take the GPUs of their replica's ranks, from
     the leader's on; where they need more than those, the servers of one replica follow those of the replica before. A

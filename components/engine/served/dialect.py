@@ -69,15 +69,15 @@ class Dialect(Protocol):
     """
 
     def launch(self, port: int, identity: str) -> Launch:
-        """Command and environment of a server on `port` of "{host}" that will report `identity` (its served model name)."""
+        """Command and environment of a server on `port` of "{host}" that reports `identity` (its served model name)."""
         ...
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
-        """Whether the server responds. `identity` "" takes any; raises ServerError when another server has the address."""
+        """Whether the server responds. `identity` "" takes any; raises ServerError for another server there."""
         ...
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
-        """Samples one row and hands it over: in parts as they come if `request.stream`, ended as soon as no more is wanted.
+        """Samples one row and hands it over; with `request.stream` in parts, and only as long as more is wanted.
 
         Closing the connection ends the request at the server.
 
@@ -91,7 +91,7 @@ class Dialect(Protocol):
         ...
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Stops sampling: "finish" returns after running requests have ended, "abort" ends them (with reason "abort")."""
+        """Stops sampling: "finish" returns when running requests have ended, "abort" ends them with that reason."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -119,19 +119,22 @@ class Dialect(Protocol):
         ...
 
 
-def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments: "--name" "value", "--name" alone for True, nothing for False; underscores become dashes."""
+def as_arguments(options: Mapping[str, Any], negate: bool = False) -> list[str]:
+    """Command-line arguments: "--name" "value"; "--name" for True; for False nothing, or "--no-name" with `negate`."""
     arguments = []
-    for name, value in options.items():
-        if value is not False:
-            arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    for option, value in options.items():
+        name = option.replace("_", "-")
+        if isinstance(value, bool):
+            arguments += [f"--{name}"] if value else [f"--no-{name}"] if negate else []
+        else:
+            arguments += [f"--{name}", str(value)]
     return arguments
 
 
 async def call(
     client: httpx.AsyncClient, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> Any:
-    """One request with a JSON body; the decoded JSON of a 200 response ({} for an empty one). Raises ServerError otherwise."""
+    """One request with a JSON body; the JSON of a 200 response ({} for an empty one). Raises ServerError otherwise."""
     response = await client.request(method, path, json=body, params=query)
     check_status(f"{method} {path}", response)
     if not response.content:

@@ -63,7 +63,7 @@ class _Task:
 
 
 class ServerPool:
-    """Servers behind one blocking interface. Its event loop has a thread of its own; several threads may call at a time.
+    """Servers as one blocking interface. Its event loop has a thread of its own; several threads may call at a time.
 
     Args:
         dialect: how to start servers and speak to them.
@@ -118,7 +118,7 @@ class ServerPool:
     # The blocking side
 
     def start(self) -> None:
-        """Starts or connects to the servers and waits until all are ready; raises RunError, with log lines, for one that is not."""
+        """Starts or connects to the servers and waits until all are ready; raises RunError, with log lines."""
         try:
             self._call(self._start())
         except BaseException:
@@ -128,7 +128,7 @@ class ServerPool:
             write_rendezvous(self._rendezvous, [server.address for server in self.servers])
 
     def update(self, update: Update) -> None:
-        """Has every server load `update`; those that do not are out until they hold it. Raises RunError when none does."""
+        """Has every server load `update`; those that fail are out until they hold it. Raises RunError when all fail."""
         self._call(self._update_all(update))
 
     def generate(
@@ -184,7 +184,6 @@ class ServerPool:
             self._losses = losses
         return counters
 
-    @property
     def num_ready(self) -> int:
         """Number of servers that hold the current weights and respond."""
         return sum(server.state == "ready" for server in self.servers)
@@ -245,7 +244,7 @@ class ServerPool:
                 raise failure  # this pool is being closed
             if failure is not None and server.state in ("starting", "updating"):
                 server.lose(str(failure), restart=True)
-        while not self.num_ready:
+        while not self.num_ready():
             self._check_lost()
             await self._changed()
         self._counters["seconds_update"] += time.perf_counter() - begin

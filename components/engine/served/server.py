@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import ssl
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,7 +34,7 @@ LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request gro
 BREAKER = 3  # failures in a row that take a server out
 CHECK_SECONDS = 10.0  # for one health check or version query
 ABORT_SECONDS = 2.0
-RETRY_SECONDS = (0.1, 10.0)  # first and longest wait between attempts to bring a server back
+RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
 _PORT_TAKEN = ("address already in use", "errno 98")
 _NOT_READY = (httpx.HTTPError, httpx.InvalidURL, ServerError, TimeoutError, OSError)
 _FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, ValueError)
@@ -43,10 +42,6 @@ _FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, Val
 
 class Interrupted(Exception):
     """The server was taken out while it had the request; send it elsewhere."""
-
-
-class _Ended(Exception):
-    """The process ended for a reason that another start may not meet."""
 
 
 @dataclass(eq=False)
@@ -117,19 +112,18 @@ class Server:
     # Starting
 
     async def start(self) -> None:
-        """Starts the process (where it is ours) and waits until it responds; raises RunError, with its last log lines."""
+        """Starts the process (if it is ours) and waits until it responds; raises RunError, with its last log lines."""
         deadline = time.monotonic() + self.settings.start_seconds
         for attempt in range(1, START_TRIES + 1):
             if self.own:
                 await self._launch()
             await self._connect()
-            try:
-                await self._until_ready(deadline)
+            ended = await self._until_ready(deadline)
+            if not ended:
                 break
-            except _Ended as error:
-                if attempt == START_TRIES:
-                    raise RunError(f"{error} Start the run again.") from None
-                logger.warning("%s Starting it once more.", error)
+            if attempt == START_TRIES:
+                raise RunError(f"{self.name}: {ended}. Start the run again.")
+            logger.warning("%s: %s; starting it once more.", self.name, ended)
         self.failures = 0
         self.version = None
         if self._watch is None or self._watch.done():
@@ -145,9 +139,9 @@ class Server:
         launch = self.dialect.launch(port, identity)
         if self.address.gpus:
             environment = {**launch.environment, "CUDA_VISIBLE_DEVICES": self.address.gpus}
-            launch = dataclasses.replace(launch, environment=environment)
+            launch = replace(launch, environment=environment)
         self.process = ServerProcess(launch, log, self.remove, self.settings.host)
-        self.address = dataclasses.replace(
+        self.address = replace(
             self.address,
             url=f"http://{self.settings.host}:{port}",
             identity=identity,
@@ -178,19 +172,20 @@ class Server:
         for client in (self.client, *self._lanes):
             await client.aclose()
 
-    async def _until_ready(self, deadline: float) -> None:
+    async def _until_ready(self, deadline: float) -> str:
+        """Returns "", or why the process ended if another start may help."""
         last = "not ready"
         while True:
             if self.process is not None and not self.process.running:
                 status = self.process.status()
                 if any(sign in self.process.output().lower() for sign in _PORT_TAKEN):
-                    raise _Ended(f"{self.name}: another process took its port before it could listen.")
+                    return "another process took its port before it could listen"
                 if "killed by" in status and self.settings.restarts:  # by the kernel for memory, or by a person
-                    raise _Ended(f"{self.name}: {status} while it started.")
+                    return f"{status} while it started"
                 raise RunError(f"{self.name}: {status} before it was ready.{self.log_lines()}")
             try:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
-                    return
+                    return ""
             except _NOT_READY as error:
                 last = _describe(error)
             if time.monotonic() >= deadline:
@@ -203,7 +198,7 @@ class Server:
     # Weights
 
     async def load(self, update: Update, in_flight: InFlight) -> None:
-        """Brings the server to `update` and makes it ready; raises RunError naming it when it does not get there in time."""
+        """Brings the server to `update` and makes it ready; raises RunError naming it when it fails or is late."""
         self._become("updating")
         stage = "finishing its requests"
         epoch = self._epoch
@@ -302,8 +297,8 @@ class Server:
             self._recovery = asyncio.create_task(self._recover(restart))
 
     async def _recover(self, restart: bool) -> None:
-        """Until it holds the current weights again: loads them, or restarts the process; gives up after `restarts` starts."""
-        wait, longest = RETRY_SECONDS
+        """Loads the current weights, or starts the server again, until it holds them; gives up after `restarts`."""
+        wait = 0.1
         while self.state == "lost":
             update = self.current()
             try:
@@ -314,7 +309,11 @@ class Server:
                         return
                     await self.start()
                 else:
-                    await self._find_again()
+                    if moved := relocated(self.address):
+                        logger.warning("%s was started again at %s.", self.name, moved.url)
+                        self.address = moved
+                        await self._connect()
+                    await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS)
                 if update is None:
                     self._become("ready")
                     return
@@ -330,15 +329,7 @@ class Server:
                 self._become("lost")
                 restart = True
                 await asyncio.sleep(wait)
-                wait = min(wait * 2, longest)
-
-    async def _find_again(self) -> None:
-        """Waits for a server that runs on, perhaps at the new address that its rendezvous file lists."""
-        if moved := relocated(self.address):
-            logger.warning("%s was started again at %s.", self.name, moved.url)
-            self.address = moved
-            await self._connect()
-        await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS)
+                wait = min(wait * 2, RETRY_SECONDS)
 
     async def _check_health(self) -> None:
         """Takes the server out when its process ends, when its health checks fail, or when it makes no progress."""

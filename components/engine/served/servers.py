@@ -1,4 +1,4 @@
-"""The servers of an engine: their pool, the channel that takes weights to them, and the other replicas that use them."""
+"""The servers of an engine: their pool, the channel that takes weights to them, and other replicas that use them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Servers:
 
     @staticmethod
     def _expected(probe: Probe, threads: int, written: Future[None] | None) -> list[float]:
-        """Log-probs of the probe; computed in a thread while servers load, after the files they wait for are written."""
+        """Log-probs of the probe; computed in a thread while servers load, once the files they need are written."""
         if written is not None:
             wait([written])
         torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
@@ -116,7 +116,7 @@ class Servers:
 
     def take_counters(self) -> dict[str, float]:
         """What the pool has counted since the last call."""
-        self._context.log(servers_ready=self.pool.num_ready)
+        self._context.log(servers_ready=self.pool.num_ready())
         return self.pool.take_counters()
 
     def close(self) -> None:

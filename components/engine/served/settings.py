@@ -45,7 +45,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where the servers of an engine are, and how they are treated. Base of the settings of engines that can be served."""
+    """Where the servers of an engine are, and how they are used; base of the settings of vLLM and SGLang."""
 
     servers: int = field(default=0, metadata=PLACE)
     """server processes to start on this host; 0 with neither addresses nor rendezvous runs the engine in this

@@ -49,7 +49,7 @@ def names_to_skip(names: Sequence[str], sample: Sequence[str]) -> list[str]:
 def held_checksum(
     update: Update, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, cuda: bool
 ) -> str | None:
-    """`update.checksum` if the server's hashes are those of the files; if not, what differs; None if nothing can be compared.
+    """`update.checksum` if the server's hashes are those of the files, otherwise what differs; None if none compares.
 
     Args:
         update: whose sample is compared.

@@ -184,7 +184,7 @@ class SGLangDialect:
             raise
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Stops sampling. SGLang's own pause polls running requests once a second, so they are ended or awaited first."""
+        """Stops sampling. SGLang's own pause polls requests once a second, so they are ended or awaited first."""
         while await self._requests(client):
             if in_flight == "abort":
                 await call(client, "POST", "/abort_request", wire.abort_body(None))

@@ -1,4 +1,4 @@
-"""A process group of this process and one SGLang server, to broadcast weights through: gloo between CPUs, NCCL between GPUs."""
+"""A process group of this process and one SGLang server, to broadcast weights: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 

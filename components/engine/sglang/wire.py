@@ -119,7 +119,7 @@ def _reason(finish: Any) -> FinishReason:
 
 
 def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
-    """The response to `score_body`, at the temperature of `request`; others than 1 need the whole vocabulary (`top`)."""
+    """The response to `score_body` at the temperature of `request`, which is 1 without the vocabulary (`top`)."""
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         count = len(request.tokens)
@@ -155,7 +155,7 @@ def version_number(text: object) -> int | None:
 
 
 def _version_of(meta: Mapping[str, Any]) -> int | None:
-    """Version of the weights behind a response. Should it have changed meanwhile, the first one: the pool compares it."""
+    """Version of the weights that sampled; should it have changed meanwhile, the first one, which the pool refuses."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     return version_number(spans[0]["version"])
 
@@ -178,7 +178,7 @@ def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> 
 
 
 def broadcast_body(name: str, tensors: Mapping[str, Tensor], version: int | None) -> dict[str, Any]:
-    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor in the order of `in_order`."""
+    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor ordered by `in_order`."""
     ordered = in_order(tensors)
     body: dict[str, Any] = {
         "names": [tensor_name for tensor_name, _ in ordered],

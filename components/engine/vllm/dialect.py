@@ -1,7 +1,7 @@
 """vLLM's HTTP servers (0.32): how they are started and spoken to.
 
-Token ids go in and out by /inference/v1/generate, which also reports which weights sampled them. Log-probs and entropies
-are those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
+Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
+those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
 safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
 need the server's development mode, which is why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
 """
@@ -59,6 +59,35 @@ _FLOOR = -9999.0  # in place of NaN and −∞ among the log-probs of sampled to
 _REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
+def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
+    """vLLM's engine arguments, for `vllm.LLM` and for a server's command line."""
+    cpu = model.device == "cpu"
+    options: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        # A row that fills the context is scored as a prompt, and vLLM wants room for one token after a prompt.
+        "max_model_len": model.context_length + 1,
+        "trust_remote_code": model.trust_remote_code,
+        "max_num_seqs": settings.max_rows,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
+        "enable_chunked_prefill": not cpu,
+        "gpu_memory_utilization": settings.gpu_memory,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+        "seed": 0,
+    }
+    if settings.kv_cache_gb:
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 2**30)
+    if cpu:
+        options["block_size"] = 32  # others have no kernel
+    if rank := settings.lora.max_rank:
+        options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+    return options
+
+
 @dataclass
 class _Known:
     """What this process remembers of a server."""
@@ -90,24 +119,9 @@ class VllmDialect:
 
     def launch(self, port: int, identity: str) -> Launch:
         """The API server with worker extension and development mode."""
-        options: dict[str, Any] = {
-            "model": self._model.path,
-            "served-model-name": identity,
-            "host": "{host}",
-            "port": port,
-            "dtype": self._model.dtype,
-            # A row that fills the context is scored as a prompt, and vLLM wants room for one token after a prompt.
-            "max-model-len": self._model.context_length + 1,
-            "max-num-seqs": self._settings.max_rows,
-            "tensor-parallel-size": self._settings.tensor_parallel,
-            "enable-scale-out": True,
-            "worker-extension-cls": EXTENSION,
-            "generation-config": "vllm",
-            "seed": 0,
-            "disable-uvicorn-access-log": True,
-            "enable-prefix-caching": True,
-            "trust-remote-code": self._model.trust_remote_code,
-        }
+        options = engine_options(self._settings, self._model)
+        options |= {"served_model_name": identity, "host": "{host}", "port": port}
+        options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
         environment: dict[str, str | None] = {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -120,31 +134,21 @@ class VllmDialect:
             "PYTHONSAFEPATH": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
-        if rank := self._settings.lora.max_rank:
-            options |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1, "max-cpu-loras": 1}
+        if self._settings.lora.max_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._broadcasts:
-            options["weight-transfer-config"] = '{"backend": "nccl"}'
+            options["weight_transfer_config"] = '{"backend": "nccl"}'
         if self._model.device == "cpu":
-            # Blocks of other sizes have no kernel. Random streams of rows whose prompts are cut in two cannot be
-            # rewound on a CPU. Servers would bind themselves to the same core.
-            options |= {"block-size": 32, "enforce-eager": True, "no-enable-chunked-prefill": True}
             if self._settings.tensor_parallel == 1:
                 # No process of its own for the worker, with which the engine would exchange every step by spinning.
                 # vLLM has one to set OpenMP's variables, which are set here.
-                options["distributed-executor-backend"] = _IN_ENGINE_CORE
+                options["distributed_executor_backend"] = _IN_ENGINE_CORE
+            # By themselves, servers would bind to the same core.
             environment |= {
-                "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(self._settings.kv_cache_gb))}",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._settings.cpu_threads),
             }
-        else:
-            options |= {
-                "gpu-memory-utilization": self._settings.gpu_memory,
-                "enforce-eager": self._settings.enforce_eager,
-                "kv-cache-memory-bytes": int(self._settings.kv_cache_gb * 2**30) or False,
-            }
-        command = [sys.executable, "-m", "components.engine.vllm.start", *as_arguments(options)]
+        command = [sys.executable, "-m", "components.engine.vllm.start", *as_arguments(options, negate=True)]
         return Launch(command=[*command, *self._settings.arguments], environment=environment)
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:

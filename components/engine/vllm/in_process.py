@@ -17,7 +17,7 @@ from components.engine.messages import RowRequest, RowResponse, ScoreRequest, Sc
 from components.engine.probe import Probe, ProbeError, compare_logprobs
 from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
-from components.engine.vllm.dialect import EXTENSION
+from components.engine.vllm.dialect import engine_options
 from components.engine.vllm.settings import VllmSettings
 from components.engine.weight_files import sample_checksum, sample_names
 from pipeline.core.component import Context
@@ -60,7 +60,8 @@ class InProcess:
             from vllm import LLM
 
             with _kernel_threads(self._threads):
-                self.llm: Any = LLM(**_options(settings, model))
+                options = engine_options(settings, model)
+                self.llm: Any = LLM(**options, enable_sleep_mode=self._sleep, disable_log_stats=True)
         self.core = self.llm.llm_engine
         self.llm.collective_rpc("creditgraph_install", args=(list(model.forbidden),))
 
@@ -198,7 +199,7 @@ class InProcess:
 
     @contextmanager
     def _running(self, waiting: dict[str, int]) -> Iterator[Iterator[list[Any]]]:
-        """Yields the outputs of each step while requests are `waiting`; requests that an error leaves behind are aborted."""
+        """Yields the outputs of each step while requests are `waiting`; after an error the others are aborted."""
         self._wake()
         try:
             with _kernel_threads(self._threads):
@@ -241,35 +242,6 @@ class InProcess:
         self.llm = None
         cleanup_dist_env_and_memory()
         gc.collect()
-
-
-def _options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`."""
-    cpu = model.device == "cpu"
-    options: dict[str, Any] = {
-        "model": model.path,
-        "dtype": model.dtype,
-        # A row that fills the context is scored as a prompt, and vLLM wants room for one token after a prompt.
-        "max_model_len": model.context_length + 1,
-        "trust_remote_code": model.trust_remote_code,
-        "max_num_seqs": settings.max_rows,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enforce_eager": settings.enforce_eager,
-        # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
-        "enable_chunked_prefill": not cpu,
-        "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30) or None,
-        "gpu_memory_utilization": settings.gpu_memory,
-        "block_size": 32 if cpu else None,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": settings.sleep and not cpu,
-        "generation_config": "vllm",
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
-        "seed": 0,
-    }
-    if rank := settings.lora.max_rank:
-        options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
-    return options
 
 
 def response_of(out: Any) -> RowResponse:

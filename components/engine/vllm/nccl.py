@@ -1,4 +1,4 @@
-"""Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's own weight-transfer engine, packed in buckets.
+"""Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's weight-transfer engine, in packed buckets.
 
 Each server has a group of its own (this process is rank 0, the server's workers follow), so a lost server blocks no
 other one, and a server that comes back joins a new group. Not yet run on a GPU.
@@ -63,7 +63,7 @@ class Broadcaster:
         self._links: dict[str, _Link] = {}
 
     def send(self, url: str, files: Sequence[str], workers: int) -> None:
-        """Has the server at `url`, with `workers` processes, receive the tensors of `files`. Blocks; one call per server at a time."""
+        """Sends the tensors of `files` to the `workers` processes of the server at `url`; blocks."""
         link = self._links.get(url)
         if link is None:
             link = self._links[url] = self._open(url, files, workers)

@@ -57,7 +57,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         return (logits.float() / self.scoring_temperature).log_softmax(-1)
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Log-prob of each token, [T], and minus the entropy in a second column when one or two log-probs are requested."""
+        """Log-prob of each token, [T], and minus the entropy as a second column if one or two are requested."""
         if num_logprobs > 2:
             return super().gather_logprobs(logprobs, num_logprobs, token_ids)
         ids = [token_ids]
@@ -175,13 +175,13 @@ class WorkerExtension:
         return self.creditgraph_state()
 
     def creditgraph_state(self) -> dict[str, Any]:
-        """Version and checksum of the weights held (−1 and "" before the first), and whether `creditgraph_install` was called."""
+        """Version and checksum of the weights held (−1 and "" before the first); whether the sampler is installed."""
         version, checksum = self.creditgraph_loaded
         installed = isinstance(self.model_runner.sampler, ExactSampler)
         return {"version": version, "checksum": checksum, "installed": installed}
 
     def creditgraph_reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter to write into."""
+        """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter."""
         self.creditgraph_own = False
         self.reload_weights(weights_iterator=tensors)
         refresh_tied(self.model_runner.model)
@@ -204,7 +204,7 @@ class WorkerExtension:
 
 
 def refresh_tied(model: Any) -> None:
-    """Packs a tied output head again: it shares the embedding's parameter, but on CPUs not its packed copy, which a reload leaves."""
+    """Packs a tied output head again: on CPUs it has a packed copy of the embedding, which a reload leaves alone."""
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(model.config, "tie_word_embeddings", False):
         head.quant_method.process_weights_after_loading(head)

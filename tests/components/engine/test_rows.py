@@ -34,7 +34,7 @@ def rows_of(policy, requests):
 
 
 def feed_all(rows, replay, generator):
-    """Feeds rows in parts of random size until they end; some responses overrun, are aborted, or are not to be trusted."""
+    """Feeds rows in parts of random size until they end; some responses overrun, are aborted, or are dropped."""
     for request in rows.start():
         own = [x[request.row] for x in (replay.tokens, replay.logprobs, replay.entropies)]
         size = min(request.max_tokens, len(own[0]) + generator.randint(0, 5))

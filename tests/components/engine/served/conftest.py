@@ -1,4 +1,4 @@
-"""Pools of real server processes that speak vLLM's HTTP and start in milliseconds (fake_vllm.py), with faults on demand."""
+"""Pools of real processes that speak vLLM's HTTP and start in milliseconds (fake_vllm.py), with faults on demand."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's HTTP dialect in milliseconds, for faults: `python fake_vllm.py --port P --served-model-name N …`.
+"""A server that speaks vLLM's HTTP after milliseconds: `python fake_vllm.py --port P --served-model-name N …`.
 
 Token t of a completion is a function of (weights version, seed, place), so that a test can tell which answers are
 right. `--fault FILE` names a JSON file that is read at every request: {"kind": "garbage"}, {"kind": "500"}, …, and
@@ -251,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
         }
 
     def stream(self, body, request, fault, version, told):
-        """Server-sent events: the first token, then parts of the wanted size; between two of them it waits for `part_seconds`."""
+        """Server-sent events: the first token, then parts of the requested size, `part_seconds` apart."""
         state, sampling = self.state, body["sampling_params"]
         seed, count, size = sampling["seed"], sampling["max_tokens"], sampling["stream_interval"]
         pause = state.fault().get("part_seconds", 0.0)

@@ -132,7 +132,7 @@ def test_a_stuck_update_is_reported_with_server_and_log(fleet):
         run.load(2)
     text = str(raised.value)
     assert re.search(
-        r"server 0 \(127.0.0.1:\d+\): expected it to finish within 1 s .*, but it was loading weights version 2 for 1.\d s",
+        r"server 0 \(127.0.0.1:\d+\): expected it to finish within 1 s .*, but it was loading weights version 2 for 1",
         text,
     )
     assert "loading weights and going nowhere" in text
@@ -186,7 +186,7 @@ def test_full_shared_memory_leaves_the_servers_as_they_are(fleet, tmp_path):
                 file.write(b"0" * 4096)
         with pytest.raises(
             RunError,
-            match=r"weights version 2: expected room for two versions .*Free space there, or set engine.channel.fallback",
+            match=r"version 2: expected room for two versions .*Free space there, or set engine.channel.fallback",
         ):
             run.load(2)
         run.generate(version=1)
@@ -238,7 +238,8 @@ from pathlib import Path
 run = module.Fleet(Path({folder!r}), 2, options=["--child"], channel={{"path": "/dev/shm"}})
 run.load(1)
 run.channel.publish(module.Weights(version=2, tensors={{"a": module.torch.zeros(4)}}))
-print(run.channel.folders[0], *[s.process.pid for s in run.pool.servers], *[s.process.scratch for s in run.pool.servers], flush=True)
+processes = [s.process for s in run.pool.servers]
+print(run.channel.folders[0], *[p.pid for p in processes], *[p.scratch for p in processes], flush=True)
 if {end!r} == "exception":
     raise KeyError("oh")
 time.sleep(600)

@@ -26,7 +26,7 @@ def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):
     assert sorted(load.values()) == [12, 12, 12]
     counted = run.pool.take_counters()
     assert counted["requests"] == 36
-    assert run.pool.num_ready == 3
+    assert run.pool.num_ready() == 3
     assert "retries" not in counted
 
 

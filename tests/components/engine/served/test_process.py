@@ -13,8 +13,14 @@ from components.engine.served.addresses import (
     share_gpus,
     write_rendezvous,
 )
+from components.engine.served.dialect import ServedModel
 from components.engine.served.process import Launch, ServerProcess, last_lines
-from components.engine.served.settings import PoolSettings, ServerSettings
+from components.engine.served.settings import ServerSettings
+from components.engine.sglang.dialect import SGLangDialect
+from components.engine.sglang.settings import SGLangSettings
+from components.engine.vllm.dialect import VllmDialect
+from components.engine.vllm.settings import VllmSettings
+from pipeline import ROOT
 from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
 
@@ -48,7 +54,9 @@ def test_output_is_that_of_this_process_and_the_log_keeps_all(tmp_path):
 
 def test_environment_may_be_added_removed_and_name_the_scratch_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("CREDITGRAPH_TEST_GONE", "1")
-    code = "import os; print(os.environ.get('CREDITGRAPH_TEST_GONE'), os.environ['WHERE'], os.path.isdir(os.environ['WHERE']))"
+    code = (
+        "from os import environ as e, path; print(e.get('CREDITGRAPH_TEST_GONE'), e['WHERE'], path.isdir(e['WHERE']))"
+    )
     one = process(tmp_path, code, CREDITGRAPH_TEST_GONE=None, WHERE="{scratch}")
     one._process.wait(20)
     assert one.output().split() == ["None", str(one.scratch), "True"]
@@ -129,10 +137,16 @@ def test_ways_to_find_servers():
         find_servers(ServerSettings(addresses=("h",)))
 
 
-def test_settings_are_checked():
-    for wrong, problem in (
-        ({"hang_seconds": 0}, "hang_seconds: expected more than 0, got 0"),
-        ({"retries": -1}, "retries: expected at least 0, got -1"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            PoolSettings(**wrong)
+def test_a_users_folders_hide_no_module_of_a_server(tmp_path, users_folder, monkeypatch):
+    """Each server's command, asked where its interpreter finds `components`."""
+    (users_folder / "ctypes.py").write_text("raise SystemExit('the guard has imported a module of the user')")
+    monkeypatch.chdir(users_folder)
+    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
+    where = "import importlib.util; print(importlib.util.find_spec('components').origin)"
+    for dialect in (VllmDialect(VllmSettings(), model), SGLangDialect(SGLangSettings(), model)):
+        launch = dialect.launch(8000, "creditgraph-0")
+        command = [launch.command[0], "-c", where]
+        one = ServerProcess(Launch(command=command, environment=launch.environment), tmp_path / "engine-0.log")
+        one._process.wait(20)
+        assert one.output().strip() == str(ROOT / "components" / "__init__.py")
+        one.stop()

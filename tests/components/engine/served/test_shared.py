@@ -1,4 +1,4 @@
-"""Two replicas of a learner that share two servers: the first changes the weights, and only between the requests of both."""
+"""Two replicas of a learner that share two servers: the first changes the weights, between the requests of both."""
 
 import threading
 

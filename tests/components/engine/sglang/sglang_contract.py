@@ -72,8 +72,9 @@ def gpu_hash(values):
     out = torch.empty(tiles, dtype=torch.int64)
     seed = 0x243F6A88
     kernels.hash_tiles32_kernel_blocked[(tiles,)](
-        words, out, len(words), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, FM_C1=kernels.FMIX32_C1,
-        FM_C2=kernels.FMIX32_C2, POS_A=kernels.POS_C1, POS_B=kernels.POS_C2, TILE=8192, BLOCK=256, USE_CG=False,
+        words, out, len(words), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF,
+        FM_C1=kernels.FMIX32_C1, FM_C2=kernels.FMIX32_C2, POS_A=kernels.POS_C1, POS_B=kernels.POS_C2,
+        TILE=8192, BLOCK=256, USE_CG=False,
     )  # fmt: skip
     mask = (1 << 64) - 1
     return kernels._final_splitmix64(sum(value & mask for value in out.tolist()) & mask)

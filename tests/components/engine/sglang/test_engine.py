@@ -1,6 +1,7 @@
-"""A real SGLang server on the embedded model: against engine.local, through every kind of weight update, and under training."""
+"""A real SGLang server on the embedded model: against engine.local, after every kind of update, and in training."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -50,11 +51,12 @@ pytestmark = pytest.mark.xdist_group("sglang")
 class Pair:
     """engine.sglang with a server of its own and engine.local, always loaded with the same weights."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, users_folder):
         self.local = LocalEngine(LocalEngine.Config())
         self.local.setup(Context(node="local"))
         self.sglang = SGLangEngine(SGLangEngine.Config(process=PROCESS, pool=PoolSettings(restarts=0)))
-        self.sglang.setup(Context(node="engine", run_dir=folder))
+        with contextlib.chdir(users_folder):
+            self.sglang.setup(Context(node="engine", run_dir=folder))
         self.address = json.loads((folder / "engines.json").read_text())["servers"][0]["url"]
         self.version = -1
         self.load(self.sglang)
@@ -83,8 +85,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    pair = Pair(tmp_path_factory.mktemp("sglang"))
+def pair(tmp_path_factory, users_folder):
+    pair = Pair(tmp_path_factory.mktemp("sglang"), users_folder)
     yield pair
     pair.sglang.close()
 
@@ -300,7 +302,7 @@ def test_settings_that_cannot_work():
         ({"servers": 0}, "expected servers, addresses or rendezvous, got none of them. Set engine.servers=1"),
         (
             {"process": ProcessSettings(python="/no/python")},
-            "expected process.python to be an interpreter that has SGLang, got '/no/python', which is no file.*engine=local",
+            "expected process.python to be an interpreter .*, got '/no/python', which is no file.*engine=local",
         ),
         ({}, "the package sglang is not installed in this environment.*engine.process.python"),
     ]

@@ -1,5 +1,6 @@
 """Two real vLLM servers on the embedded model, started once for all tests of a worker."""
 
+import contextlib
 import os
 import time
 
@@ -19,13 +20,14 @@ POOL = {"hang_seconds": 10.0, "start_seconds": 400.0, "update_seconds": 120.0}
 
 
 class Real:
-    """The engine that keeps two servers, and engines that use them by address. A server that is killed is started again."""
+    """An engine that keeps two servers, starting killed ones again, and engines that use them by address."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, users_folder):
         pool = PoolSettings(start_seconds=400.0, port=two_ports(), restarts=1)
         lora = AdapterSettings(publish="adapter", rank=8)
         self.keeper = VllmEngine(VllmEngine.Config(servers=2, pool=pool, lora=lora))
-        self.keeper.setup(self.context(folder))
+        with contextlib.chdir(users_folder):
+            self.keeper.setup(self.context(folder))
         self.keeper.run(weights=Weights(version=0))
         self.servers = self.keeper.backend.pool.servers
         self.addresses = [server.address.url.removeprefix("http://") for server in self.servers]
@@ -72,8 +74,8 @@ def two_ports():
 
 
 @pytest.fixture(scope="session")
-def real(tmp_path_factory):
-    servers = Real(tmp_path_factory.mktemp("servers"))
+def real(tmp_path_factory, users_folder):
+    servers = Real(tmp_path_factory.mktemp("servers"), users_folder)
     yield servers
     guards = [server.process.pid for server in servers.servers if server.process is not None]
     trees = [p for guard in guards for p in (guard, *descendants(guard))]

@@ -1,4 +1,4 @@
-"""LoRA adapters as updates: the real vLLM on the embedded model, in this process and in a server, against the learner's own model."""
+"""LoRA adapters as updates: the real vLLM, in this process and in a server, against the learner's own model."""
 
 import dataclasses
 import gc
@@ -88,7 +88,7 @@ def test_engines_without_adapters_merge_to_the_bits_that_the_learner_merges_to()
     lost = {name: t for name, t in weights.tensors.items() if not name.endswith("layers.0.mlp.up_proj.lora_B.weight")}
     with pytest.raises(
         DataError,
-        match=r"adapter version 1: expected adapters of linear layers .*, got '.*layers.0.mlp.up_proj.lora_A.weight' without",
+        match=r"version 1: expected adapters of linear layers .*, got '.*layers.0.mlp.up_proj.lora_A.weight' without",
     ):
         local.run(weights=dataclasses.replace(weights, tensors=lost))
 

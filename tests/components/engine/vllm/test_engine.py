@@ -199,7 +199,7 @@ def test_draws_follow_the_distribution(pair, chains):
 
 
 def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, problems):
-    """What a learner is given decides what it learns, so equal distributions at equal weights give equal learning curves."""
+    """What a learner gets decides what it learns: equal distributions at equal weights give equal learning curves."""
     rows = 4
     order = torch.arange(PROMPTS).repeat_interleave(rows)
 
@@ -347,7 +347,7 @@ def worker_of(pair):
         ),
         (
             swap_on_the_way,
-            r"update to weights version (\d+): expected version \1 with checksum \w+, the engine reports version \1 with \w+",
+            r"weights version (\d+): expected version \1 with checksum \w+, the engine reports version \1 with \w+",
         ),
     ],
 )

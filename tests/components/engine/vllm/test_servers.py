@@ -136,7 +136,7 @@ def trained(run):
 
 
 def check_equal(lines, others):
-    """Two runs sampled and learned the same, up to float32 rounding: batches differ, and with them the order of sums."""
+    """Two runs sampled and learned the same, up to float32 rounding: in other batches sums have another order."""
     for line, other in zip(lines, others, strict=True):
         for name in ("rewards/mean", "sampler/sampled_tokens", "expander/sampled_tokens", "learner/trained_tokens"):
             assert line.get(name) == other.get(name), name
@@ -220,7 +220,7 @@ def test_diverged_weights_are_reported_by_the_first_generation(connected):
     policy = served.run(weights=Weights(version=11, tensors=tensors)).policy
     assert served.context.metrics["update_difference"] == 0
     for stop in ((), ("=",)):
-        with pytest.raises((BadResponse, AllServersLost), match="expected finite log-probs.* The weights have likely"):
+        with pytest.raises((BadResponse, AllServersLost), match=r"expected finite log-probs.* The weights have likely"):
             policy.generate(requests(rows=4, stop=stop))
 
 
