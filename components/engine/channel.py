@@ -75,7 +75,7 @@ class Update:
     """Weights for servers to load.
 
     Attributes:
-        version: number of learner iterations behind them.
+        version: number of learner iterations that made them.
         sample: names of the tensors that `checksum` covers, in order.
         checksum: see `components.engine.weight_files.sample_checksum`.
         path: folder that holds `files`; "" when another process has published them.
@@ -193,7 +193,7 @@ class FileChannel:
                 file.replace(folder / f".{file.name}")
         else:
             folder.mkdir()
-        # Asked before writing: a memory file system would let the file grow and end the writer with SIGBUS.
+        # Checked before writing: a memory file system would let the file grow and end the writer with SIGBUS.
         room = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
         if room < _bytes(tensors):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -81,7 +81,7 @@ class ExternalEngine(Engine):
         text: byte strings of the tokens.
         model: the transformers model without its parameters, for names, shapes and the probe.
         names: checks of the weights a learner publishes.
-        temperatures: lowest and highest that it takes beside 0.
+        temperatures: lowest and highest that it takes, besides 0.
         adapter_rank: largest rank of LoRA adapters that it takes; 0 has all merged.
         backend: where the model runs.
     """

@@ -1,8 +1,8 @@
 """Bookkeeping of one `Requests` batch for an engine that takes one request at a time.
 
-An engine behind an API knows token limits, but not thoughts, budgets per row or finish reasons. `Rows` turns each row
-into one request for all of its tokens, checks what the engine returns, and decides from the tokens alone where a
-thought or the response ends, by the rules of `engine.local`. What the engine says about why it stopped is only checked.
+Such an engine knows token limits, but not thoughts, budgets per row or our finish reasons. `Rows` turns each row into
+one request for all of its tokens, checks what the engine returns, and decides from the tokens alone where a thought or
+the response ends, by the rules of `engine.local`. The reason that the engine gives is only checked.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ T = TypeVar("T")
 InFlight = Literal["finish", "abort"]
 
 Take = Callable[[RowResponse, bool], bool]
-"""Takes the next part of a response, and whether it is the last; returns True when no more is wanted."""
+"""Takes the next part of a response, and whether it is the last; returns True when it needs no more."""
 
 
 class ServerError(CreditgraphError):
@@ -77,7 +77,7 @@ class Dialect(Protocol):
         ...
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
-        """Samples one row and hands it over; with `request.stream` in parts, and only as long as more is wanted.
+        """Samples one row and hands it over; with `request.stream` in parts, and only as long as `take` needs more.
 
         Closing the connection ends the request at the server.
 
@@ -183,19 +183,19 @@ async def read_stream(
         client, path, body: of the request.
         read: an event (JSON text) as a part, whether it is the last, and the version of the weights.
         take: see `Take`.
-        end: asks the server to end the request.
+        end: has the server end the request.
 
     Returns:
         The version in the last event.
     """
-    wanted = True
+    more = True  # whether `take` wants more
     last = False
     version: int | None = None
     async with aclosing(_events(client, path, body)) as events:
         async for event in events:
             part, last, version = read(event)
-            if wanted and take(part, last):
-                wanted = False
+            if more and take(part, last):
+                more = False
                 if not last:
                     await end()
     if not last:

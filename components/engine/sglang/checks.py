@@ -40,10 +40,10 @@ def parts_of(name: str) -> tuple[str, tuple[str, ...]]:
 
 def names_to_skip(names: Sequence[str], sample: Sequence[str]) -> list[str]:
     """SGLang's names of weights that hold no sampled tensor, so that the server need not hash them."""
-    wanted = {parts_of(name)[0] for name in sample}
-    others = {parts_of(name)[0] for name in names} - wanted
-    # The server skips by substring: what is contained in a wanted name must not be listed.
-    return sorted(other for other in others if not any(other in name for name in wanted))
+    hashed = {parts_of(name)[0] for name in sample}
+    others = {parts_of(name)[0] for name in names} - hashed
+    # The server skips by substring: a part of a name that is to be hashed must not be listed.
+    return sorted(other for other in others if not any(other in name for name in hashed))
 
 
 def held_checksum(

@@ -80,7 +80,7 @@ def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, An
 def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, str | None]:
     """Environment of SGLang's processes."""
     variables: dict[str, str | None] = {
-        # Health checks that generate a token would wait behind all requests.
+        # Health checks that generate a token would wait for all requests.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # A connection that the server closes just when it is used again would look like a fault.

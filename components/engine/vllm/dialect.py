@@ -382,7 +382,7 @@ def _entropy(entry: Mapping[str, Any]) -> float:
 
 
 def _version(choice: Mapping[str, Any]) -> int | None:
-    """Of the weights behind a response; None for one that ended before its first token."""
+    """Of the weights that gave a response; None for one that ended before its first token."""
     versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
     if not versions and choice["finish_reason"] == "abort":
         return None

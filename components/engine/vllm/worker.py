@@ -2,7 +2,7 @@
 
 vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
 entropies. `ExactSampler` gives both quantities of softmax(logits / temperature), before truncation, for sampled and for
-prompt tokens. A request that asks for one log-prob beside the sampled token's gets, in its place, minus the entropy,
+prompt tokens. A request for one log-prob besides the sampled token's gets, in its place, minus the entropy,
 under an id that is not the sampled one (or for two: over HTTP, vLLM counts the sampled token's own among them). Written
 for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
 """

@@ -112,10 +112,10 @@ def requests(pair):
     return make
 
 
-def differences(policy, reference, asked, temperature=1.0):
+def differences(policy, reference, batch, temperature=1.0):
     """Completions, and how far their log-probs and entropies are from the reference's scores of the same tokens."""
-    done = policy.generate(asked)
-    scores = reference.score(asked.tokens, done.tokens, temperature)
+    done = policy.generate(batch)
+    scores = reference.score(batch.tokens, done.tokens, temperature)
     logprobs = (scores.logprobs.values - done.logprobs.values).abs().max()
     entropies = (scores.entropies.values - done.entropies.values).abs().max()
     return done, float(logprobs), float(entropies)
@@ -126,32 +126,32 @@ def test_greedy_tokens_are_those_of_engine_local(pair, requests):
     policy, reference = pair.load(pair.sglang)
     # Rows of the last one end long before their requests would.
     for limits in (None, ThoughtLimits(max_tokens=16), ThoughtLimits(max_tokens=5, max_thoughts=2)):
-        asked = requests(temperature=0.0, thoughts=limits)
-        done, logprobs, entropies = differences(policy, reference, asked)
-        wanted = reference.generate(asked)
-        assert done.tokens.to_lists() == wanted.tokens.to_lists()
-        assert done.thought_ends.to_lists() == wanted.thought_ends.to_lists()
-        assert (done.finish_reason, done.text) == (wanted.finish_reason, wanted.text)
+        batch = requests(temperature=0.0, thoughts=limits)
+        done, logprobs, entropies = differences(policy, reference, batch)
+        expected = reference.generate(batch)
+        assert done.tokens.to_lists() == expected.tokens.to_lists()
+        assert done.thought_ends.to_lists() == expected.thought_ends.to_lists()
+        assert (done.finish_reason, done.text) == (expected.finish_reason, expected.text)
         assert max(logprobs, entropies) < 1e-5
 
 
 @needs_sglang
 def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
     policy, reference = pair.load(pair.sglang)
-    asked = requests(temperature=1.3, top_p=0.9, top_k=20)
-    done, logprobs, entropies = differences(policy, reference, asked, 1.3)
+    batch = requests(temperature=1.3, top_p=0.9, top_k=20)
+    done, logprobs, entropies = differences(policy, reference, batch, 1.3)
     assert max(logprobs, entropies) < 2e-5
-    again = policy.generate(asked)
+    again = policy.generate(batch)
     assert again.tokens.to_lists() == done.tokens.to_lists()
     # A row depends on its own seed alone, and rows of one prompt differ.
     few = torch.tensor([5, 2, 17])
-    alone = policy.generate(Requests(tokens=asked.tokens.select(few), seed=asked.seed[few], sampling=asked.sampling))
+    alone = policy.generate(Requests(tokens=batch.tokens.select(few), seed=batch.seed[few], sampling=batch.sampling))
     assert alone.tokens.to_lists() == [done.tokens.to_lists()[i] for i in few.tolist()]
     assert len({tuple(row) for row in done.tokens.to_lists()[:4]}) > 1
     for temperature in (1.0, 0.6):
-        got, wanted = (p.score(asked.tokens, done.tokens, temperature) for p in (policy, reference))
-        assert float((got.logprobs.values - wanted.logprobs.values).abs().max()) < 2e-5
-        assert float((got.entropies.values - wanted.entropies.values).abs().max()) < 2e-5
+        got, expected = (p.score(batch.tokens, done.tokens, temperature) for p in (policy, reference))
+        assert float((got.logprobs.values - expected.logprobs.values).abs().max()) < 2e-5
+        assert float((got.entropies.values - expected.entropies.values).abs().max()) < 2e-5
 
 
 @needs_sglang
@@ -159,10 +159,10 @@ def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
 def test_new_weights(pair, requests, kind):
     engine = pair.connected(channel=ChannelSettings(kind=kind))
     try:
-        asked = requests(temperature=1.0)
-        before, _, _ = differences(*pair.load(engine), asked)
+        batch = requests(temperature=1.0)
+        before, _, _ = differences(*pair.load(engine), batch)
         for _ in range(2):  # the second one through a group that exists
-            done, logprobs, _ = differences(*pair.load(engine, noise=0.02), asked)
+            done, logprobs, _ = differences(*pair.load(engine, noise=0.02), batch)
             # Rounding; tokens of a stale cache or of the old weights would be off by tenths.
             assert logprobs < 1e-4
             assert done.tokens.to_lists() != before.tokens.to_lists()
@@ -269,10 +269,10 @@ def test_another_server_at_the_address_is_found_out(pair):
 @needs_sglang
 def test_endpoints_exist(pair):
     paths = httpx.get(f"{pair.address}/openapi.json", timeout=60.0, trust_env=False).json()["paths"]
-    asked = [("post", path) for path in POSTED] + [
+    endpoints = [("post", path) for path in POSTED] + [
         ("get", path) for path in ("/health", "/server_info", "/model_info", "/v1/loads")
     ]
-    assert [(method, path) for method, path in asked if method not in paths.get(path, {})] == []
+    assert [(method, path) for method, path in endpoints if method not in paths.get(path, {})] == []
 
 
 @needs_sglang

@@ -60,16 +60,16 @@ class Learner:
 
     def check(self, policy, atol=1e-4):
         """The policy samples, and scores, with the learner's own log-probs; returns the samples' text."""
-        asked = Requests(tokens=PROMPTS, seed=torch.arange(len(PROMPTS)), sampling=Sampling(max_tokens=30))
-        done = policy.generate(asked)
+        batch = Requests(tokens=PROMPTS, seed=torch.arange(len(PROMPTS)), sampling=Sampling(max_tokens=30))
+        done = policy.generate(batch)
         local = LocalEngine(LocalEngine.Config(decoder="transformers"))
         local.setup(Context(node="engine", model=SPEC))
         reference = local.run(weights=Weights(version=0, tensors=self.model.published())).policy
-        wanted = reference.score(PROMPTS, done.tokens)
+        expected = reference.score(PROMPTS, done.tokens)
         scored = policy.score(PROMPTS, done.tokens)
-        for found in (done, scored):
-            torch.testing.assert_close(found.logprobs.values, wanted.logprobs.values, rtol=0, atol=atol)
-            torch.testing.assert_close(found.entropies.values, wanted.entropies.values, rtol=0, atol=atol)
+        for actual in (done, scored):
+            torch.testing.assert_close(actual.logprobs.values, expected.logprobs.values, rtol=0, atol=atol)
+            torch.testing.assert_close(actual.entropies.values, expected.entropies.values, rtol=0, atol=atol)
         return done.text
 
 

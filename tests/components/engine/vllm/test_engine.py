@@ -110,21 +110,21 @@ THOUGHTS = ThoughtLimits(max_tokens=14, max_thoughts=6)
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
 def test_greedy_completions_are_those_of_engine_local(sampling, pair, chains):
-    asked = requests(chains, temperature=0.0, **sampling)
-    got, wanted = pair.policy.generate(asked), pair.reference.generate(asked)
+    batch = requests(chains, temperature=0.0, **sampling)
+    got, expected = pair.policy.generate(batch), pair.reference.generate(batch)
     for name in ("tokens", "thought_ends"):
-        assert getattr(got, name).to_lists() == getattr(wanted, name).to_lists()
-    assert (got.finish_reason, got.text) == (wanted.finish_reason, wanted.text)
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-5)
+        assert getattr(got, name).to_lists() == getattr(expected, name).to_lists()
+    assert (got.finish_reason, got.text) == (expected.finish_reason, expected.text)
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.entropies.values, expected.entropies.values, rtol=0, atol=1e-5)
     assert len(set(got.text)) > PROMPTS / 2
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
 def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
-    asked = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
-    wanted = pair.policy.generate(asked)
-    count = len(asked.seed)
+    batch = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
+    expected = pair.policy.generate(batch)
+    count = len(batch.seed)
     tokens, logprobs, ends, reasons, rounds = [[]] * count, [[]] * count, [[]] * count, [""] * count, 0
     while not all(reasons):
         index = torch.tensor([i for i in range(count) if not reasons[i]])
@@ -133,21 +133,25 @@ def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
             thought_ends=Jagged.from_rows([ends[i] for i in index.tolist()], torch.int32),
         )
         part = dataclasses.replace(
-            asked,
-            tokens=asked.tokens.select(index),
-            seed=asked.seed[index],
+            batch,
+            tokens=batch.tokens.select(index),
+            seed=batch.seed[index],
             progress=before,
             pause=torch.full((len(index),), 7),
         )
         done, rounds = pair.policy.generate(part), rounds + 1
-        found = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
-        for i, more, lp, whole_ends, reason in zip(index.tolist(), *found, strict=True):
+        actual = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
+        for i, more, lp, whole_ends, reason in zip(index.tolist(), *actual, strict=True):
             tokens[i], logprobs[i], ends[i] = tokens[i] + more, logprobs[i] + lp, whole_ends
             reasons[i] = reason.replace("paused", "")
     assert rounds >= 4
-    assert (tokens, ends, reasons) == (wanted.tokens.to_lists(), wanted.thought_ends.to_lists(), wanted.finish_reason)
+    assert (tokens, ends, reasons) == (
+        expected.tokens.to_lists(),
+        expected.thought_ends.to_lists(),
+        expected.finish_reason,
+    )
     torch.testing.assert_close(
-        torch.tensor([x for row in logprobs for x in row]), wanted.logprobs.values, rtol=0, atol=2e-5
+        torch.tensor([x for row in logprobs for x in row]), expected.logprobs.values, rtol=0, atol=2e-5
     )
 
 
@@ -159,9 +163,9 @@ def test_after_an_update_logprobs_are_exact_before_truncation(sampling, pair, ch
     temperature = sampling.get("temperature", 1.0)
     logprobs, entropies = pair.exact(some, done.tokens, temperature)
     scored = pair.policy.score(some, done.tokens, temperature)
-    for found in (done, scored):
-        torch.testing.assert_close(found.logprobs.values, logprobs, rtol=0, atol=5e-5)
-        torch.testing.assert_close(found.entropies.values, entropies, rtol=0, atol=5e-5)
+    for actual in (done, scored):
+        torch.testing.assert_close(actual.logprobs.values, logprobs, rtol=0, atol=5e-5)
+        torch.testing.assert_close(actual.entropies.values, entropies, rtol=0, atol=5e-5)
     assert pair.vllm.context.metrics["update_difference"] < 1e-4
 
 
@@ -220,11 +224,11 @@ def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, prob
         differences = first - second
         return ((signs @ differences.T).abs() >= differences.sum(1).abs() - 1e-9).double().mean(0)
 
-    wanted = sampled(pair.reference, 1.0, 0)
-    assert 0.05 < float(wanted[0].mean()) < 0.95
-    assert float(p_values(sampled(pair.policy, 1.0, 0), wanted).min()) > 1e-3
+    expected = sampled(pair.reference, 1.0, 0)
+    assert 0.05 < float(expected[0].mean()) < 0.95
+    assert float(p_values(sampled(pair.policy, 1.0, 0), expected).min()) > 1e-3
     # The test would see an engine that samples at another temperature.
-    assert float(p_values(sampled(pair.policy, 2.0, 0), wanted).min()) < 1e-3
+    assert float(p_values(sampled(pair.policy, 2.0, 0), expected).min()) < 1e-3
 
 
 def test_a_group_shares_its_prompt(pair, chains):
@@ -267,9 +271,9 @@ def test_limits_and_scores_at_the_end_of_the_context(pair, monkeypatch):
     assert done.finish_reason == ["length", "length"]
     assert "leaves no room in a context of 192" in pair.vllm.context.rejected[-1]["reason"]
     rows = Jagged.from_rows([nearly, [7], [8, 9]], torch.int32), Jagged.from_rows([[6, 7], [], [5]], torch.int32)
-    got, wanted = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
-    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-4)
+    got, expected = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.entropies.values, expected.entropies.values, rtol=0, atol=1e-4)
     with pytest.raises(CreditgraphError, match=r"score: expected rows of at most 192 tokens .*, got 193"):
         pair.policy.score(Jagged.from_rows([full], torch.int32), Jagged.from_rows([[6]], torch.int32))
 
@@ -281,8 +285,8 @@ def test_branches_are_scored(pair, chains):
         torch.tensor([3, 5, 9]),
         Jagged.from_rows([[7, 8], [9], [10, 11, 12]], torch.int32),
     )
-    got, wanted = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
+    got, expected = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
 
 
 def test_padding_columns_are_never_drawn(pair, chains):

@@ -65,18 +65,18 @@ def test_completions_logprobs_and_entropies_are_those_of_engine_local(connected,
     local.setup(served.context)
     weights = changed(served, 3)
     policy, reference = served.run(weights=weights).policy, local.run(weights=weights).policy
-    asked = requests(**sampling)
-    done = policy.generate(asked)
+    batch = requests(**sampling)
+    done = policy.generate(batch)
     if not sampling["temperature"]:
-        expected = reference.generate(asked)
+        expected = reference.generate(batch)
         assert done.tokens.to_lists() == expected.tokens.to_lists()
         assert done.finish_reason == expected.finish_reason
         assert done.thought_ends.to_lists() == expected.thought_ends.to_lists()
-    scores = reference.score(asked.tokens, done.tokens, sampling["temperature"] or 1.0)
+    scores = reference.score(batch.tokens, done.tokens, sampling["temperature"] or 1.0)
     torch.testing.assert_close(done.logprobs.values, scores.logprobs.values, atol=2e-5, rtol=0)
     torch.testing.assert_close(done.entropies.values, scores.entropies.values, atol=2e-5, rtol=0)
-    scored = policy.score(asked.tokens, done.tokens, 0.7)
-    again = reference.score(asked.tokens, done.tokens, 0.7)
+    scored = policy.score(batch.tokens, done.tokens, 0.7)
+    again = reference.score(batch.tokens, done.tokens, 0.7)
     torch.testing.assert_close(scored.logprobs.values, again.logprobs.values, atol=2e-5, rtol=0)
     torch.testing.assert_close(scored.entropies.values, again.entropies.values, atol=2e-5, rtol=0)
 
@@ -84,11 +84,11 @@ def test_completions_logprobs_and_entropies_are_those_of_engine_local(connected,
 def test_seeds_fix_the_samples_whichever_server_draws_them(connected):
     served = connected()
     policy = served.run(weights=changed(served, 4)).policy
-    asked = requests()
-    first, second = policy.generate(asked), policy.generate(asked)
+    batch = requests()
+    first, second = policy.generate(batch), policy.generate(batch)
     assert first.tokens.to_lists() == second.tokens.to_lists()
     alone = policy.generate(
-        Requests(tokens=asked.tokens.select(torch.tensor([5])), seed=asked.seed[5:6], sampling=asked.sampling)
+        Requests(tokens=batch.tokens.select(torch.tensor([5])), seed=batch.seed[5:6], sampling=batch.sampling)
     )
     assert alone.tokens.to_lists() == [first.tokens.to_lists()[5]]
 
@@ -175,11 +175,11 @@ def test_two_ranks_share_the_servers(real, undisturbed, tmp_path):
 def test_a_stopped_server_costs_only_time_and_comes_back(connected, real):
     served = connected(pool={"hang_seconds": 2.0})
     policy = served.run(weights=changed(served, 8)).policy
-    asked = requests(rows=16, max_tokens=60)
-    undisturbed = policy.generate(asked)
+    batch = requests(rows=16, max_tokens=60)
+    undisturbed = policy.generate(batch)
     real.signal(1, signal.SIGSTOP)
     try:
-        completions = policy.generate(asked)
+        completions = policy.generate(batch)
     finally:
         real.signal(1, signal.SIGCONT)
     assert completions.tokens.to_lists() == undisturbed.tokens.to_lists()
