@@ -23,9 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Tests of real processes meet ports, kernels and schedulers that other programs share.
 # One that fails is run once more, and the summary names it (R).
 REAL_PROCESSES = (
-    "components/engine/servers",
-    "components/engine/test_sglang.py",
-    "components/engine/test_vllm",
+    "components/engine/served",
+    "components/engine/sglang",
+    "components/engine/vllm",
     "components/learner/megatron",
     "components/sandbox",
     "pipeline/app/cluster",

@@ -1,4 +1,4 @@
-"""What every engine and its policy handles share: counters, and checks of what they are asked."""
+"""What all engines and their policy handles share: counters, and checks of requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Requests
 
 ENGINE_METRICS = (
-    Metric("sampled_tokens", "tokens", "tokens generated, whoever asked, evaluation included"),
+    Metric("sampled_tokens", "tokens", "tokens generated for any node, evaluation included"),
     Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
     Metric("rows_without_room", "rows", "requests whose prompt fills the model's context; they get no tokens"),
     Metric("seconds_load", "s", "wall time of taking new weights"),
     Metric("seconds_generate", "s", "wall time inside `generate`"),
     Metric("seconds_score", "s", "wall time inside `score`"),
 )
+
+
+DIVERGED = "The weights have likely diverged: lower the learning rate or go back to an earlier checkpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,13 @@ class Outputs:
 
 @dataclass
 class Limits:
-    """What ends rows: tokens each may get, int64 [N]; thoughts each may get, int64 [N]; end-of-text ids."""
+    """What ends the rows of a batch.
+
+    Attributes:
+        tokens: most tokens of each row, int64 [N].
+        thoughts: most thoughts of each row, int64 [N].
+        eos: bool [V], ids that end a response.
+    """
 
     tokens: Tensor
     thoughts: Tensor
@@ -63,9 +72,10 @@ class Engine(Component):
     _counters: dict[str, float]
 
     def count(self, **amounts: float) -> None:
-        """Adds to this iteration's counters and logs the sums. Tokens are those that went through the model: sampled, prefilled, scored."""
+        """Adds to this iteration's counters and logs the sums. Tokens count when they went through the model."""
         if self._counted != self.context.iteration:
-            self._counters, self._counted = {}, self.context.iteration
+            self._counters = {}
+            self._counted = self.context.iteration
         for name, amount in amounts.items():
             self._counters[name] = self._counters.get(name, 0.0) + amount
         self.context.log(**{name: Count(amount) for name, amount in self._counters.items()})
@@ -83,57 +93,49 @@ class EnginePolicy(Policy):
 
     def _limits(self, requests: Requests) -> Limits:
         """Token and thought limits per row; rows whose prompt fills the context are rejected and get none."""
-        engine, sampling, rows = self.engine, requests.sampling, len(requests.tokens)
-        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise CreditgraphError(
-                f"sampling: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}; "
-                "wanted temperature ≥ 0, 0 < top_p ≤ 1, top_k ≥ 0."
-            )
-        if any(not s for s in sampling.stop) or (sampling.thoughts is not None and not sampling.thoughts.stop):
-            raise CreditgraphError(
-                "sampling: an empty stop string; wanted at least one character, or no stop string at all."
-            )
+        engine = self.engine
+        sampling = requests.sampling
+        _check_sampling(requests)
+        rows = len(requests.tokens)
         budget = torch.full((rows,), sampling.max_tokens) if requests.max_tokens is None else requests.max_tokens
         room = engine.context_length - requests.tokens.lengths
         full = ((room <= 0) & (budget > 0)).nonzero()[:, 0].tolist()
         for row in full:
             length = int(requests.tokens.lengths[row])
-            reason = f"prompt of {length} tokens leaves no room in a context of {engine.context_length}; its completion is empty"
-            engine.context.reject({"request": row, "prompt_tokens": length}, reason)
+            engine.context.reject(
+                {"request": row, "prompt_tokens": length},
+                f"prompt of {length} tokens leaves no room in a context of {engine.context_length}; "
+                "its completion is empty",
+            )
         if full:
             engine.count(rows_without_room=len(full))
-        most = sampling.thoughts.max_thoughts if sampling.thoughts is not None else 0
-        thoughts = torch.full((rows,), most) if requests.max_thoughts is None else requests.max_thoughts
+        max_thoughts = sampling.thoughts.max_thoughts if sampling.thoughts is not None else 0
+        thoughts = torch.full((rows,), max_thoughts) if requests.max_thoughts is None else requests.max_thoughts
         budget = torch.minimum(budget, room).clamp(min=0)
-        if requests.pause is not None and bool((requests.pause < 1).any()):
-            raise CreditgraphError(
-                f"requests: pause of {int(requests.pause.min())} tokens; wanted at least 1, so that every row gets on."
-            )
         return Limits(tokens=budget, thoughts=thoughts.to(torch.int64), eos=engine.eos)
 
     def _check_current(self) -> None:
         if self.version != self.engine.version:
             raise CreditgraphError(
                 f"engine '{self.engine.context.node}': a policy handle of version {self.version} was used after "
-                "version "
-                f"{self.engine.version} was loaded; wanted the handle of the current iteration. "
+                f"version {self.engine.version} was loaded; expected the handle of the current iteration. "
                 "Wire consumers to engine.policy without '@'."
             )
 
     def _check_scored(self, context: Jagged, tokens: Jagged, task: str = "score") -> None:
-        """Rows to score: one context each, ids in the vocabulary, no longer than the context."""
+        """Checks rows to score: one context each, ids in the vocabulary, no longer than the context."""
         engine = self.engine
         if len(context) != len(tokens):
             raise CreditgraphError(
-                f"{task}: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row."
+                f"{task}: expected one context per row, got {len(context)} contexts for {len(tokens)} rows."
             )
         self._check_tokens(context, f"{task} context", used=tokens.lengths > 0)
         self._check_tokens(tokens, f"{task} row", used=torch.zeros(len(tokens), dtype=torch.bool))
         longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
         if longest > engine.context_length:
             raise CreditgraphError(
-                f"{task}: a row of {longest} tokens; wanted at most {engine.context_length} "
-                f"(context of model '{engine.context.model.path}'). Shorten prompt plus response or raise "
+                f"{task}: expected rows of at most {engine.context_length} tokens (the context of model "
+                f"'{engine.context.model.path}'), got {longest}. Shorten prompt plus response or raise "
                 "model.max_context."
             )
 
@@ -141,13 +143,17 @@ class EnginePolicy(Policy):
         empty = (rows.lengths == 0) if used is None else (rows.lengths == 0) & used
         if bool(empty.any()):
             raise CreditgraphError(
-                f"{what} {int(empty.nonzero()[0])}: no tokens; wanted at least one to condition on (a BOS or a prompt)."
+                f"{what} {int(empty.nonzero()[0])}: expected at least one token to condition on "
+                "(a BOS or a prompt), got none."
             )
+        if not len(rows.values):
+            return
         vocab = self.engine.vocab_size
-        if len(rows.values) and not 0 <= int(rows.values.min()) <= int(rows.values.max()) < vocab:
+        low = int(rows.values.min())
+        high = int(rows.values.max())
+        if low < 0 or high >= vocab:
             raise CreditgraphError(
-                f"{what}: token ids from {int(rows.values.min())} to {int(rows.values.max())}; wanted 0 to "
-                f"{vocab - 1}. "
+                f"{what}: expected token ids from 0 to {vocab - 1}, got {low} to {high}. "
                 "Prompts must come from the tokenizer of model.path."
             )
 
@@ -156,10 +162,8 @@ class EnginePolicy(Policy):
         if bool(bad.any()):
             row = int(logprobs.row_ids[bad.nonzero()[0, 0]])
             raise CreditgraphError(
-                f"engine '{self.engine.context.node}': weights version {self.version} give a log-prob that is not "
-                f"finite (row {row}); "
-                "wanted finite logits. The weights have likely diverged: lower the learning rate or go back to an "
-                "earlier checkpoint."
+                f"engine '{self.engine.context.node}', row {row}: expected finite log-probs, got one that is not, "
+                f"from weights version {self.version}. {DIVERGED}"
             )
 
     @contextmanager
@@ -168,3 +172,21 @@ class EnginePolicy(Policy):
         with self.engine.context.trace.span(name.removeprefix("seconds_"), "generation", role="engine"):
             yield
         self.engine.count(**{name: time.perf_counter() - start})
+
+
+def _check_sampling(requests: Requests) -> None:
+    sampling = requests.sampling
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        raise CreditgraphError(
+            "sampling: expected temperature ≥ 0, 0 < top_p ≤ 1 and top_k ≥ 0, got "
+            f"temperature {sampling.temperature}, top_p {sampling.top_p} and top_k {sampling.top_k}."
+        )
+    if not all(sampling.stop) or (sampling.thoughts is not None and not sampling.thoughts.stop):
+        raise CreditgraphError(
+            "sampling: expected stop strings of at least one character, got an empty one. Leave it out."
+        )
+    if requests.pause is not None and bool((requests.pause < 1).any()):
+        raise CreditgraphError(
+            f"requests: expected a pause after at least 1 token, got {int(requests.pause.min())}; "
+            "a row would never get further."
+        )

@@ -24,7 +24,7 @@ def generation_config(spec: ModelSpec) -> Any:
 
 
 def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
-    """Bool [V]: ids that end a response: the generation configuration's (None: it has none), the tokenizer's, the end of a chat turn."""
+    """Bool [V]: ids that end a response, of the generation configuration (or None), the tokenizer and chat turns."""
     listed = getattr(generation, "eos_token_id", None)
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -38,7 +38,9 @@ def padding_columns(tokenizer: Any, vocab_size: int, device: str) -> Tensor | No
     """Bool [V]: logit columns that are no token of the tokenizer, or None when there are none."""
     known = [i for i in tokenizer.get_vocab().values() if i < vocab_size]
     if not known:
-        raise DataError("tokenizer and model share no token id; wanted the tokenizer the model was trained with.")
+        raise DataError(
+            "tokenizer: expected the one the model was trained with, got one without any token id of the model."
+        )
     mask = torch.ones(vocab_size, dtype=torch.bool)
     mask[known] = False
     return mask.to(device) if bool(mask.any()) else None

@@ -1,7 +1,8 @@
-"""Checking and reading the weights a learner publishes."""
+"""What an engine checks of the weights a learner publishes, and LoRA adapters merged for engines that take none."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.engine.weight_files import in_dtype, read_folder
+from components.models.load import resolve_model_path
+from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError, did_you_mean
 from pipeline.core.payloads import Weights
+
+_PEFT_ROOT = "base_model.model."
 
 
 class WeightNames:
@@ -18,6 +24,10 @@ class WeightNames:
 
     Args:
         model: a transformers model.
+
+    Attributes:
+        shapes: name → shape.
+        tied: name → first name of the same tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -36,58 +46,55 @@ class WeightNames:
         """A complete name → tensor mapping of `weights`; raises DataError for missing, unknown and misshapen ones."""
         place = f"weights version {weights.version}"
         if (weights.tensors is None) == (weights.path is None):
-            found = "neither tensors nor a path" if weights.path is None else "both tensors and a path"
-            raise DataError(f"{place}: {found}; wanted exactly one of them.")
-        given: Mapping[str, Tensor]
+            actual = "neither" if weights.path is None else "both"
+            raise DataError(f"{place}: expected either tensors or a path, got {actual}.")
         if weights.path is not None:
             place += f" in {weights.path}"
-            given = read_safetensors(weights.path)
+            tensors = read_folder(local_folder(weights.path))
         else:
-            given = weights.tensors or {}
-        found_tensors = dict(given)
+            tensors = dict(weights.tensors or {})
         for name, first in self.tied.items():
-            if (
-                name in found_tensors
-                and first in found_tensors
-                and not _equal(found_tensors[name], found_tensors[first])
-            ):
+            if name in tensors and first in tensors and not _equal(tensors[name], tensors[first]):
                 raise DataError(
-                    f"{place}: '{name}' and '{first}' differ, but the model ties them; wanted equal tensors or only "
-                    "one."
+                    f"{place}: expected equal tensors '{name}' and '{first}', which the model ties, got tensors that "
+                    "differ. Publish only one of them."
                 )
-            if name in found_tensors:
-                found_tensors.setdefault(first, found_tensors[name])
-            elif first in found_tensors:
-                found_tensors[name] = found_tensors[first]
-        self._check(place, found_tensors)
-        return found_tensors
+            if name in tensors:
+                tensors.setdefault(first, tensors[name])
+            elif first in tensors:
+                tensors[name] = tensors[first]
+        self._check(place, tensors)
+        return tensors
 
-    def _check(self, place: str, given: Mapping[str, Tensor]) -> None:
-        unknown = sorted(set(given) - set(self.shapes))
-        missing = sorted(set(self.shapes) - set(given))
+    def distinct(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of tied tensors only the first."""
+        return {name: tensor for name, tensor in tensors.items() if name not in self.tied}
+
+    def _check(self, place: str, tensors: Mapping[str, Tensor]) -> None:
+        unknown = sorted(set(tensors) - set(self.shapes))
+        missing = sorted(set(self.shapes) - set(tensors))
         if unknown:
             hint = did_you_mean(unknown[0], missing or self.shapes)
             raise DataError(
-                f"{place}: {len(unknown)} names the model does not have, first '{unknown[0]}'; wanted Hugging Face "
-                f"names.{hint}"
+                f"{place}: expected the model's Hugging Face names, got {len(unknown)} others, "
+                f"first '{unknown[0]}'.{hint}"
             )
         if missing:
             raise DataError(
-                f"{place}: {len(missing)} of {len(self.shapes)} weights are missing, first '{missing[0]}'; wanted all "
-                "of them. "
-                "Publish the whole model (adapters merged)."
+                f"{place}: expected all {len(self.shapes)} weights, but {len(missing)} are missing, "
+                f"first '{missing[0]}'. Publish the whole model (adapters merged)."
             )
         for name, shape in self.shapes.items():
-            if tuple(given[name].shape) != shape:
+            if tuple(tensors[name].shape) != shape:
                 raise DataError(
-                    f"{place}: '{name}' has shape {tuple(given[name].shape)}; wanted {shape}. Learner and engine must "
-                    "use one model.path."
+                    f"{place}: expected shape {shape} for '{name}', got {tuple(tensors[name].shape)}. "
+                    "Learner and engine must use one model.path."
                 )
 
 
 def local_folder(path: str) -> str:
-    """The folder of a model: itself, or the hub's snapshot of that name; raises DataError when there is none."""
-    if Path(path).is_dir():
+    """The folder of a model: the path itself, or the hub's snapshot of that name; raises DataError without one."""
+    if Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1:
         return path
     from huggingface_hub import snapshot_download
 
@@ -95,26 +102,37 @@ def local_folder(path: str) -> str:
         return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub client raises types of its own
         raise DataError(
-            f"model '{path}': its weights cannot be had from the Hugging Face hub ({error}). Use a local folder."
+            f"model '{path}': its weights cannot be downloaded from the Hugging Face hub ({error}). Use a local folder."
         ) from error
 
 
-def read_safetensors(path: str) -> dict[str, Tensor]:
-    """All tensors of the safetensors files in a folder (or of one such file)."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def merged(weights: Weights, spec: ModelSpec) -> Weights:
+    """The model's own weights, read from its files, with the adapter added to them; whole weights as they are.
 
-    where = Path(path)
-    files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
-    if not files:
-        raise DataError(f"weights path {path}: no *.safetensors file; wanted a folder in Hugging Face layout.")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(load_file(file))
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"weights file {file}: cannot be read ({error}). Write it again.") from error
-    return tensors
+    Raises:
+        DataError: the adapter does not fit the model.
+    """
+    if weights.adapter is None:
+        return weights
+    adapter = weights.tensors or {}
+    scale = weights.adapter.alpha / weights.adapter.rank
+    device = next((t.device for t in adapter.values()), torch.device("cpu"))
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    own = read_folder(local_folder(resolve_model_path(spec.path)))
+    tensors = {name: t.to(device) for name, t in in_dtype(own, dtype).items()}
+    for name in (n for n in adapter if ".lora_A." in n):
+        layer = name.removeprefix(_PEFT_ROOT).partition(".lora_A.")[0]
+        a = adapter[name]
+        b = adapter.get(name.replace(".lora_A.", ".lora_B."))
+        weight = tensors.get(f"{layer}.weight")
+        if weight is None or b is None or (b.shape[0], a.shape[1]) != tuple(weight.shape):
+            raise DataError(
+                f"adapter version {weights.version}: expected adapters of linear layers of model '{spec.path}', got "
+                f"'{name}' without such a layer or its counterpart. Learner and engine must use one model.path."
+            )
+        # In peft's order, so that merging here and in the learner gives the same bits.
+        tensors[f"{layer}.weight"] = weight + ((b @ a) * scale).to(dtype)
+    return dataclasses.replace(weights, tensors=tensors, adapter=None)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -1,9 +1,11 @@
 """SGLang plugin (entry point group sglang.srt.plugins, called in every SGLang process): per-request seeds and the prefix
-cache together on a CPU, in tests.
+cache together on a CPU, in tests; and processes that are forked, so that imports happen once.
 
 Seeds need --enable-deterministic-inference, which SGLang allows for GPU attention only, couples with batch-invariant
 Triton kernels, and runs without a prefix cache where it does not know the attention.
 """
+
+import multiprocessing
 
 
 def register():
@@ -17,3 +19,5 @@ def register():
         if "torch_native" not in backends:
             backends.append("torch_native")
     batch_invariant.enable_batch_invariant_mode = lambda *_, **__: None
+    start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: start_method("fork", force=True)

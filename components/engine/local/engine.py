@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.engine.adapters import merged
 from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, Outputs
 from components.engine.local.attribute import attribute
 from components.engine.local.branches import check_branches, score_branches
@@ -19,7 +18,7 @@ from components.engine.local.generate import REASONS, generate
 from components.engine.local.lean import LeanDecoder, unsupported
 from components.engine.local.score import score
 from components.engine.vocabulary import eos_mask, padding_columns
-from components.engine.weights import WeightNames
+from components.engine.weights import WeightNames, merged
 from components.models.load import resolve_model_path
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.component import Context

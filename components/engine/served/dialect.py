@@ -1,4 +1,4 @@
-"""What differs between kinds of inference server: a `Dialect` starts one kind and speaks to it.
+"""What differs between kinds of inference server: a `Dialect` starts one kind and speaks its HTTP.
 
 The pool, the processes and the weight channel know servers only through this protocol, so a new kind of server is one
 class.
@@ -7,22 +7,29 @@ class.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from components.engine.served.rows import Answer, Ask, BadAnswer
+from components.engine.channel import Update
+from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from components.engine.served.process import Launch
 from pipeline.core.errors import CreditgraphError
 
 if TYPE_CHECKING:
     import httpx
 
+T = TypeVar("T")
 InFlight = Literal["finish", "abort"]
+
+Take = Callable[[RowResponse, bool], bool]
+"""Takes the next part of a response, and whether it is the last; returns True when it needs no more."""
 
 
 class ServerError(CreditgraphError):
-    """A server that answered with an error, with something that is no answer, or not at all."""
+    """A server that returned an error, or something that is no response, or nothing."""
 
 
 class RefusedError(ServerError):
@@ -30,124 +37,61 @@ class RefusedError(ServerError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How a server process is started.
+class ServedModel:
+    """The model that an engine samples from.
 
     Attributes:
-        command: argument list; a part "{host}" becomes the address to listen on.
-        environment: variables added to this process's own; None removes one. "{scratch}" in a value becomes a folder
-            with a short path that is removed with the server.
+        path: folder or hub name.
+        dtype: of the weights, as torch names it.
+        context_length: most tokens in prompt plus response.
+        vocab_size: number of logit columns.
+        forbidden: ids of columns that are no token of the tokenizer, never drawn.
+        eos: ids that end a response.
+        device: "cpu" or "cuda".
+        trust_remote_code: passed to the engine.
     """
 
-    command: list[str]
-    environment: Mapping[str, str | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreAsk:
-    """Log-probs of `tokens` given `context` are wanted at `temperature`; `group` as in `Ask`."""
-
-    row: int
-    group: int
-    context: list[int]
-    tokens: list[int]
-    temperature: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What a server with the right weights answers to a fixed `ask`: `logprobs`, which may still be computed, up to `tolerance` nats."""
-
-    ask: ScoreAsk
-    logprobs: Future[tuple[float, ...]]
-    tolerance: float
-
-    async def wanted(self) -> tuple[float, ...]:
-        """The log-probs, when they are computed."""
-        return await asyncio.shield(asyncio.wrap_future(self.logprobs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """Weights that a server shall load.
-
-    Attributes:
-        version: number of learner iterations behind them.
-        path: folder that holds `files`, readable by the server; "" when they do not travel through files.
-        files: paths of safetensors files with Hugging Face names, in order, each a bucket of whole tensors.
-        sample: names of the tensors behind `checksum`, in order.
-        checksum: see `components.engine.served.channel.sample_checksum`.
-        probe: a question whose answer shows whether the weights took effect, or None.
-        loaded: another process has had the servers load it; it is only verified here.
-        written: done when all files are there, or with the error that kept them from it; they appear one by one. None:
-            they are there.
-        adapter: the name under which requests ask for the LoRA adapter that `path` holds in PEFT's layout; "" for whole
-            weights.
-    """
-
-    version: int
     path: str
-    files: tuple[str, ...]
-    sample: tuple[str, ...]
-    checksum: str
-    probe: Probe | None = None
-    loaded: bool = False
-    written: Future[None] | None = None
-    adapter: str = ""
-
-    async def complete(self) -> None:
-        """Returns when all files are there; raises what kept them from it."""
-        if self.written is not None:
-            await asyncio.shield(asyncio.wrap_future(self.written))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreAnswer:
-    """Log-probs [nats], one per token, and entropies or None where the server gives none; version as in `Answer`."""
-
-    logprobs: list[float]
-    entropies: list[float] | None
-    version: int | None = None
-
-
-Take = Callable[[Answer, bool], bool]
-"""Takes the next part of an answer and whether it is the last; whether no more is wanted."""
+    dtype: str
+    context_length: int
+    vocab_size: int
+    forbidden: Sequence[int] = ()
+    eos: Sequence[int] = ()
+    device: str = "cpu"
+    trust_remote_code: bool = False
 
 
 class Dialect(Protocol):
     """One kind of server. Methods take an `httpx.AsyncClient` whose base URL is the server's address.
 
-    Every method may raise `ServerError` (an error status, no JSON, a missing field) or `httpx.HTTPError` (no answer);
-    the pool decides what follows. `BadAnswer` is raised by who checks an answer, not here.
+    Every method may raise `ServerError` (an error status, no JSON, a missing field) or `httpx.HTTPError` (no response);
+    the pool decides what follows. `take` may raise `BadResponse`, which passes through.
     """
 
-    name: str
-    """of the kind, in messages and file names"""
-    streams: bool
-    """whether answers come in parts (`stream`), so that one request may serve a row that its text ends"""
-
     def launch(self, port: int, identity: str) -> Launch:
-        """Command and environment of a server on `port` of "{host}" that later tells `identity` (its served model name)."""
+        """Command and environment of a server on `port` of "{host}" that reports `identity` (its served model name)."""
         ...
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
-        """Whether the server answers requests. `identity` "" takes any; raises ServerError when another server holds the address."""
+        """Whether the server responds. `identity` "" takes any; raises ServerError for another server there."""
         ...
 
-    async def generate(self, client: httpx.AsyncClient, ask: Ask, request_id: str) -> Answer:
-        """One completion. Closing the connection ends the request at the server."""
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+        """Samples one row and hands it over; with `request.stream` in parts, and only as long as `take` needs more.
+
+        Closing the connection ends the request at the server.
+
+        Returns:
+            The version of the weights that sampled all tokens, or None when the server does not report it.
+        """
         ...
 
-    async def stream(self, client: httpx.AsyncClient, ask: Ask, request_id: str, take: Take) -> int | None:
-        """One completion, handed over as it comes and ended as soon as `take` wants no more; its version as in `Answer`."""
-        ...
-
-    async def score(self, client: httpx.AsyncClient, ask: ScoreAsk, request_id: str) -> ScoreAnswer:
+    async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
         """Teacher-forced log-probs."""
         ...
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Stops sampling: "finish" returns after running requests have ended, "abort" ends them (answers with reason "abort")."""
+        """Stops sampling: "finish" returns when running requests have ended, "abort" ends them with that reason."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -155,48 +99,50 @@ class Dialect(Protocol):
         ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights of a paused server, drops what its caches hold of older ones, and sets its version."""
+        """Loads the weights into a paused server, drops what its caches hold of older ones, and sets its version."""
         ...
 
-    async def loaded(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """Version (None: none was set) and checksum (None: this kind cannot tell) of the weights that the server holds."""
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
+        """Version (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
         ...
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
-        """A number that grows while the server samples (tokens so far), or None where it tells none."""
+        """A number that grows while the server samples (tokens so far), or None where it reports none."""
         ...
 
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
-        """Ends these requests, if they run."""
+        """Ends these requests, if they are running."""
+        ...
+
+    def close(self) -> None:
+        """Releases what this process holds for the servers."""
         ...
 
 
-async def call(
-    client: httpx.AsyncClient,
-    method: str,
-    path: str,
-    body: Any = None,
-    *,
-    query: Mapping[str, str] | None = None,
-    timeout: float | None = None,
-) -> Any:
-    """One request; the decoded JSON of a 200 answer ({} for an empty one). Raises ServerError for anything else that came back.
+def as_arguments(options: Mapping[str, Any], negate: bool = False) -> list[str]:
+    """Command-line arguments: "--name" "value"; "--name" for True; for False nothing, or "--no-name" with `negate`."""
+    arguments = []
+    for option, value in options.items():
+        name = option.replace("_", "-")
+        if isinstance(value, bool):
+            arguments += [f"--{name}"] if value else [f"--no-{name}"] if negate else []
+        else:
+            arguments += [f"--{name}", str(value)]
+    return arguments
 
-    Args:
-        client: of the server.
-        method, path, query: of the request.
-        body: sent as JSON unless None.
-        timeout: seconds; None takes the client's.
-    """
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    response = await client.request(method, path, json=body, params=query, **options)
+
+async def call(
+    client: httpx.AsyncClient, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
+) -> Any:
+    """One request with a JSON body; the JSON of a 200 response ({} for an empty one). Raises ServerError otherwise."""
+    response = await client.request(method, path, json=body, params=query)
     check_status(f"{method} {path}", response)
     if not response.content:
         return {}
     try:
         return response.json()
     except ValueError:
-        raise ServerError(f"{method} {path}: an answer that is no JSON: {_short(response.text)}") from None
+        raise ServerError(f"{method} {path}: expected JSON, got: {_short(response.text)}") from None
 
 
 def check_status(what: str, response: httpx.Response) -> None:
@@ -208,25 +154,70 @@ def check_status(what: str, response: httpx.Response) -> None:
         )
 
 
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Turns what reading a malformed response raises into a ServerError."""
+    try:
+        yield
+    except CreditgraphError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ServerError(
+            f"{what}: a response without the expected fields ({type(error).__name__}: {error})."
+        ) from error
+
+
+async def read_stream(
+    client: httpx.AsyncClient,
+    path: str,
+    body: Mapping[str, Any],
+    read: Callable[[str], tuple[RowResponse, bool, int | None]],
+    take: Take,
+    end: Callable[[], Awaitable[None]],
+) -> int | None:
+    """Posts a request and hands over the parts of its response, which come as server-sent events.
+
+    A response that is ended early is still read to its last event, which alone shows that it was not cut off.
+
+    Args:
+        client, path, body: of the request.
+        read: an event (JSON text) as a part, whether it is the last, and the version of the weights.
+        take: see `Take`.
+        end: has the server end the request.
+
+    Returns:
+        The version in the last event.
+    """
+    more = True  # whether `take` wants more
+    last = False
+    version: int | None = None
+    async with aclosing(_events(client, path, body)) as events:
+        async for event in events:
+            part, last, version = read(event)
+            if more and take(part, last):
+                more = False
+                if not last:
+                    await end()
+    if not last:
+        raise ServerError(f"POST {path}: the response was cut off.")
+    return version
+
+
+async def _events(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str]:
+    async with client.stream("POST", path, json=dict(body)) as response:
+        if response.status_code != 200:
+            await response.aread()
+            check_status(f"POST {path}", response)
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                yield line.removeprefix("data: ")
+
+
+async def result_of(future: Future[T]) -> T:
+    """The result of a thread's work, which goes on when this task is cancelled."""
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
 def _short(text: str, limit: int = 300) -> str:
     line = " ".join(text.split())
     return line if len(line) <= limit else line[:limit] + " …"
-
-
-__all__ = [
-    "Answer",
-    "Ask",
-    "BadAnswer",
-    "Dialect",
-    "InFlight",
-    "Launch",
-    "Probe",
-    "RefusedError",
-    "ScoreAnswer",
-    "ScoreAsk",
-    "ServerError",
-    "Take",
-    "Update",
-    "call",
-    "check_status",
-]

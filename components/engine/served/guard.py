@@ -1,4 +1,4 @@
-"""Runs one server process and ends it, with everything it started, as soon as the process that asked for it is gone.
+"""Runs one server process and ends it, with everything it started, as soon as the process that started it is gone.
 
     python guard.py --parent PID [--remove PATH]… [--orphaned PATH]… -- COMMAND…
 
@@ -47,22 +47,23 @@ def descendants(root: int) -> list[int]:
                 continue
             # The name in brackets may hold spaces and brackets.
             children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
-    found, queue = [], [root]
+    below: list[int] = []
+    queue = [root]
     while queue:
         queue = [child for pid in queue for child in children.get(pid, [])]
-        found += queue
-    return found
+        below += queue
+    return below
 
 
 def shared_memory(pids: list[int]) -> set[str]:
     """Shared memory files that these processes map."""
-    found: set[str] = set()
+    files: set[str] = set()
     for pid in pids:
         try:
-            found.update(_SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+            files.update(_SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
         except OSError:
             continue
-    return found
+    return files
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -88,7 +89,8 @@ def _reap() -> dict[int, int]:
 
 def _wait(server: int, parent: int, stopping: list[bool], memory: set[str]) -> tuple[int | None, bool]:
     """Returns when the server has ended (its exit code) or must end (None); and whether the run is gone."""
-    looked, told = 0.0, b""
+    looked = 0.0
+    received = b""
     while not stopping and os.getppid() == parent:
         code = _reap().get(server)
         if code is not None:
@@ -99,15 +101,16 @@ def _wait(server: int, parent: int, stopping: list[bool], memory: set[str]) -> t
         readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
         if readable:
             text = os.read(0, 4096)
-            told += text
+            received += text
             if not text:
-                return None, not told
+                return None, not received
     return None, os.getppid() != parent
 
 
 def _end(server: int, code: int | None, memory: set[str]) -> int | None:
     """Ends the whole tree, politely first; the server's exit code, if it was seen."""
-    own, deadline = os.getpid(), time.monotonic() + GRACE_SECONDS
+    own = os.getpid()
+    deadline = time.monotonic() + GRACE_SECONDS
     memory |= shared_memory(descendants(own))
     if code is None:
         _signal([server], signal.SIGTERM)
@@ -119,7 +122,7 @@ def _end(server: int, code: int | None, memory: set[str]) -> int | None:
         if not left:
             return code
         if code is not None:
-            deadline = min(deadline, time.monotonic() + 1.0)  # what outlives the server was not told to end
+            deadline = min(deadline, time.monotonic() + 1.0)  # what outlives the server got no signal
         time.sleep(0.05)
     while left := descendants(own):
         memory |= shared_memory(left)

@@ -1,298 +1,400 @@
-"""Server processes: started with their log, found by their address, ended without a trace."""
+"""One server of a pool: its process, its connection, its weights, and how it comes back after a fault."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
+import logging
+import ssl
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from components.engine.served.dialect import Launch
-from pipeline.core.errors import ConfigError, RunError
+import httpx
 
-GUARD = Path(__file__).with_name("guard.py")
-STOP_SECONDS = 12.0
-LOG_LINES = 8
-ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
-BY_HAND = "by-hand"  # outside of jobs
+from components.engine.channel import Update
+from components.engine.probe import compare_logprobs
+from components.engine.served.addresses import Address, check_port, free_port, relocated
+from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
+from components.engine.served.process import ServerProcess, last_lines, read_log
+from components.engine.served.settings import PoolSettings
+from pipeline.core.errors import CreditgraphError, RunError
+
+logger = logging.getLogger("creditgraph")
+
+T = TypeVar("T")
+Send = Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, T]]
+"""Sends a request of the given id over a client."""
+State = Literal["starting", "ready", "updating", "lost", "gone"]
+START_TRIES = 3  # for a port that another process takes between our look and the server's
+LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request grows with its number of connections
+BREAKER = 3  # failures in a row that take a server out
+CHECK_SECONDS = 10.0  # for one health check or version query
+ABORT_SECONDS = 2.0
+RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
+_PORT_TAKEN = ("address already in use", "errno 98")
+_NOT_READY = (httpx.HTTPError, httpx.InvalidURL, ServerError, TimeoutError, OSError)
+_FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, ValueError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Where a server is.
+class Interrupted(Exception):
+    """The server was taken out while it had the request; send it elsewhere."""
+
+
+@dataclass(eq=False)
+class Server:
+    """A server and all that the pool knows of it. Everything here runs on the pool's event loop.
 
     Attributes:
-        url: "http://host:port".
-        identity: served model name that it must tell, "" to take any.
-        name: in messages, for example "server 1".
-        log: its log file, "" when it is not known.
-        pid: of the process that keeps it, 0 when it is not known.
-        found: rendezvous file that lists it, "" for none.
-        gpus: CUDA_VISIBLE_DEVICES of a server that is started here, "" to leave the variable alone.
+        index: number of the server, from 0.
+        dialect: how to speak to it.
+        settings: of the pool.
+        logs: folder of log files.
+        remove: folders to be removed when the run is gone.
+        current: returns the update that the server must hold before it gets requests, or None before the first one.
+        changed: called after every change of state.
+        address: where it is; the URL is "" before it was started.
+        own: whether this process starts it.
+        difference: largest difference in the last probe [nats].
     """
 
-    url: str
-    identity: str = ""
-    name: str = ""
-    log: str = ""
-    pid: int = 0
-    found: str = ""
-    gpus: str = ""
+    index: int
+    dialect: Dialect
+    settings: PoolSettings
+    logs: Path
+    remove: tuple[Path, ...]
+    current: Callable[[], Update | None]
+    changed: Callable[[], None]
+    address: Address
+    own: bool
+    state: State = "starting"
+    version: int | None = None
+    difference: float = 0.0
+    reason: str = ""
+    failures: int = 0
+    starts: int = 0
+    losses: int = 0
+    process: ServerProcess | None = None
+    client: httpx.AsyncClient = field(init=False)
+    running: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    responded: float = 0.0
+    lost_at: float = 0.0
+    _lanes: list[httpx.AsyncClient] = field(default_factory=list)
+    _count: int = 0
+    _epoch: int = 0
+    _recovery: asyncio.Task[None] | None = None
+    _watch: asyncio.Task[None] | None = None
 
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now. Another process may take it before a server does; who starts one tries again then."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on the port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def check_port(port: int, setting: str) -> None:
-    """Raises ConfigError when a port that the user chose is taken."""
-    if not port_is_free(port):
-        raise ConfigError(
-            f"{setting}: port {port} is in use on this host; wanted a free one for a server. "
-            f"Choose another, or set {setting}=0 to take free ports."
-        )
-
-
-class ServerProcess:
-    """One server that this process started, under a guard that ends it when this process is gone.
-
-    Args:
-        launch: what to start.
-        log: file that takes its output; appended to.
-        remove: folders of the run that the guard removes should the run end without stopping the server.
-        host: address to listen on, in place of "{host}" in the command.
-    """
-
-    def __init__(self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1") -> None:
-        self.log = log
-        # Servers put sockets here, whose paths must be short.
-        self.scratch = Path(tempfile.mkdtemp(prefix="creditgraph-"))
-        given = {
-            key: value and value.replace("{scratch}", str(self.scratch)) for key, value in launch.environment.items()
-        }
-        environment = {**os.environ, **given}
-        guard = [sys.executable, "-E", "-S", str(GUARD), "--parent", str(os.getpid())]
-        guard += ["--remove", str(self.scratch)]
-        for path in remove:
-            guard += ["--orphaned", str(path)]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            self._start = output.tell()
-            self._process = subprocess.Popen(
-                [*guard, "--", *(host if part == "{host}" else part for part in launch.command)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={key: value for key, value in environment.items() if value is not None},
-                start_new_session=True,  # Ctrl-C is for this process, which then ends its servers in order
-            )
+    def __post_init__(self) -> None:
+        self.client = self._new_client()
 
     @property
-    def pid(self) -> int:
-        """Of the guard."""
-        return self._process.pid
+    def name(self) -> str:
+        """For messages: number and address."""
+        return f"{self.address.name} ({self.address.url.removeprefix('http://') or 'not started'})"
 
     @property
-    def running(self) -> bool:
-        """Whether the server still runs."""
-        return self._process.poll() is None
+    def outstanding(self) -> int:
+        """Number of requests it is working on."""
+        return len(self.running)
 
-    def ended(self) -> str:
-        """How it ended, for messages."""
-        code = self._process.poll()
-        if code is None:
-            return "runs"
-        number = code - 128 if code > 128 else -code
-        if number > 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(number).name}"
-        return f"ended with code {code}"
-
-    def output(self) -> str:
-        """What this process wrote to its log (the last 64 KiB)."""
-        try:
-            with self.log.open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._start, end - 65536))
-                return file.read().decode(errors="replace")
-        except OSError:
+    def log_lines(self) -> str:
+        """The last lines of its log, for messages."""
+        if not self.address.log:
             return ""
+        text = read_log(Path(self.address.log)) if self.process is None else self.process.output()
+        lines = last_lines(text)
+        return f"\n  last lines of {self.address.log}:{lines}" if lines else ""
 
-    def stop(self) -> None:
-        """Ends the server and everything it started; returns when they are gone."""
-        self.ask_to_stop()
+    # Starting
+
+    async def start(self) -> None:
+        """Starts the process (if it is ours) and waits until it responds; raises RunError, with its last log lines."""
+        deadline = time.monotonic() + self.settings.start_seconds
+        for attempt in range(1, START_TRIES + 1):
+            if self.own:
+                await self._launch()
+            await self._connect()
+            ended = await self._until_ready(deadline)
+            if not ended:
+                break
+            if attempt == START_TRIES:
+                raise RunError(f"{self.name}: {ended}. Start the run again.")
+            logger.warning("%s: %s; starting it once more.", self.name, ended)
+        self.failures = 0
+        self.version = None
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._check_health())
+
+    async def _launch(self) -> None:
+        await self._stop_process()
+        port = self.settings.port + self.index if self.settings.port else free_port(self.settings.host)
+        check_port(port, self.settings.host, "engine.pool.port")
+        self.starts += 1
+        identity = f"creditgraph-{self.index}-{time.time_ns() & 0xFFFFFFFFFF:010x}"
+        log = self.logs / f"engine-{self.address.name.removeprefix('server ')}.log"
+        launch = self.dialect.launch(port, identity)
+        if self.address.gpus:
+            environment = {**launch.environment, "CUDA_VISIBLE_DEVICES": self.address.gpus}
+            launch = replace(launch, environment=environment)
+        self.process = ServerProcess(launch, log, self.remove, self.settings.host)
+        self.address = replace(
+            self.address,
+            url=f"http://{self.settings.host}:{port}",
+            identity=identity,
+            log=str(log),
+            pid=self.process.pid,
+        )
+
+    async def _connect(self) -> None:
+        await self._disconnect()
+        lanes = -(-self.settings.max_in_flight // LANE_REQUESTS)
+        self.client, *self._lanes = (self._new_client() for _ in range(1 + lanes))
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.address.url,
+            # A long response is no fault: health checks detect servers that hang.
+            timeout=httpx.Timeout(None, connect=CHECK_SECONDS),
+            # Servers close idle connections after 5 s by default, counted from when they responded, which may be long
+            # before we read it.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=2 * LANE_REQUESTS, keepalive_expiry=1.0
+            ),
+            trust_env=False,  # no proxy between us and our servers
+            verify=_certificates(),
+        )
+
+    async def _disconnect(self) -> None:
+        for client in (self.client, *self._lanes):
+            await client.aclose()
+
+    async def _until_ready(self, deadline: float) -> str:
+        """Returns "", or why the process ended if another start may help."""
+        last = "not ready"
+        while True:
+            if self.process is not None and not self.process.running:
+                status = self.process.status()
+                if any(sign in self.process.output().lower() for sign in _PORT_TAKEN):
+                    return "another process took its port before it could listen"
+                if "killed by" in status and self.settings.restarts:  # by the kernel for memory, or by a person
+                    return f"{status} while it started"
+                raise RunError(f"{self.name}: {status} before it was ready.{self.log_lines()}")
+            try:
+                if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
+                    return ""
+            except _NOT_READY as error:
+                last = _describe(error)
+            if time.monotonic() >= deadline:
+                raise RunError(
+                    f"{self.name}: expected it ready within {self.settings.start_seconds:g} s, got no response "
+                    f"({last}). Raise engine.pool.start_seconds if it was still loading.{self.log_lines()}"
+                )
+            await asyncio.sleep(0.1)
+
+    # Weights
+
+    async def load(self, update: Update, in_flight: InFlight) -> None:
+        """Brings the server to `update` and makes it ready; raises RunError naming it when it fails or is late."""
+        self._become("updating")
+        stage = "finishing its requests"
+        epoch = self._epoch
+        begin = time.monotonic()
         try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def ask_to_stop(self) -> None:
-        """As `stop`, without waiting."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write(b"stop")
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
-
-def last_lines(text: str, count: int = LOG_LINES) -> str:
-    """The last non-empty lines, indented for a message; "" without any."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "".join(f"\n    {line[:240]}" for line in lines[-count:])
-
-
-def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
-    """Writes `engines.json` in one step: what who looks for servers reads."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(
-        json.dumps({"format": 1, "servers": [asdict(s) for s in servers]}, indent=2) + "\n", encoding="utf-8"
-    )
-    aside.replace(path)
-
-
-def read_rendezvous(path: Path, seconds: float) -> list[Address]:
-    """The servers in an `engines.json`, waiting up to `seconds` for it; raises RunError when there are none.
-
-    A path that does not end in .json is a folder, in which each start of a job has a file of its own.
-    """
-    if path.suffix != ".json":
-        path = path / f"{os.environ.get(ATTEMPT) or BY_HAND}.json"
-    deadline = time.monotonic() + seconds
-    while not path.is_file():
-        if time.monotonic() >= deadline:
+            async with asyncio.timeout(self.settings.update_seconds):
+                if in_flight == "finish":
+                    while self.running:
+                        await asyncio.wait(self.running.values())
+                if not update.loaded:
+                    stage = "pausing"
+                    await self.dialect.pause(self.client, in_flight)
+                    stage = f"loading weights version {update.version}"
+                    await self.dialect.update(self.client, update)
+                stage = "reporting its weights"
+                await self._verify(update)
+                if not update.loaded:
+                    stage = "resuming"
+                    await self.dialect.resume(self.client)
+                stage = "responding to a probe"
+                await self._probe(update)
+        except TimeoutError:
             raise RunError(
-                f"engine.rendezvous: no file {path} after {seconds:g} s; wanted the addresses of servers there. "
-                "See that the job that starts the servers runs and writes to this path."
+                f"{self.name}: expected it to finish within {self.settings.update_seconds:g} s "
+                f"(engine.pool.update_seconds), but it was {stage} for {time.monotonic() - begin:.1f} s."
+                f"{self.log_lines()}"
+            ) from None
+        except _FAULTS as error:
+            raise RunError(f"{self.name}: failed while {stage}: {_describe(error)}{self.log_lines()}") from error
+        if self._epoch != epoch or self.state != "updating":
+            raise RunError(f"{self.name}: lost while it loaded weights version {update.version}: {self.reason}")
+        self.version = update.version
+        self.failures = 0
+        self._become("ready")
+
+    async def _verify(self, update: Update) -> None:
+        version, checksum = await self.dialect.reported(self.client, update)
+        if version != update.version:
+            raise ServerError(f"expected weights version {update.version}, the server reports {version}.")
+        if checksum is not None and checksum != update.checksum:
+            raise ServerError(
+                f"expected checksum {update.checksum} of weights version {version}, the server reports {checksum}: "
+                "the weights were changed on the way to it."
             )
-        time.sleep(0.2)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["servers"]
-        found = [Address(**{**entry, "found": str(path)}) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f'engine.rendezvous: {path} cannot be read ({error}); wanted {{"servers": [{{"url": "http://host:port"}}, …]}}.'
-        ) from error
-    if not found:
-        raise RunError(f"engine.rendezvous: {path} lists no servers; wanted at least one.")
-    return found
+
+    async def _probe(self, update: Update) -> None:
+        if update.probe is None or update.expected is None:
+            return
+        response = await self.dialect.score(self.client, update.probe.request, f"probe-{time.monotonic_ns()}")
+        expected = await result_of(update.expected)
+        self.difference = compare_logprobs(response.logprobs, expected, update.probe.tolerance)
+
+    # Requests
+
+    async def request(self, send: Send[T]) -> T:
+        """One request; raises Interrupted when the server is taken out meanwhile."""
+        self._count += 1
+        request_id = f"{self.address.identity or 'creditgraph'}-{self._count}-{time.monotonic_ns()}"
+        task = asyncio.create_task(send(self._lanes[self._count % len(self._lanes)], request_id))
+        self.running[request_id] = task
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            self.running.pop(request_id, None)
+        if task.cancelled():
+            raise Interrupted
+        self.responded = time.monotonic()
+        with parsing(self.name):
+            return task.result()
+
+    def count_failure(self, error: Exception) -> None:
+        """Counts a wrong or missing response; too many in a row take the server out."""
+        self.failures += 1
+        if self.failures >= BREAKER and self.state == "ready":
+            self.lose(f"{self.failures} failures in a row, the last one: {_describe(error)}", restart=True)
+
+    # Faults
+
+    def lose(self, reason: str, restart: bool) -> None:
+        """Takes the server out, has its requests sent elsewhere, and starts bringing it back."""
+        if self.state in ("lost", "gone"):
+            return
+        self.reason = reason
+        self.version = None
+        self.lost_at = time.monotonic()
+        self._epoch += 1
+        self.losses += 1
+        logger.warning("%s is out of the pool: %s%s", self.name, reason, self.log_lines())
+        self._become("lost")
+        for task in list(self.running.values()):
+            task.cancel()
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.create_task(self._recover(restart))
+
+    async def _recover(self, restart: bool) -> None:
+        """Loads the current weights, or starts the server again, until it holds them; gives up after `restarts`."""
+        wait = 0.1
+        while self.state == "lost":
+            update = self.current()
+            try:
+                if self.own and (restart or self.process is None or not self.process.running):
+                    if self.starts > self.settings.restarts:
+                        await self._stop_process()
+                        self._become("gone")
+                        return
+                    await self.start()
+                else:
+                    if moved := relocated(self.address):
+                        logger.warning("%s was started again at %s.", self.name, moved.url)
+                        self.address = moved
+                        await self._connect()
+                    await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS)
+                if update is None:
+                    self._become("ready")
+                    return
+                await self.load(update, "abort")
+                if self.current() is not update:  # newer weights came meanwhile
+                    self._become("lost")
+                    restart = False
+                    continue
+                logger.warning("%s is back in the pool with weights version %d.", self.name, update.version)
+                return
+            except _FAULTS as error:
+                self.reason = _describe(error)
+                self._become("lost")
+                restart = True
+                await asyncio.sleep(wait)
+                wait = min(wait * 2, RETRY_SECONDS)
+
+    async def _check_health(self) -> None:
+        """Takes the server out when its process ends, when its health checks fail, or when it makes no progress."""
+        healthy = moved = time.monotonic()
+        last_progress = -1.0
+        interval = min(2.0, self.settings.hang_seconds / 4)
+        while self.state != "gone":
+            await asyncio.sleep(interval)
+            if self.state not in ("ready", "updating"):
+                healthy = moved = time.monotonic()
+                continue
+            if self.process is not None and not self.process.running:
+                self.lose(f"its process {self.process.status()}", restart=True)
+                continue
+            try:
+                async with asyncio.timeout(min(CHECK_SECONDS, self.settings.hang_seconds)):
+                    if await self.dialect.ready(self.client, self.address.identity):
+                        healthy = time.monotonic()
+                    if self.running and self.state == "ready":
+                        progress = await self.dialect.progress(self.client)
+                        if progress is not None and progress != last_progress:
+                            last_progress = progress
+                            moved = time.monotonic()
+            except _FAULTS as error:
+                self.reason = _describe(error)
+            now = time.monotonic()
+            moved = max(moved, self.responded) if self.running else now
+            if now - healthy > self.settings.hang_seconds:
+                self.lose(
+                    f"no good health check for {now - healthy:.1f} s ({self.reason or 'not ready'})", restart=True
+                )
+            elif now - moved > self.settings.stall_seconds:
+                self.lose(f"{self.outstanding} requests, but no token for {now - moved:.0f} s", restart=True)
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self.changed()
+
+    # Ending
+
+    async def _stop_process(self) -> None:
+        if self.process is not None:
+            process = self.process
+            self.process = None
+            await asyncio.to_thread(process.stop)
+
+    async def close(self) -> None:
+        """Ends its requests, its process (where it is ours) and its connection."""
+        self.state = "gone"
+        ids = list(self.running)
+        for task in (self._watch, self._recovery, *self.running.values()):
+            if task is not None:
+                task.cancel()
+        if ids and self.process is None:
+            with contextlib.suppress(*_FAULTS):  # it may be gone, and then so are its requests
+                await asyncio.wait_for(self.dialect.abort(self.client, ids), ABORT_SECONDS)
+        await self._stop_process()
+        await self._disconnect()
 
 
-def relocated(address: Address) -> Address | None:
-    """Where a server is that was started anew elsewhere, as its rendezvous file tells; None without news."""
-    if not address.found:
-        return None
-    try:
-        servers = read_rendezvous(Path(address.found), 0.0)
-    except RunError:
-        return None
-    return next((s for s in servers if s.name == address.name and s != address), None)
+@cache
+def _certificates() -> ssl.SSLContext:
+    # Shared: making one takes 20 ms, and a server has a client per lane.
+    return httpx.create_ssl_context(trust_env=False)
 
 
-def address_of(text: str, index: int) -> Address:
-    """An address as a user writes it: host:port or a URL; raises ConfigError for anything else."""
-    url = text if "://" in text else f"http://{text}"
-    host, colon, port = url.rstrip("/").partition("://")[2].rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ConfigError(f"engine.addresses: found '{text}'; wanted host:port, for example 127.0.0.1:8000.")
-    return Address(url=url.rstrip("/"), name=f"server {index}")
-
-
-def share_gpus(
-    servers: int, each: int, gpus: Sequence[str], local_rank: int = 0, world: int = 1, per_replica: int = 1
-) -> list[list[str]]:
-    """The GPUs of every server that the leader of a replica starts on its host; raises ConfigError when the host has too few.
-
-    Ranks of a host own GPU 0, 1, … in the order of their numbers. Servers take the GPUs of their replica's ranks, from
-    the leader's on; where they need more than those, the servers of one replica follow those of the replica before. A
-    process that is alone leaves GPU 0 to its learner where there are enough others.
-
-    Args:
-        servers: of this rank.
-        each: GPUs of one server (tensor parallel).
-        gpus: all that this process sees, as CUDA_VISIBLE_DEVICES would name them.
-        local_rank: of this process on its host.
-        world: ranks of the run.
-        per_replica: ranks of a replica.
-
-    >>> share_gpus(2, 1, ["0", "1"]), share_gpus(2, 1, ["0", "1", "2", "3"])
-    ([['0'], ['1']], [['1'], ['2']])
-    >>> share_gpus(1, 2, ["4", "5", "6", "7"], local_rank=1, world=2)
-    [['6', '7']]
-    >>> share_gpus(2, 1, list("01234567"), local_rank=4, world=8, per_replica=4)
-    [['4'], ['5']]
-    """
-    needed = servers * each
-    first = local_rank if needed <= per_replica else local_rank // per_replica * needed
-    if world == 1 and len(gpus) > needed:
-        first = 1
-    if first + needed > len(gpus):
-        raise ConfigError(
-            f"engine.servers: {servers} of {each} GPUs each, from GPU {first} on, but this process sees {len(gpus)} "
-            f"({', '.join(gpus) or 'none'}); wanted {first + needed}. Lower engine.servers or engine.tensor_parallel, "
-            "start fewer "
-            "ranks per host, or name servers that run elsewhere."
-        )
-    return [[gpus[first + n * each + k] for k in range(each)] for n in range(servers)]
-
-
-def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
-    import torch
-
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return (named or [str(n) for n in range(torch.cuda.device_count())])[: torch.cuda.device_count()]
-
-
-def find_servers(
-    servers: int,
-    addresses: Sequence[str],
-    rendezvous: str,
-    seconds: float,
-    place: str = "engine",
-    replica: int = 0,
-    gpus: Sequence[Sequence[str]] = (),
-) -> list[Address]:
-    """The servers that a user asks for; those to be started have no URL. Raises ConfigError for both addresses and a rendezvous.
-
-    Args:
-        servers: number of processes to start on this host, where neither of the others is given.
-        addresses: host:port of servers that run.
-        rendezvous: an `engines.json` that lists them, waited for up to `seconds`; "" for none.
-        seconds: see `rendezvous`.
-        place: node name, for messages.
-        replica: data-parallel replica that starts servers of its own; part of their names from the second on.
-        gpus: of each server that is started, from `share_gpus`; empty on a CPU.
-    """
-    if addresses and rendezvous:
-        raise ConfigError(
-            f"node '{place}': addresses and rendezvous are both set; wanted one way to find servers. Unset one of them."
-        )
-    if rendezvous:
-        return read_rendezvous(Path(rendezvous), seconds)
-    if addresses:
-        return [address_of(text, n) for n, text in enumerate(addresses)]
-    prefix = f"{replica}." if replica else ""
-    return [Address(url="", name=f"server {prefix}{n}", gpus=",".join(gpus[n]) if gpus else "") for n in range(servers)]
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CreditgraphError) else f"{type(error).__name__}: {error}".rstrip(": ")

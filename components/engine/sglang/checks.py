@@ -1,4 +1,4 @@
-"""Hashes that tell whether an SGLang server holds the weights of some files, by its own `/weights_checker` (SGLang 0.5.23)."""
+"""Whether an SGLang server holds the weights of some files, by the hashes of its `/weights_checker` (SGLang 0.5.23)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from components.engine.served.channel import sample_checksum
-from components.engine.served.dialect import Update
+from components.engine.channel import Update
+from components.engine.weight_files import sample_checksum
 
 # SGLang keeps these projections as one matrix, in this order.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -40,16 +40,16 @@ def parts_of(name: str) -> tuple[str, tuple[str, ...]]:
 
 def names_to_skip(names: Sequence[str], sample: Sequence[str]) -> list[str]:
     """SGLang's names of weights that hold no sampled tensor, so that the server need not hash them."""
-    wanted = {parts_of(name)[0] for name in sample}
-    others = {parts_of(name)[0] for name in names} - wanted
-    # The server skips by substring: what is contained in a wanted name must not be listed.
-    return sorted(other for other in others if not any(other in name for name in wanted))
+    hashed = {parts_of(name)[0] for name in sample}
+    others = {parts_of(name)[0] for name in names} - hashed
+    # The server skips by substring: a part of a name that is to be hashed must not be listed.
+    return sorted(other for other in others if not any(other in name for name in hashed))
 
 
 def held_checksum(
     update: Update, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, cuda: bool
 ) -> str | None:
-    """`update.checksum` if the server's hashes are those of the files; if not, what differs; None if nothing can be compared.
+    """`update.checksum` if the server's hashes are those of the files, otherwise what differs; None if none compares.
 
     Args:
         update: whose sample is compared.
@@ -59,9 +59,9 @@ def held_checksum(
         dtype: of the server's weights.
         cuda: whether the server hashes on a GPU, which is another hash.
     """
-    own = sample_checksum(tensors, update.sample)
-    if own != update.checksum:
-        return f"{own} (in the files themselves)"
+    in_files = sample_checksum(tensors, update.sample)
+    if in_files != update.checksum:
+        return f"{in_files} (in the files themselves)"
     compared = 0
     for name in update.sample:
         whole, parts = parts_of(name)
@@ -75,9 +75,9 @@ def held_checksum(
         if whole.endswith(_PADDED):
             tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % _PADDED_ROWS, *tensor.shape[1:])])
         expected = f"{(hash_on_gpu if cuda else hash_on_cpu)(tensor):016x}"
-        found = next((rank[whole] for rank in ranks if rank.get(whole) != expected), None)
-        if found is not None:
-            return f"{found} for '{whole}' (wanted {expected})"
+        other = next((rank[whole] for rank in ranks if rank.get(whole) != expected), None)
+        if other is not None:
+            return f"{other} for '{whole}' (expected {expected})"
         compared += 1
     return update.checksum if compared else None
 

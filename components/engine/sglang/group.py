@@ -1,9 +1,8 @@
-"""A process group of this process and one SGLang server, to broadcast weights through: gloo between CPUs, NCCL between GPUs."""
+"""A process group of this process and one SGLang server, to broadcast weights: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from datetime import timedelta
 from itertools import count
@@ -21,18 +20,11 @@ def new_group_name() -> str:
     return f"creditgraph-{os.getpid()}-{next(_NUMBERS)}"
 
 
-def own_address(host: str, port: int) -> str:
-    """The address of this host by which `host` can reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 class UpdateGroup:
-    """Rank 0 of a group whose other ranks are a server's. Made while the server is told to join; blocks until it has.
+    """Rank 0 of a group whose other ranks are a server's. Made while the server joins; blocks until it has.
 
     One group per server: a dead server then blocks no other one. The group is built as SGLang builds its side
-    (`sglang.srt.utils.common.init_custom_process_group`), beside whatever groups this process has.
+    (`sglang.srt.utils.common.init_custom_process_group`), independent of other groups of this process.
 
     Args:
         name: of the group, see `new_group_name`.

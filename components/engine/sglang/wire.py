@@ -1,173 +1,152 @@
-"""What is said to an SGLang server, and what its answers mean: pure functions from and to JSON (SGLang 0.5.23).
+"""JSON of requests to an SGLang server and of its responses, as pure functions (SGLang 0.5.23).
 
-Every body made here is held against the request classes of the real package by
-tests/components/engine/sglang/test_contract.py.
+tests/components/engine/sglang/test_contract.py compares every body made here with the request classes of the real
+package.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import pickle
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.engine.served.dialect import Answer, Ask, ScoreAnswer, ScoreAsk, ServerError
+from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from components.engine.served.dialect import ServerError, parsing
 from pipeline.core.errors import ConfigError
 
-Reason = Literal["stop", "length", "eos", "abort"]
-PauseMode = Literal["abort", "retract", "in_place"]
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def generate_body(ask: Ask, request_id: str, top_logprobs: int) -> dict[str, Any]:
+def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> dict[str, Any]:
     """POST /generate for one sample.
 
-    SGLang's log-probs are those at the sampling temperature before truncation (at temperature 1 for greedy), which is
-    what is wanted.
-    One request per sample: under one seed, n > 1 would give n equal samples.
+    SGLang's log-probs are those at the sampling temperature before truncation (at temperature 1 for greedy), as
+    `RowResponse` has them. One request per sample: under one seed, n > 1 would give n equal samples.
 
     Args:
-        ask: what to sample; `seed` counts only with --enable-deterministic-inference.
+        request: what to sample; `seed` counts only with --enable-deterministic-inference.
         request_id: to abort it by.
         top_logprobs: the vocabulary size, for entropies, or 0 for none.
     """
     sampling: dict[str, Any] = {
-        "max_new_tokens": ask.max_tokens,
-        "temperature": ask.temperature,
-        "sampling_seed": ask.seed,
-        # A stop string may be a special token: its text must be there to be found, and stay.
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
+        "max_new_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "sampling_seed": request.seed,
+        # The end-of-text token stays.
         "no_stop_trim": True,
     }
-    if ask.stop:
-        sampling["stop"] = list(ask.stop)
-    if ask.temperature > 0 and ask.top_p < 1:
-        sampling["top_p"] = ask.top_p
-    if ask.temperature > 0 and ask.top_k > 0:
-        sampling["top_k"] = ask.top_k
-    body: dict[str, Any] = {
-        "rid": request_id,
-        "input_ids": ask.tokens,
-        "sampling_params": sampling,
-        "return_logprob": True,
-    }
-    if top_logprobs:
-        body["top_logprobs_num"] = top_logprobs
-    return body
+    if request.temperature > 0 and request.top_p < 1:
+        sampling["top_p"] = request.top_p
+    if request.temperature > 0 and request.top_k > 0:
+        sampling["top_k"] = request.top_k
+    return _body(request_id, request.tokens, sampling, top_logprobs)
 
 
-def stream_body(ask: Ask, request_id: str, top_logprobs: int, interval: int) -> dict[str, Any]:
-    """As `generate_body`, answered by server-sent events of `interval` tokens each."""
-    body = generate_body(ask, request_id, top_logprobs) | {"stream": True}
-    body["sampling_params"]["stream_interval"] = interval
-    return body
+def streamed(body: dict[str, Any], interval: int) -> dict[str, Any]:
+    """A `generate_body` whose response is server-sent events of `interval` tokens each."""
+    return body | {"stream": True, "sampling_params": {**body["sampling_params"], "stream_interval": interval}}
 
 
-def score_body(ask: ScoreAsk, request_id: str, top_logprobs: int) -> dict[str, Any]:
+def score_body(request: ScoreRequest, request_id: str, top_logprobs: int) -> dict[str, Any]:
     """POST /generate without sampling: log-probs of the input from the last context token on.
 
     SGLang gives those of temperature 1; `read_scores` makes others of the whole vocabulary's, so ConfigError without
     them.
     """
-    if ask.temperature != 1.0 and not top_logprobs:
+    if request.temperature != 1.0 and not top_logprobs:
         raise ConfigError(
-            f"engine.sglang: scores at temperature {ask.temperature} were asked for, which SGLang gives only through "
-            "all log-probs of each "
-            "token's vocabulary; wanted temperature 1. Raise entropy_vocab above the vocabulary's size, or use "
-            "engine=vllm."
+            f"engine.sglang: expected scores at temperature 1, got temperature {request.temperature}, which needs the "
+            "log-probs of the whole vocabulary. Raise entropy_vocab above the vocabulary's size, or use engine=vllm."
         )
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    body = _body(request_id, request.context + request.tokens, sampling, top_logprobs)
+    return body | {"logprob_start_len": len(request.context) - 1}
+
+
+def _body(request_id: str, tokens: list[int], sampling: dict[str, Any], top_logprobs: int) -> dict[str, Any]:
     body: dict[str, Any] = {
         "rid": request_id,
-        "input_ids": ask.context + ask.tokens,
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "input_ids": tokens,
+        "sampling_params": sampling,
         "return_logprob": True,
-        "logprob_start_len": len(ask.context) - 1,
     }
-    if top_logprobs:
-        body["top_logprobs_num"] = top_logprobs
-    return body
+    return body | {"top_logprobs_num": top_logprobs} if top_logprobs else body
 
 
-def read_generated(body: Any, entropies: bool) -> Answer:
-    """The answer to `generate_body`. Raises ServerError for one of another form."""
-    try:
-        return _answer(body, _reason(body["meta_info"]["finish_reason"]), 0, entropies)
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        if isinstance(error, ServerError):
-            raise
-        raise ServerError(f"/generate: an answer without its fields ({type(error).__name__}: {error}).") from error
+def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, int | None]:
+    """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
+    with parsing("POST /generate"):
+        meta = reply["meta_info"]
+        return _response(reply, _reason(meta["finish_reason"]), 0, entropies), _version_of(meta)
 
 
-def read_part(event: str, taken: int, entropies: bool) -> tuple[Answer, bool]:
-    """What an event (JSON) of the answer to `stream_body` adds to `taken` tokens, and whether it is the last. Raises ServerError as above.
+def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bool, int | None]:
+    """What an event (JSON) of a streamed reply adds to `taken` tokens, whether it is the last, and the version.
 
-    Servers with --incremental-streaming-output send only what is new, others all so far.
+    Servers with --incremental-streaming-output send only what is new, others all so far. Raises ServerError as above.
     """
-    try:
-        body = json.loads(event)
-        meta = body["meta_info"]
+    with parsing(f"POST /generate, '{event[:200]}'"):
+        reply = json.loads(event)
+        meta = reply["meta_info"]
         last = meta["finish_reason"] is not None
-        start = taken if len(body["output_ids"]) == meta["completion_tokens"] else 0
-        return _answer(body, _reason(meta["finish_reason"]) if last else "stop", start, entropies), last
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        if isinstance(error, ServerError):
-            raise
-        raise ServerError(f"/generate: an event without its fields ({type(error).__name__}: {error}).") from error
+        start = taken if len(reply["output_ids"]) == meta["completion_tokens"] else 0
+        reason = _reason(meta["finish_reason"]) if last else "stop"
+        return _response(reply, reason, start, entropies), last, _version_of(meta)
 
 
-def _answer(body: Any, reason: Reason, start: int, entropies: bool) -> Answer:
-    meta = body["meta_info"]
-    return Answer(
-        tokens=[int(token) for token in body["output_ids"][start:]],
-        logprobs=[float(entry[0]) for entry in meta["output_token_logprobs"][start:]],
-        entropies=[entropy_of(top) for top in meta["output_top_logprobs"][start:]] if entropies else None,
+def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> RowResponse:
+    meta = reply["meta_info"]
+    return RowResponse(
+        tokens=[int(token) for token in reply["output_ids"][start:]],
+        logprobs=_logprobs(meta["output_token_logprobs"][start:]),
+        entropies=[_entropy(_logprobs(top)) for top in meta["output_top_logprobs"][start:]] if entropies else None,
         reason=reason,
-        version=_version_of(meta),
     )
 
 
-def _reason(finish: Any) -> Reason:
+def _reason(finish: Any) -> FinishReason:
     kind = finish["type"]
-    if kind == "stop":
-        # A matched token id is an end-of-text token, a matched string a stop string.
-        return "eos" if isinstance(finish.get("matched"), int) else "stop"
-    if kind == "length":
-        return "length"
-    if kind == "abort":
-        return "abort"
-    raise ServerError(f"/generate: finish reason '{kind}'; wanted stop, length or abort.")
+    # A matched token id is an end-of-text token, a matched string a stop string.
+    if kind == "stop" and isinstance(finish.get("matched"), int):
+        return "eos"
+    if kind not in _REASONS:
+        raise ServerError(f"POST /generate: expected finish reason stop, length or abort, got '{kind}'.")
+    return _REASONS[kind]
 
 
-def read_scores(body: Any, ask: ScoreAsk, top: bool) -> ScoreAnswer:
-    """The answer to `score_body`, at the temperature of `ask`; other temperatures than 1 need the whole vocabulary (`top`)."""
-    try:
-        meta = body["meta_info"]
-        count = len(ask.tokens)
-        logprobs = [float(entry[0]) for entry in meta["input_token_logprobs"][-count:]] if count else []
+def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
+    """The response to `score_body` at the temperature of `request`, which is 1 without the vocabulary (`top`)."""
+    with parsing("POST /generate"):
+        meta = reply["meta_info"]
+        count = len(request.tokens)
+        logprobs = _logprobs(meta["input_token_logprobs"][-count:])
         entropies = None
         if top:
-            tables = meta["input_top_logprobs"][-count:] if count else []
-            temperature = ask.temperature or 1.0
-            norms = [_log_sum([entry[0] / temperature for entry in table]) for table in tables]
+            temperature = request.temperature or 1.0
+            tables = [[x / temperature for x in _logprobs(table)] for table in meta["input_top_logprobs"][-count:]]
+            norms = [_log_sum(table) for table in tables]
             logprobs = [value / temperature - norm for value, norm in zip(logprobs, norms, strict=True)]
-            entropies = [
-                entropy_of([(entry[0] / temperature - norm,) for entry in table])
-                for table, norm in zip(tables, norms, strict=True)
-            ]
-        return ScoreAnswer(logprobs=logprobs, entropies=entropies, version=_version_of(meta))
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        raise ServerError(f"/generate: scores without their fields ({type(error).__name__}: {error}).") from error
+            entropies = [_entropy([value - norm for value in table]) for table, norm in zip(tables, norms, strict=True)]
+        return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version_of(meta))
 
 
-def entropy_of(top: Sequence[Sequence[Any]]) -> float:
-    """−Σ p log p over all entries (log-prob first) of one position [nats]."""
-    return -math.fsum(math.exp(entry[0]) * entry[0] for entry in top if entry[0] > -1e4)
+def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
+    """The log-probs of entries, which have them first; SGLang's JSON has null for NaN."""
+    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+
+
+def _entropy(logprobs: Sequence[float]) -> float:
+    """−Σ p log p of one position [nats]; SGLang has −1e30 for probabilities of 0."""
+    return -math.fsum(math.exp(x) * x for x in logprobs if not x < -1e4)
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    largest = max(values)
+    return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
 def version_number(text: object) -> int | None:
@@ -176,50 +155,14 @@ def version_number(text: object) -> int | None:
 
 
 def _version_of(meta: Mapping[str, Any]) -> int | None:
-    """Version behind an answer. Should it have changed on the way, the first one: a wrong version is found by who wanted one version."""
+    """Version of the weights that sampled; should it have changed meanwhile, the first one, which the pool refuses."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     return version_number(spans[0]["version"])
-
-
-def _log_sum(values: Sequence[float]) -> float:
-    largest = max(values)
-    return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
 def disk_body(path: str, version: int) -> dict[str, Any]:
     """POST /update_weights_from_disk: all safetensors files of a folder; drops the prefix cache."""
     return {"model_path": path, "weight_version": str(version), "flush_cache": True}
-
-
-def tensor_body(tensors: Mapping[str, Tensor], version: int | None, ranks: int) -> dict[str, Any]:
-    """POST /update_weights_from_tensor: one bucket, in the body itself.
-
-    The tensors travel as one flat byte tensor with a table of names, because pickling each of many tensors is slow. It
-    is plain pickle: tensors shared by file descriptor, torch's default, end a server that this process did not start.
-
-    Args:
-        tensors: name → CPU tensor.
-        version: set with the last bucket, None before.
-        ranks: tensor-parallel ranks of the server; each takes its share of the whole tensors.
-    """
-    table, start = [], 0
-    for name, tensor in in_order(tensors):
-        size = tensor.nbytes
-        table.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
-            )
-        )
-        start += size
-    payload = base64.b64encode(pickle.dumps({"flattened_tensor": flat_bytes(tensors), "metadata": table})).decode()
-    body: dict[str, Any] = {
-        "serialized_named_tensors": [payload] * ranks,
-        "load_format": "flattened_bucket",
-        "flush_cache": version is not None,
-    }
-    if version is not None:
-        body["weight_version"] = str(version)
-    return body
 
 
 def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> dict[str, Any]:
@@ -235,7 +178,7 @@ def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> 
 
 
 def broadcast_body(name: str, tensors: Mapping[str, Tensor], version: int | None) -> dict[str, Any]:
-    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor in the order of `in_order`."""
+    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor ordered by `in_order`."""
     ordered = in_order(tensors)
     body: dict[str, Any] = {
         "names": [tensor_name for tensor_name, _ in ordered],
@@ -260,24 +203,9 @@ def flat_bytes(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in in_order(tensors)])
 
 
-def pause_body(mode: PauseMode) -> dict[str, Any]:
-    """POST /pause_generation."""
-    return {"mode": mode}
-
-
-def resume_body() -> dict[str, Any]:
-    """POST /continue_generation."""
-    return {"torch_empty_cache": False}
-
-
 def abort_body(request_id: str | None) -> dict[str, Any]:
     """POST /abort_request: one request, or all with None."""
     return {"rid": "", "abort_all": True} if request_id is None else {"rid": request_id}
-
-
-def memory_body(tags: Sequence[str]) -> dict[str, Any]:
-    """POST /release_memory_occupation and /resume_memory_occupation: of "weights", "kv_cache", "cuda_graph"."""
-    return {"tags": list(tags)}
 
 
 def checksum_body(skip: Sequence[str]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's own weight-transfer engine, packed in buckets.
+"""Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's weight-transfer engine, in packed buckets.
 
-Each server has a group of its own (this process is rank 0, the server's workers follow), so a server that is lost holds
-up no other one and a server that comes back joins a new group. Not yet run on a GPU.
+Each server has a group of its own (this process is rank 0, the server's workers follow), so a lost server blocks no
+other one, and a server that comes back joins a new group. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from components.engine.served.channel import read_file
-from components.engine.served.server import free_port
+from components.engine.served.addresses import free_port, own_address
+from components.engine.weight_files import read_file
 
 
 class FileSource(WeightSource):  # type: ignore[misc]
@@ -56,7 +55,7 @@ class Broadcaster:
 
     Args:
         bucket_bytes: bytes per packed broadcast; two are in flight.
-        seconds: until a request to a server must be answered.
+        seconds: until a server must respond to a request.
     """
 
     def __init__(self, bucket_bytes: int, seconds: float) -> None:
@@ -64,7 +63,7 @@ class Broadcaster:
         self._links: dict[str, _Link] = {}
 
     def send(self, url: str, files: Sequence[str], workers: int) -> None:
-        """Has the server at `url`, with `workers` processes, receive the tensors of `files`. Blocks; one call per server at a time."""
+        """Sends the tensors of `files` to the `workers` processes of the server at `url`; blocks."""
         link = self._links.get(url)
         if link is None:
             link = self._links[url] = self._open(url, files, workers)
@@ -80,11 +79,12 @@ class Broadcaster:
         self._links.pop(url, None)
 
     def _open(self, url: str, files: Sequence[str], workers: int) -> _Link:
+        host, _, port = url.partition("://")[2].rpartition(":")
         source = FileSource(f"cuda:{torch.cuda.current_device()}")
         source.files = files
         info = NCCLTrainerInitInfo(
             rank=0,
-            master_address=own_address(url),
+            master_address=own_address(host, int(port)),
             master_port=free_port("0.0.0.0"),
             world_size=1 + workers,
             packed=True,
@@ -92,11 +92,3 @@ class Broadcaster:
         )
         client = HTTPVLLMWeightSyncClient(url, timeout=self._seconds)
         return _Link(source, NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source))
-
-
-def own_address(url: str) -> str:
-    """The address of this host as the server at `url` sees it."""
-    host, _, port = url.partition("://")[2].rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])

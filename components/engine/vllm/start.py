@@ -1,4 +1,4 @@
-"""`python -m components.engine.vllm.start …`: vLLM's API server; on a CPU its processes are forked, so that imports happen once.
+"""`python -m components.engine.vllm.start …`: vLLM's API server; on a CPU it forks, so that imports happen once.
 
 vLLM spawns engine core and worker on CPUs, and each imports everything anew: some 40 to 80 s on two cores, against 15
 to 27 s forked. Forking is safe there because nothing has started threads or a device before. On GPUs vLLM's own way is

@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker: log-probs and entropies of the sampling distribution, and new weights in a running engine.
+"""What runs inside vLLM's workers: log-probs and entropies of the sampling distribution, and loading of new weights.
 
 vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
 entropies. `ExactSampler` gives both quantities of softmax(logits / temperature), before truncation, for sampled and for
-prompt tokens. A request that asks for one log-prob beside the sampled token's gets, in its place, minus the entropy,
+prompt tokens. A request for one log-prob besides the sampled token's gets, in its place, minus the entropy,
 under an id that is not the sampled one (or for two: over HTTP, vLLM counts the sampled token's own among them). Written
 for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
 """
@@ -10,6 +10,7 @@ for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
 from __future__ import annotations
 
 import dataclasses
+import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from components.engine.served.channel import sample_checksum
+from components.engine.weight_files import read_file, sample_checksum, wait_for
 
 _GREEDY = 1e-5
 
@@ -56,14 +57,15 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         return (logits.float() / self.scoring_temperature).log_softmax(-1)
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Log-prob of each token, [T], and minus the entropy in a second column when one or two log-probs were asked for."""
+        """Log-prob of each token, [T], and minus the entropy as a second column if one or two are requested."""
         if num_logprobs > 2:
             return super().gather_logprobs(logprobs, num_logprobs, token_ids)
-        ids, values = [token_ids], [logprobs.gather(1, token_ids[:, None])[:, 0]]
+        ids = [token_ids]
+        values = [logprobs.gather(1, token_ids[:, None])[:, 0]]
         if num_logprobs:
             ids.append((token_ids + 1) % logprobs.shape[1])
             values.append((logprobs.exp() * logprobs).nansum(-1))
-        # Ranks are part of the answer's form and cost a pass over the vocabulary; nobody reads them.
+        # Ranks are part of the form of an output and cost a pass over the vocabulary; nobody reads them.
         return LogprobsTensors(torch.stack(ids, 1).to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
 
     @staticmethod
@@ -75,7 +77,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
 
 
 class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
-    """vLLM's adapter, which leaves behind its id and the checksum of the tensors that it was last made of.
+    """vLLM's adapter, which records its id and the checksum of the tensors that it was last made of.
 
     Attributes:
         last: id and `sample_checksum` over all tensors, as they were read from the file.
@@ -92,21 +94,22 @@ class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`); called through `collective_rpc`."""
+    """Methods that vLLM adds to its workers (`worker_extension_cls`); called through `collective_rpc`.
+
+    Servers call them over HTTP, so arguments and results are JSON, but for `creditgraph_load`.
+    """
 
     model_runner: Any
     reload_weights: Any
     list_loras: Any
-    creditgraph_loaded: tuple[int, str] = (-1, "")
-    creditgraph_own: bool = True  # whether the model's own weights are those that it was started with
+    creditgraph_loaded: tuple[int, str] = (-1, "")  # version and checksum
+    creditgraph_own: bool = True  # whether it holds the model's own weights, on which adapters build
 
     def creditgraph_install(self, forbidden: Sequence[int]) -> None:
         """Puts `ExactSampler` in place; `forbidden` ids are never drawn."""
         runner = self.model_runner
         if not hasattr(runner, "_get_prompt_logprobs_dict"):
-            raise RuntimeError(
-                "creditgraph: this vLLM runs another model runner; wanted the one of VLLM_USE_V2_MODEL_RUNNER=0."
-            )
+            raise RuntimeError("creditgraph: expected the model runner of VLLM_USE_V2_MODEL_RUNNER=0, got another one.")
         mask = None
         if forbidden:
             mask = torch.zeros(runner.model_config.get_vocab_size(), dtype=torch.bool)
@@ -118,35 +121,67 @@ class WorkerExtension:
             runner.lora_manager._lora_model_cls = WitnessedAdapter
 
         def each_at_its_temperature(runner: Any, *args: Any) -> dict[str, Any]:
-            waiting, found = runner.num_prompt_logprobs, {}
+            waiting = runner.num_prompt_logprobs
+            tables: dict[str, Any] = {}
             for request in list(waiting):
                 runner.num_prompt_logprobs = {request: waiting[request]}
                 if request in runner.requests:
                     runner.sampler.scoring_temperature = runner.requests[request].sampling_params.temperature or 1.0
-                found.update(prompt_logprobs(*args))
+                tables.update(prompt_logprobs(*args))
                 if request not in runner.num_prompt_logprobs:
                     del waiting[request]
             runner.num_prompt_logprobs = waiting
-            return found
+            return tables
 
         runner._get_prompt_logprobs_dict = types.MethodType(each_at_its_temperature, runner)
 
-    def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor], names: Sequence[str]) -> tuple[int, str]:
-        """Loads Hugging Face tensors; returns the version and the checksum of the tensors `names` as they arrived."""
-        arrived = {}
+    def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor], sample: Sequence[str]) -> dict[str, Any]:
+        """Loads Hugging Face tensors; the state after it, with the checksum of the tensors `sample`."""
+        return self._creditgraph_load(version, iter(tensors.items()), sample)
+
+    def creditgraph_load_files(
+        self, version: int, files: Sequence[str], sample: Sequence[str], wait_seconds: float
+    ) -> dict[str, Any]:
+        """Loads safetensors files, each as soon as it is there, within `wait_seconds`; the state after it."""
+        deadline = time.monotonic() + wait_seconds
+
+        def pairs() -> Iterator[tuple[str, Tensor]]:
+            for file in files:
+                wait_for(file, deadline)
+                yield from read_file(file)
+
+        return self._creditgraph_load(version, pairs(), sample)
+
+    def _creditgraph_load(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], sample: Sequence[str]
+    ) -> dict[str, Any]:
+        self.creditgraph_loaded = (-1, "")  # until the last tensor is loaded
+        arrived: dict[str, Tensor] = {}
 
         def passing() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors.items():
-                if name in names:
+            for name, tensor in tensors:
+                if name in sample:
                     arrived[name] = tensor
                 yield name, tensor
 
         self.creditgraph_reload(passing())
-        self.creditgraph_loaded = (version, sample_checksum(arrived, names))
-        return self.creditgraph_loaded
+        # What the engine holds under the same name and form is the better witness; fused and packed tensors are not
+        # kept.
+        for name, parameter in self.model_runner.model.named_parameters():
+            tensor = arrived.get(name)
+            if tensor is not None and (tensor.shape, tensor.dtype) == (parameter.shape, parameter.dtype):
+                arrived[name] = parameter.data
+        self.creditgraph_loaded = (version, sample_checksum(arrived, sample))
+        return self.creditgraph_state()
+
+    def creditgraph_state(self) -> dict[str, Any]:
+        """Version and checksum of the weights held (−1 and "" before the first); whether the sampler is installed."""
+        version, checksum = self.creditgraph_loaded
+        installed = isinstance(self.model_runner.sampler, ExactSampler)
+        return {"version": version, "checksum": checksum, "installed": installed}
 
     def creditgraph_reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter to write into."""
+        """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter."""
         self.creditgraph_own = False
         self.reload_weights(weights_iterator=tensors)
         refresh_tied(self.model_runner.model)
@@ -159,19 +194,17 @@ class WorkerExtension:
             refresh_tied(self.model_runner.model)
             self.creditgraph_own = True
 
-    def creditgraph_adapter(self, version: int) -> tuple[int, str]:
-        """After an adapter was added: version and checksum of the one that vLLM read last and holds."""
+    def creditgraph_adapter(self, version: int) -> dict[str, Any]:
+        """After an adapter was added: the state, with the checksum of the one that vLLM read last and holds."""
         held, checksum = WitnessedAdapter.last
         if held not in self.list_loras():
-            raise RuntimeError(
-                "creditgraph: the adapter that was read last is not held; wanted it there after it was added."
-            )
+            raise RuntimeError("creditgraph: expected vLLM to hold the adapter that it read last, but it does not.")
         self.creditgraph_loaded = (version, checksum)
-        return self.creditgraph_loaded
+        return self.creditgraph_state()
 
 
 def refresh_tied(model: Any) -> None:
-    """Packs a tied output head again: it shares the embedding's parameter, but on CPUs not its packed copy, which a reload leaves."""
+    """Packs a tied output head again: on CPUs it has a packed copy of the embedding, which a reload leaves alone."""
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(model.config, "tie_word_embeddings", False):
         head.quant_method.process_weights_after_loading(head)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from components.advantage.segments import segment_of_token
-from components.engine.adapters import merged
+from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.app.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs

@@ -53,17 +53,17 @@ def main(options: argparse.Namespace) -> int:
     complete = False
     try:
         while not ended.is_set() and not (told and time.monotonic() > told[0] + GRACE_SECONDS):
-            addresses = engine.servers.addresses()
+            addresses = engine.backend.addresses()
             if addresses != published:
                 leave_address(experiment.run_path, options.index, [dataclasses.asdict(a) for a in addresses], attempt)
                 published, complete = addresses, False
                 print(f"server {options.index} of {options.count} is ready: {addresses[0].url}", flush=True)
             # Asked again and again: on a shared folder a file of another node may show late.
             complete = complete or list_servers(experiment.run_path, options.index, options.count, attempt)
-            (member,) = engine.servers.pool.members
-            if not member.process.running:
+            (server,) = engine.backend.pool.servers
+            if not server.process.running:
                 raise RunError(
-                    f"engine server {options.index} on {host()} {member.process.ended()}.{member.log_lines()}"
+                    f"engine server {options.index} on {host()} {server.process.status()}.{server.log_lines()}"
                 )
             ended.wait(0.2)
     finally:

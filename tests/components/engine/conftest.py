@@ -170,3 +170,13 @@ def ask():
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def users_folder(tmp_path_factory):
+    """A folder of a user whose own packages have the names of ours."""
+    folder = tmp_path_factory.mktemp("user")
+    for name in ("components", "pipeline"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('a package of the user was imported')")
+    return folder

@@ -1,4 +1,4 @@
-"""Paused rows go on as if they had never been paused: engine.local, and rows of engines that answer one ask at a time."""
+"""Paused rows go on as if they had never been paused: engine.local, and rows of engines that take one request at a time."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.served.rows import Answer, BadAnswer
+from components.engine.messages import BadResponse, RowResponse
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Progress, Requests, Sampling, ThoughtLimits
@@ -17,19 +17,15 @@ from pipeline.core.streams import counter_seed
 
 
 def load_rows_tests():
-    spec = importlib.util.spec_from_file_location(
-        "engine_rows_tests", Path(__file__).parents[1] / "served" / "test_rows.py"
-    )
+    spec = importlib.util.spec_from_file_location("engine_rows_tests", Path(__file__).parents[1] / "test_rows.py")
     module = sys.modules.setdefault("engine_rows_tests", importlib.util.module_from_spec(spec))
-    if not hasattr(module, "drive"):
+    if not hasattr(module, "Replay"):
         spec.loader.exec_module(module)
     return module
 
 
 rows_tests = load_rows_tests()
-drive, random_requests, Replay, rows_of = (
-    getattr(rows_tests, n) for n in ("drive", "random_requests", "Replay", "rows_of")
-)
+random_requests, Replay, rows_of = (getattr(rows_tests, n) for n in ("random_requests", "Replay", "rows_of"))
 
 
 def in_parts(requests, generate, generator):
@@ -73,22 +69,22 @@ def in_parts(requests, generate, generator):
     return tokens, logprobs, entropies, ends, reasons, calls
 
 
-def watch(rows, part, replay, places, generator):
-    """Feeds whole asks in pieces of random size, until the row says that it has ended or is paused."""
-    for ask in rows.start(whole=True):
-        done = len(part.progress.tokens.row(ask.row))
-        own = [x[places[ask.row]][done:] for x in (replay.tokens, replay.logprobs, replay.entropies)]
-        size = min(ask.max_tokens, len(own[0]) + generator.randint(0, 5))
+def feed_all(rows, part, replay, places, generator):
+    """Feeds rows in pieces of random size, until they have ended or are paused."""
+    for request in rows.start():
+        done = len(part.progress.tokens.row(request.row))
+        own = [x[places[request.row]][done:] for x in (replay.tokens, replay.logprobs, replay.entropies)]
+        size = min(request.max_tokens, len(own[0]) + generator.randint(0, 5))
         tokens, logprobs, entropies = (
             x + [filler] * (size - len(x)) for x, filler in zip(own, (5, -1.0, 1.0), strict=True)
         )
         place, ended = 0, False
         while not ended:
             end = min(size, place + generator.randint(0, 4))
-            piece = Answer(
+            piece = RowResponse(
                 tokens=tokens[place:end], logprobs=logprobs[place:end], entropies=entropies[place:end], reason="length"
             )
-            ended, place = rows.feed(ask.row, piece, last=end == size), end
+            ended, place = rows.feed(request.row, piece, last=end == size), end
     return rows.completions()
 
 
@@ -99,21 +95,16 @@ def test_pauses_change_no_token_and_no_thought(tokenizer, start):
     reasons, most = set(), 0
     for n in range(30):
         requests = random_requests(generator, tokenizer)
-        replay = Replay(policy, requests, generator)
+        replay = Replay(policy, requests)
         wanted = replay.done
 
         def local(part, _):
             return policy.generate(part)
 
-        def by_asks(part, rows, replay=replay):
-            return drive(
-                rows_of(policy, part), lambda ask: replay(dataclasses.replace(ask, row=rows[ask.row])), generator
-            )
+        def fed(part, rows, replay=replay):
+            return feed_all(rows_of(policy, part), part, replay, rows, generator)
 
-        def watched(part, rows, replay=replay):
-            return watch(rows_of(policy, part), part, replay, rows, generator)
-
-        for generate in (local, by_asks, watched):
+        for generate in (local, fed):
             tokens, logprobs, entropies, ends, found, calls = in_parts(requests, generate, generator)
             assert tokens == wanted.tokens.to_lists(), n
             assert ends == wanted.thought_ends.to_lists(), n
@@ -127,7 +118,7 @@ def test_pauses_change_no_token_and_no_thought(tokenizer, start):
     assert most > 3
 
 
-def test_a_paused_ask_covers_the_pause_and_its_seed_the_place(start):
+def test_a_paused_request_covers_the_pause_and_its_seed_the_place(start):
     policy, _ = start()
     sampling = Sampling(max_tokens=20, thoughts=ThoughtLimits(stop="}", max_tokens=6, max_thoughts=9))
     part = Requests(
@@ -140,15 +131,14 @@ def test_a_paused_ask_covers_the_pause_and_its_seed_the_place(start):
         pause=torch.tensor([4]),
     )
     rows = rows_of(policy, part)
-    (ask,) = rows.start()
-    assert (ask.tokens, ask.max_tokens, ask.seed) == ([5, 6, 7, 8, 9], 4, counter_seed(4, 3))
-    assert rows.advance(0, Answer(tokens=[10] * 4, logprobs=[-1.0] * 4, entropies=None, reason="length")) is None
+    (request,) = rows.start()
+    assert (request.tokens, request.max_tokens, request.seed) == ([5, 6, 7, 8, 9], 4, counter_seed(4, 3))
+    with pytest.raises(BadResponse, match="expected 7 tokens, or fewer that end it, got 4 and reason 'stop'"):
+        rows.feed(0, RowResponse(tokens=[10], logprobs=[-1.0], entropies=None, reason="stop"), last=True)
+    rows.reset(0)
+    assert rows.feed(0, RowResponse(tokens=[10] * 4, logprobs=[-1.0] * 4, entropies=None, reason="length"), last=True)
     done = rows.completions()
     assert (done.tokens.to_lists(), done.finish_reason, done.thought_ends.to_lists()) == ([[10] * 4], ["paused"], [[2]])
-    rows = rows_of(policy, part)
-    (ask,) = rows.start(whole=True)
-    with pytest.raises(BadAnswer, match="ended by 'stop' after 4 tokens; wanted 7 or an end"):
-        rows.feed(0, Answer(tokens=[10], logprobs=[-1.0], entropies=None, reason="stop"), last=True)
 
 
 def test_a_row_that_has_spent_its_budget_gets_nothing_more(start):
@@ -165,14 +155,10 @@ def test_a_row_that_has_spent_its_budget_gets_nothing_more(start):
     assert done.tokens.lengths[0] == 0
     assert done.finish_reason[0] == "length"
     assert int(done.tokens.lengths[1]) > 0
-    assert drive(
-        rows_of(policy, part),
-        lambda ask: Answer(tokens=[7] * 3, logprobs=[-1.0] * 3, entropies=None, reason="length"),
-        random.Random(0),
-    ).tokens.to_lists() == [
-        [],
-        [7] * 3,
-    ]
+    rows = rows_of(policy, part)
+    (request,) = rows.start()
+    assert rows.feed(1, RowResponse(tokens=[7] * 3, logprobs=[-1.0] * 3, entropies=None, reason="length"), last=True)
+    assert (request.row, rows.completions().tokens.to_lists()) == (1, [[], [7] * 3])
 
 
 def test_a_pause_of_no_tokens_is_refused(start):
@@ -183,5 +169,5 @@ def test_a_pause_of_no_tokens_is_refused(start):
         sampling=Sampling(),
         pause=torch.tensor([0]),
     )
-    with pytest.raises(CreditgraphError, match="pause of 0 tokens; wanted at least 1"):
+    with pytest.raises(CreditgraphError, match="expected a pause after at least 1 token, got 0"):
         policy.generate(part)

@@ -178,31 +178,32 @@ def test_context_limits(start, ask):
     assert reasons[0] == "prompt of 12 tokens leaves no room in a context of 12; its completion is empty"
     assert policy.engine.context.metrics["rows_without_room"] == 2
     with pytest.raises(
-        CreditgraphError, match=r"score: a row of 13 tokens; wanted at most 12 .* Shorten prompt plus response"
+        CreditgraphError, match=r"score: expected rows of at most 12 tokens .*, got 13. Shorten prompt plus response"
     ):
         policy.score(Jagged.from_rows([[5] * 10], torch.int32), Jagged.from_rows([[6] * 3], torch.int32))
 
 
 def test_bad_requests_get_a_sentence(start, ask):
     policy, model = start()
-    with pytest.raises(CreditgraphError, match=r"request 1: no tokens; wanted at least one"):
+    with pytest.raises(CreditgraphError, match=r"request 1: expected at least one token"):
         ask(policy, [[5], []])
     with pytest.raises(
-        CreditgraphError, match=r"token ids from 5 to 999; wanted 0 to \d+. Prompts must come from the tokenizer"
+        CreditgraphError, match=r"expected token ids from 0 to \d+, got 5 to 999. Prompts must come from the tokenizer"
     ):
         ask(policy, [[5, 999]])
-    with pytest.raises(CreditgraphError, match=r"top_p 0.0.*wanted temperature ≥ 0, 0 < top_p ≤ 1"):
+    with pytest.raises(CreditgraphError, match=r"expected temperature ≥ 0, 0 < top_p ≤ 1 .* top_p 0.0"):
         ask(policy, [[5]], top_p=0.0)
-    with pytest.raises(CreditgraphError, match=r"an empty stop string"):
+    with pytest.raises(CreditgraphError, match=r"expected stop strings of at least one character"):
         ask(policy, [[5]], stop=("",))
-    with pytest.raises(CreditgraphError, match=r"score: 2 contexts for 1 token rows"):
+    with pytest.raises(CreditgraphError, match=r"score: expected one context per row, got 2 contexts for 1 rows"):
         policy.score(Jagged.from_rows([[5], [6]], torch.int32), Jagged.from_rows([[5]], torch.int32))
-    with pytest.raises(CreditgraphError, match=r"score context 0: no tokens"):
+    with pytest.raises(CreditgraphError, match=r"score context 0: expected at least one token"):
         policy.score(Jagged.from_rows([[]], torch.int32), Jagged.from_rows([[5]], torch.int32))
     broken = {k: v * float("nan") for k, v in model.state_dict().items()}
     bad = policy.engine.run(weights=Weights(version=4, tensors=broken)).policy
     with pytest.raises(
-        CreditgraphError, match=r"weights version 4 give a log-prob that is not finite .* lower the learning rate"
+        CreditgraphError,
+        match=r"row 0: expected finite log-probs, .* from weights version 4\. .* lower the learning rate",
     ):
         ask(bad, [[5]], max_tokens=2)
     with pytest.raises(CreditgraphError, match=r"a policy handle of version 3 was used after version 4 was loaded"):

@@ -1,4 +1,4 @@
-"""Pools of real server processes that speak vLLM's dialect and start in milliseconds (fake_vllm.py), with faults on demand."""
+"""Pools of real processes that speak vLLM's HTTP and start in milliseconds (fake_vllm.py), with faults on demand."""
 
 import importlib.util
 import json
@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from components.engine.base import Limits
-from components.engine.served.channel import ChannelSettings, FileChannel
-from components.engine.served.dialect import Launch
+from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.rows import Rows
+from components.engine.served.addresses import Address
+from components.engine.served.dialect import ServedModel
 from components.engine.served.guard import descendants
-from components.engine.served.member import PoolSettings
 from components.engine.served.pool import ServerPool
-from components.engine.served.rows import Rows
-from components.engine.served.server import Address
-from components.engine.vllm.server import VllmDialect
+from components.engine.served.process import Launch
+from components.engine.served.settings import PoolSettings
+from components.engine.vllm.dialect import VllmDialect
+from components.engine.vllm.settings import VllmSettings
 from components.text.stops import TokenText
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Requests, Sampling, Weights
@@ -48,38 +50,27 @@ class FakeDialect(VllmDialect):
     """VllmDialect whose servers are `fake_vllm.py`."""
 
     def __init__(self, folder: Path, options=()):
-        super().__init__(
-            model="fake", dtype="float32", length=512, device="cpu", forbidden=[], eos=[1], stream_tokens=3
-        )
+        model = ServedModel(path="fake", dtype="float32", context_length=512, vocab_size=fake.VOCABULARY, eos=[1])
+        super().__init__(VllmSettings(stream_tokens=3), model)
         self.folder, self.options = folder, list(options)
 
     def launch(self, port: int, identity: str) -> Launch:
         index = identity.split("-")[1]
         own = ["--fault", str(self.folder / f"fault-{index}.json"), "--record", str(self.folder / "record.jsonl")]
-        return Launch(
-            command=[
-                sys.executable,
-                "-S",
-                "-E",
-                str(FAKE),
-                "--port",
-                str(port),
-                "--served-model-name",
-                identity,
-                *own,
-                *self.options,
-            ]
-        )
+        command = [sys.executable, "-S", "-E", str(FAKE), "--port", str(port), "--served-model-name", identity]
+        return Launch(command=[*command, *own, *self.options])
 
 
 class Fleet:
-    """A started pool with its channel; `generate` checks that every row was answered once and rightly."""
+    """A started pool with its channel; `generate` checks that every row gets the right tokens."""
 
     def __init__(self, folder: Path, servers: int = 3, options=(), addresses=(), channel=None, start=True, **settings):
         self.folder = folder
         folder.mkdir(exist_ok=True)
         (folder / "shm").mkdir(exist_ok=True)
-        self.channel = FileChannel(ChannelSettings(**(channel or {"path": str(folder / "shm")})), torch.float32)
+        self.channel = FileChannel(
+            ChannelSettings(**(channel or {"path": str(folder / "shm")})), torch.float32, near=True
+        )
         self.settings = PoolSettings(**{**QUICK, **settings})
         where = list(addresses) or [Address(url="", name=f"server {n}") for n in range(servers)]
         self.pool = ServerPool(
@@ -95,10 +86,10 @@ class Fleet:
     def load(self, version: int) -> None:
         tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
         self.version = version
-        self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors), early=True))
+        self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors)))
         self.channel.retire(version)
 
-    def rows(self, prompts: int, group: int, max_tokens: int = 8, version=None, **sampling) -> Rows:
+    def rows(self, prompts: int, group: int, max_tokens: int = 8, **sampling) -> Rows:
         count = prompts * group
         requests = Requests(
             tokens=Jagged.from_rows([[3, 4 + i // group] for i in range(count)], torch.int32),
@@ -107,27 +98,21 @@ class Fleet:
         )
         eos = torch.zeros(fake.VOCABULARY, dtype=torch.bool)
         limits = Limits(tokens=torch.full((count,), max_tokens), thoughts=torch.full((count,), 50), eos=eos)
-        return Rows(requests, limits, TokenText(Words(), fake.VOCABULARY), Words(), fake.VOCABULARY, version)
+        return Rows(requests, limits, TokenText(Words(), fake.VOCABULARY), Words(), fake.VOCABULARY)
+
+    def run(self, rows: Rows):
+        """Has the pool sample the rows."""
+        self.pool.generate(rows.start(), rows.feed, rows.reset)
+        return rows.completions()  # raises for a row that has not ended
 
     def generate(self, prompts: int = 6, group: int = 4, max_tokens: int = 8, version=None, streamed: bool = False):
-        rows = self.rows(prompts, group, max_tokens, version)
-        taken: list[int] = []
-
-        def advance(row, answer):
-            following = rows.advance(row, answer)
-            if following is None:
-                taken.append(row)
-            return following
-
-        if streamed:
-            self.pool.stream(rows.start(whole=True), rows.feed, rows.again)
-            taken.extend(range(prompts * group))  # `completions` raises for a row that has not ended
-        else:
-            self.pool.generate(rows.start(), advance)
-        assert sorted(taken) == list(range(prompts * group)), "every row once"
-        done = rows.completions()
+        rows = self.rows(prompts, group, max_tokens, stop=("\x01\x01",) if streamed else ())
+        done = self.run(rows)
         for row in range(prompts * group):
             assert done.tokens.row(row).tolist() == self.tokens(row, max_tokens)
+        if version is not None:
+            expected = self.logprobs(version, done.tokens.values.tolist())
+            assert done.logprobs.values.tolist() == pytest.approx(expected)
         return done
 
     def tokens(self, row: int, count: int) -> list[int]:
@@ -144,7 +129,7 @@ class Fleet:
 
     def pid(self, index: int) -> int:
         """Of the server itself, below its guard."""
-        return descendants(self.pool.members[index].process.pid)[0]
+        return descendants(self.pool.servers[index].process.pid)[0]
 
     def kill(self, index: int, number=signal.SIGKILL) -> None:
         os.kill(self.pid(index), number)
@@ -157,11 +142,11 @@ class Fleet:
     def until(self, ready, seconds: float = 15.0) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
-            assert time.monotonic() < deadline, [(m.state, m.reason) for m in self.pool.members]
+            assert time.monotonic() < deadline, [(s.state, s.reason) for s in self.pool.servers]
             time.sleep(0.02)
 
     def states(self):
-        return [m.state for m in self.pool.members]
+        return [s.state for s in self.pool.servers]
 
     def close(self) -> None:
         self.pool.close()
@@ -178,7 +163,7 @@ def fleet(tmp_path):
         return made[-1]
 
     yield make
-    pids = [m.process.pid for f in made for m in f.pool.members if m.process is not None]
+    pids = [s.process.pid for f in made for s in f.pool.servers if s.process is not None]
     trees = [p for pid in pids for p in (pid, *descendants(pid))]
     for one in made:
         one.close()

@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's HTTP dialect in milliseconds, for faults: `python fake_vllm.py --port P --served-model-name N …`.
+"""A server that speaks vLLM's HTTP after milliseconds: `python fake_vllm.py --port P --served-model-name N …`.
 
 Token t of a completion is a function of (weights version, seed, place), so that a test can tell which answers are
 right. `--fault FILE` names a JSON file that is read at every request: {"kind": "garbage"}, {"kind": "500"}, …, and
@@ -35,8 +35,8 @@ def say(text: str) -> None:
 
 
 def checksum_of(files: list[str], names: list[str]) -> str:
-    """`components.engine.served.channel.sample_checksum` without torch."""
-    found = {}
+    """`components.engine.weight_files.sample_checksum` without torch."""
+    tensors = {}
     for file in files:
         raw = Path(file).read_bytes()
         length = int.from_bytes(raw[:8], "little")
@@ -44,10 +44,10 @@ def checksum_of(files: list[str], names: list[str]) -> str:
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
                 dtype = {"F32": "torch.float32", "BF16": "torch.bfloat16"}[entry["dtype"]]
-                found[name] = (dtype, tuple(entry["shape"]), raw[8 + length :][start:end])
+                tensors[name] = (dtype, tuple(entry["shape"]), raw[8 + length :][start:end])
     digest = hashlib.sha256()
     for name in names:
-        dtype, shape, data = found[name]
+        dtype, shape, data = tensors[name]
         digest.update(f"{name} {dtype} {shape}".encode())
         digest.update(data[: 1 << 20])
         digest.update(data[-(1 << 20) :])
@@ -57,7 +57,7 @@ def checksum_of(files: list[str], names: list[str]) -> str:
 class State:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.version, self.told, self.checksum, self.installed = -1, "default", "", False
+        self.version, self.reported, self.checksum, self.installed = -1, "default", "", False
         self.paused = False
         self.changed = threading.Condition()
         self.running: dict[str, dict] = {}
@@ -108,9 +108,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             return self.reply(None, raw=f'vllm:generation_tokens_total{{engine="0"}} {state.tokens}.0\n'.encode())
         if path == "/weight_info":
-            return self.reply({"weight_version": state.told})
+            return self.reply({"weight_version": state.reported})
         if path == "/update_weight_version":
-            state.told = str(int(body["new_version"]) - 1) if fault == "old version" else body["new_version"]
+            state.reported = str(int(body["new_version"]) - 1) if fault == "old version" else body["new_version"]
             return self.reply({"success": True})
         if path == "/reset_prefix_cache":
             return self.reply({"success": True})
@@ -160,14 +160,14 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(3600)
             if fault == "500 in update":
                 return self.reply({"error": "cannot load"}, 500)
-            update = json.loads(arguments["update"])
-            for file in map(Path, update["files"]):
+            for file in map(Path, arguments["files"]):
                 while not file.exists():
                     if (file.parent / "failed").exists():
                         return self.reply({"error": "no more files"}, 500)
                     time.sleep(0.001)
-            state.version, state.checksum = update["version"], checksum_of(update["files"], update["sample"])
-            state.log(loaded=update["version"])
+            state.version = arguments["version"]
+            state.checksum = checksum_of(arguments["files"], arguments["sample"])
+            state.log(loaded=state.version)
         return self.reply(
             {"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]}
         )
@@ -179,28 +179,28 @@ class Handler(BaseHTTPRequestHandler):
             table = [None] + [
                 {str(t): {"logprob": logprob_at(state.version, t)}, "-1": {"logprob": -1.0}} for t in ids[1:]
             ]
-            spans = [{"version": state.told, "start": 0, "end": 1}]
+            spans = [{"version": state.reported, "start": 0, "end": 1}]
             return self.reply({"prompt_logprobs": table, "choices": [{"weight_versions": spans}]})
         request: dict = {}
         with state.changed:
             state.changed.wait_for(lambda: not state.paused)
             state.running[name] = request
-            version, told = state.version, state.told
+            version, reported = state.version, state.reported
             state.log(running=name)
         try:
-            self.answer(body, sampling, request, fault, version, told)
+            self.answer(body, sampling, request, fault, version, reported)
         finally:
             with state.changed:
                 state.running.pop(name, None)
                 state.changed.notify_all()
 
-    def answer(self, body, sampling, request, fault, version, told):
+    def answer(self, body, sampling, request, fault, version, reported):
         state = self.state
         seconds = state.fault().get("seconds", state.options.seconds)
         with state.changed:
             state.changed.wait_for(lambda: request.get("aborted"), timeout=seconds)
         if body.get("stream") and fault not in ("500", "400"):
-            return self.stream(body, request, fault, version, told)
+            return self.stream(body, request, fault, version, reported)
         if fault == "die in generation":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "500":
@@ -221,13 +221,13 @@ class Handler(BaseHTTPRequestHandler):
         if request.get("aborted"):
             count, reason = count // 2, "abort"
         tokens = [token_at(seed, place) for place in range(count)]
-        choice = self.choice(tokens, reason, fault, version, told, count)
+        choice = self.choice(tokens, reason, fault, version, reported, count)
         with state.changed:
             state.tokens += count
         state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
         return self.reply({"choices": [] if fault == "no completions" else [choice]})
 
-    def choice(self, tokens, reason, fault, version, told, count):
+    def choice(self, tokens, reason, fault, version, reported, count):
         """`count`: tokens in all, or None for a part that is not the last."""
         if fault == "outside vocabulary":
             tokens = [VOCABULARY + 7, *tokens[1:]]
@@ -241,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
         ]
         if fault == "few log-probs":
             content = content[: len(tokens) // 2]
-        spans = [{"version": "77" if fault == "wrong version" else told, "start": 0, "end": count}]
+        spans = [{"version": "77" if fault == "wrong version" else reported, "start": 0, "end": count}]
         return {
             "index": 0,
             "finish_reason": reason,
@@ -250,8 +250,8 @@ class Handler(BaseHTTPRequestHandler):
             "weight_versions": None if count is None else spans,
         }
 
-    def stream(self, body, request, fault, version, told):
-        """Server-sent events: the first token, then parts of the wanted size; between two of them it waits for `part_seconds`."""
+    def stream(self, body, request, fault, version, reported):
+        """Server-sent events: the first token, then parts of the requested size, `part_seconds` apart."""
         state, sampling = self.state, body["sampling_params"]
         seed, count, size = sampling["seed"], sampling["max_tokens"], sampling["stream_interval"]
         pause = state.fault().get("part_seconds", 0.0)
@@ -286,7 +286,7 @@ class Handler(BaseHTTPRequestHandler):
             event(
                 []
                 if fault == "no completions"
-                else [self.choice(part, reason, fault, version, told, sent if reason else None)]
+                else [self.choice(part, reason, fault, version, reported, sent if reason else None)]
             )
             if reason:
                 state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason, sent=sent)

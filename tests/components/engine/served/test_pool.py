@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from components.engine.served.server import Address, find_servers, read_rendezvous
+from components.engine.served.addresses import Address, find_servers, read_rendezvous
+from components.engine.served.settings import ServerSettings
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.payloads import ThoughtLimits
 
 
-def test_every_row_is_answered_and_a_group_stays_on_one_server(fleet):
+def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):
     run = fleet(3, options=["--seconds", "0.02"])
     run.load(1)
     run.generate(prompts=9, group=4)
@@ -25,7 +26,7 @@ def test_every_row_is_answered_and_a_group_stays_on_one_server(fleet):
     assert sorted(load.values()) == [12, 12, 12]
     counted = run.pool.take_counters()
     assert counted["requests"] == 36
-    assert counted["servers_ready"] == 3
+    assert run.pool.num_ready() == 3
     assert "retries" not in counted
 
 
@@ -47,35 +48,22 @@ def test_no_server_gets_more_requests_than_allowed(fleet):
     thread = threading.Thread(target=run.generate, kwargs={"prompts": 8, "group": 4})
     thread.start()
     while thread.is_alive():
-        most.append(max(m.outstanding for m in run.pool.members))
+        most.append(max(s.outstanding for s in run.pool.servers))
         time.sleep(0.002)
     thread.join()
     assert max(most) == 3
     assert len([e for e in run.records() if "prompt" in e]) == 32
 
 
-def test_rows_go_on_by_themselves_thought_by_thought(fleet):
-    run = fleet(2)
-    run.load(1)
-    rows = run.rows(
-        2, 3, max_tokens=30, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=4, max_thoughts=50)
-    )
-    run.pool.generate(rows.start(), rows.advance)
-    done = rows.completions()
-    assert done.thought_ends.row(0).tolist() == [4, 8, 12, 16, 20, 24, 28, 30]
-    assert done.finish_reason == ["length"] * 6
-
-
 def test_a_streamed_row_is_one_request_that_ends_with_the_row(fleet):
     run = fleet(2)
     run.load(1)
-    rows = run.rows(2, 3, max_tokens=9000, version=1, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
+    rows = run.rows(2, 3, max_tokens=9000, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
     for n in range(2):
         run.fault(
             n, "", part_seconds=0.01
         )  # of 3000 parts: the end of the row gets to the server long before that of its request
-    run.pool.stream(rows.start(whole=True), rows.feed, rows.again)
-    done = rows.completions()
+    done = run.run(rows)
     assert done.finish_reason == ["thoughts"] * 6
     assert done.thought_ends.to_lists() == [list(range(1, 51))] * 6
     assert done.tokens.to_lists() == [run.tokens(row, 50) for row in range(6)]
@@ -85,13 +73,12 @@ def test_a_streamed_row_is_one_request_that_ends_with_the_row(fleet):
     assert max(e["sent"] for e in finished) < 9000
 
 
-def test_a_streamed_row_whose_end_the_server_does_not_hear_is_read_to_the_end_and_not_asked_again(fleet):
+def test_a_streamed_row_that_the_server_does_not_abort_is_read_to_the_end_and_not_requested_again(fleet):
     run = fleet(1)
     run.load(1)
-    rows = run.rows(2, 3, max_tokens=60, version=1, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
+    rows = run.rows(2, 3, max_tokens=60, thoughts=ThoughtLimits(stop="\x01\x01", final="", max_tokens=1))
     run.fault(0, "no aborts")
-    run.pool.stream(rows.start(whole=True), rows.feed, rows.again)
-    done = rows.completions()
+    done = run.run(rows)
     assert done.finish_reason == ["thoughts"] * 6
     assert done.tokens.to_lists() == [run.tokens(row, 50) for row in range(6)]
     counted = run.pool.take_counters()
@@ -103,8 +90,8 @@ def test_a_streamed_row_that_is_aborted_by_an_update_starts_again(fleet):
     run = fleet(1, in_flight="abort")
     run.load(1)
     run.fault(0, "", part_seconds=30.0)
-    rows = run.rows(3, 1)
-    thread = threading.Thread(target=run.pool.stream, args=(rows.start(whole=True), rows.feed, rows.again))
+    rows = run.rows(3, 1, stop=("\x01\x01",))
+    thread = threading.Thread(target=run.run, args=(rows,))
     thread.start()
     run.until(lambda: len([e for e in run.records() if "running" in e]) == 3)
     run.until(lambda: all(row.tokens for row in rows._rows))
@@ -112,52 +99,37 @@ def test_a_streamed_row_that_is_aborted_by_an_update_starts_again(fleet):
     run.load(2)
     thread.join()
     done = rows.completions()
-    # What the old weights had given is forgotten.
+    # Tokens of the old weights are dropped.
     assert done.logprobs.values.tolist() == pytest.approx(run.logprobs(2, done.tokens.values.tolist()))
     assert run.pool.take_counters()["aborted"] == 3
 
 
-def test_updates_reach_every_server_and_answers_carry_their_version(fleet):
+def test_updates_reach_every_server(fleet):
     run = fleet(2)
     for version in (1, 2, 7):
         run.load(version)
-        seen = set()
-        rows = run.rows(4, 2, version=version)
-
-        def advance(row, answer, rows=rows, seen=seen):
-            seen.add(answer.version)
-            return rows.advance(row, answer)
-
-        run.pool.generate(rows.start(), advance)
-        assert seen == {version}
+        run.generate(4, 2, version=version)
         assert sorted(server for server, _, _ in run.pool.updates) == ["server 0", "server 1"]
         assert all(begin < end for _, begin, end in run.pool.updates)
     assert run.pool.in_flight() == {"server 0 requests": 0, "server 1 requests": 0}
     assert [e["loaded"] for e in run.records() if "loaded" in e].count(7) == 2
-    folders = {p.name for p in run.channel.path.iterdir()}
-    assert folders == {"v2", "v7"}, "older versions are removed, but for the files that the next one is written over"
+    folders = {p.name for p in run.channel.folders[0].iterdir()}
+    assert folders == {"v2", "v7"}, "older versions are removed, but for the one whose files the next one overwrites"
 
 
 @pytest.mark.parametrize(("in_flight", "version"), [("finish", 1), ("abort", 2)])
 def test_requests_that_run_at_an_update_finish_or_start_again(fleet, in_flight, version):
-    run = fleet(1, options=["--seconds", "2"], in_flight=in_flight)
+    run = fleet(1, options=["--seconds", "1"], in_flight=in_flight)
     run.load(1)
-    rows, seen = run.rows(3, 1), []
-
-    def advance(row, answer):
-        seen.append((answer.reason, answer.version))
-        return rows.advance(row, answer)
-
-    thread = threading.Thread(target=run.pool.generate, args=(rows.start(), advance))
+    rows = run.rows(3, 1)
+    thread = threading.Thread(target=run.run, args=(rows,))
     thread.start()
     run.until(lambda: len([e for e in run.records() if "running" in e]) == 3)
     run.load(2)
     thread.join()
-    rows.completions()
-    aborted = [entry for entry in seen if entry[0] == "abort"]
-    assert [entry for entry in seen if entry not in aborted] == [("length", version)] * 3
-    assert set(aborted) == ({("abort", 1)} if in_flight == "abort" else set())
-    assert run.pool.take_counters().get("aborted", 0) == len(aborted)
+    done = rows.completions()
+    assert done.logprobs.values.tolist() == pytest.approx(run.logprobs(version, done.tokens.values.tolist()))
+    assert run.pool.take_counters().get("aborted", 0) == (3 if in_flight == "abort" else 0)
 
 
 def test_an_error_in_one_row_cancels_the_others_at_the_server(fleet):
@@ -165,19 +137,18 @@ def test_an_error_in_one_row_cancels_the_others_at_the_server(fleet):
     run.load(1)
     run.fault(0, "", seconds=0.0)
     rows = run.rows(1, 2)
-    first, second = rows.start()
 
-    def advance(row, answer):
+    def feed(row, part, last):
         raise CreditgraphError("not this one")
 
     start = time.monotonic()
     with pytest.raises(CreditgraphError, match="not this one"):
-        run.pool.generate([first, second], advance)
+        run.pool.generate(rows.start(), feed, rows.reset)
     assert time.monotonic() - start < 30
-    assert run.pool.progress() == {"running": 0, "waiting": 0}
+    assert run.pool.in_flight() == {"server 0 requests": 0}
 
 
-def test_servers_that_run_already_are_found_by_address_and_by_rendezvous(fleet):
+def test_servers_that_are_running_are_found_by_their_rendezvous_file(fleet):
     first = fleet(2)
     listed = read_rendezvous(first.folder / "engines.json", 0.0)
     assert [a.name for a in listed] == ["server 0", "server 1"]
@@ -189,11 +160,11 @@ def test_servers_that_run_already_are_found_by_address_and_by_rendezvous(fleet):
     first.generate()  # a guest's end leaves the servers alone
 
 
-def test_another_server_at_an_address_is_told_from_ours(fleet):
+def test_another_server_at_an_address_is_refused(fleet):
     first = fleet(1)
-    taken = Address(url=first.pool.members[0].address.url, identity="creditgraph-0-somebody", name="server 0")
+    taken = Address(url=first.pool.servers[0].address.url, identity="creditgraph-0-somebody", name="server 0")
     with pytest.raises(
-        RunError, match=r"another server \(creditgraph-0-.*\) listens there; wanted creditgraph-0-somebody"
+        RunError, match=r"expected server 'creditgraph-0-somebody' at this address, got 'creditgraph-0-"
     ):
         fleet(0, addresses=[taken], start_seconds=0.5)
 
@@ -204,37 +175,38 @@ def test_two_runs_on_one_host_do_not_meet(fleet):
     two.load(2)
     one.generate(version=1)
     two.generate(version=2)
-    assert len({m.address.url for run in (one, two) for m in run.pool.members}) == 4
+    assert len({s.address.url for run in (one, two) for s in run.pool.servers}) == 4
 
 
-def test_a_chosen_port_that_is_taken_is_told(fleet):
+def test_a_chosen_port_that_is_taken_is_reported(fleet):
     first = fleet(1)
-    port = int(first.pool.members[0].address.url.rpartition(":")[2])
+    port = int(first.pool.servers[0].address.url.rpartition(":")[2])
     with pytest.raises(
         ConfigError,
-        match=rf"engine.pool.port: port {port} is in use on this host; .* engine.pool.port=0 to take free ports",
+        match=rf"engine.pool.port: expected a free port .*, got {port}, .* engine.pool.port=0 to take free ports",
     ):
         fleet(1, port=port)
 
 
 def test_a_port_taken_before_the_server_listens_costs_another_try(fleet, monkeypatch):
     first = fleet(1)
-    taken = int(first.pool.members[0].address.url.rpartition(":")[2])
-    from components.engine.served import member
+    taken = int(first.pool.servers[0].address.url.rpartition(":")[2])
+    from components.engine.served import server
 
-    ports, real = [taken], member.free_port
-    monkeypatch.setattr(member, "free_port", lambda *host: ports.pop() if ports else real(*host))
+    ports, real = [taken], server.free_port
+    monkeypatch.setattr(server, "free_port", lambda *host: ports.pop() if ports else real(*host))
+    monkeypatch.setattr(server, "check_port", lambda *_: None)  # it was free then
     second = fleet(1)
-    assert second.pool.members[0].starts == 2
+    assert second.pool.servers[0].starts == 2
     second.load(1)
     second.generate()
 
 
 def test_a_second_replica_has_names_logs_and_gpus_of_its_own(fleet):
-    run = fleet(addresses=find_servers(1, (), "", 0.0, replica=1, gpus=[["2", "3"]]))
-    member = run.pool.members[0]
-    assert member.name.startswith("server 1.0 (127.0.0.1:")
-    assert member.process.log == run.folder / "logs" / "engine-1.0.log"
+    run = fleet(addresses=find_servers(ServerSettings(servers=1), replica=1, gpus=[["2", "3"]]))
+    server = run.pool.servers[0]
+    assert server.name.startswith("server 1.0 (127.0.0.1:")
+    assert server.process.log == run.folder / "logs" / "engine-1.0.log"
     environment = Path(f"/proc/{run.pid(0)}/environ").read_bytes().split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=2,3" in environment
     assert read_rendezvous(run.folder / "engines.json", 0.0)[0].name == "server 1.0"

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from components.engine.served.server import read_rendezvous, write_rendezvous
+from components.engine.served.addresses import read_rendezvous, write_rendezvous
 
 
 def test_a_server_that_its_keeper_starts_elsewhere_comes_back(fleet, tmp_path):
     keeper = fleet(3)  # stands for those who start servers: steps of a job
-    zero, one, spare = (m.address for m in keeper.pool.members)
+    zero, one, spare = (s.address for s in keeper.pool.servers)
     file = tmp_path / "found.json"
     write_rendezvous(file, [zero, one])
     user = fleet(2, addresses=read_rendezvous(file, 1.0), hang_seconds=1.0)
@@ -15,10 +15,10 @@ def test_a_server_that_its_keeper_starts_elsewhere_comes_back(fleet, tmp_path):
     user.generate()
 
     keeper.kill(1)
-    user.generate()  # the other server answers
+    user.generate()  # the other server responds
     again = dataclasses.replace(spare, name=one.name)
     write_rendezvous(file, [zero, again])
-    user.until(lambda: user.states() == ["ready"] * 2 and user.pool.members[1].address.url == spare.url, 60.0)
-    assert user.pool.members[1].version == 1
+    user.until(lambda: user.states() == ["ready"] * 2 and user.pool.servers[1].address.url == spare.url, 60.0)
+    assert user.pool.servers[1].version == 1
     user.load(2)
     user.generate(version=2)

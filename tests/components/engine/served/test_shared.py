@@ -1,14 +1,13 @@
-"""Two replicas of a learner that share two servers: the first changes the weights, and only between the requests of both."""
+"""Two replicas of a learner that share two servers: the first changes the weights, between the requests of both."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from components.engine.served.channel import ChannelSettings
-from components.engine.served.member import PoolSettings
-from components.engine.served.served import Servers, ServerSettings
+from components.engine.channel import ChannelSettings
+from components.engine.served.servers import Servers
+from components.engine.served.settings import PoolSettings, ServerSettings
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.payloads import Weights
 
@@ -28,25 +27,21 @@ class Replica:
         folder = keeper.folder / f"rank-{rank}"
         folder.mkdir()
         context = Context(node="engine", model=spec, ranks=ranks, run_dir=folder, all_sum=all_sum)
-        engine = SimpleNamespace(
-            context=context, tokenizer=None, vocab_size=64, context_length=64, version=0, count=lambda **_: None,
-            names=SimpleNamespace(resolve=lambda weights: weights.tensors, tied=()),
-        )  # fmt: skip
         settings = ServerSettings(
-            addresses=tuple(m.address.url for m in keeper.pool.members),
+            addresses=tuple(s.address.url for s in keeper.pool.servers),
             pool=PoolSettings(start_seconds=60.0, update_seconds=60.0, hang_seconds=30.0),
             channel=ChannelSettings(path=str(keeper.folder / "shm")),
         )
-        self.servers = Servers(engine, keeper.pool._dialect, settings, 0.0)
+        self.servers = Servers(context, keeper.pool._dialect, settings)
         self.keeper = keeper
 
     def work(self, versions):
         """Loads and samples, as an engine does every iteration."""
         for version in versions:
             tensors = {f"layer.{n}": torch.full((4, 3), float(version + n)) for n in range(12)}
-            self.servers.load(Weights(version=version, tensors=tensors))
-            rows = self.keeper.rows(3, 4, version=version)
-            self.servers.pool.generate(rows.start(), rows.advance)
+            self.servers.load(Weights(version=version, tensors=tensors), None)
+            rows = self.keeper.rows(3, 4)
+            self.servers.sample(rows)
             done = rows.completions()
             for row in range(12):
                 assert done.tokens.row(row).tolist() == self.keeper.tokens(row, 8)

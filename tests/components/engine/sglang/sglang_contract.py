@@ -1,6 +1,6 @@
-"""Run by .venv-sglang's Python: holds request bodies (JSON on standard input) against SGLang's own request classes.
+"""Run by .venv-sglang's Python: checks request bodies (JSON on standard input) with SGLang's own request classes.
 
-Answers, as JSON in the file it is told, what is wrong with each body ("" for nothing), and GPU hashes of some bytes by
+Writes, as JSON into the given file, what is wrong with each body ("" for nothing), and GPU hashes of some bytes by
 SGLang's kernel.
 """
 
@@ -19,7 +19,6 @@ def problem_of(path, body):
     kinds = {
         "/generate": io_struct.GenerateReqInput,
         "/update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput,
-        "/update_weights_from_tensor": io_struct.UpdateWeightsFromTensorReqInput,
         "/update_weights_from_distributed": io_struct.UpdateWeightsFromDistributedReqInput,
         "/init_weights_update_group": io_struct.InitWeightsUpdateGroupReqInput,
         "/begin_weight_update": io_struct.BeginWeightUpdateReqInput,
@@ -27,8 +26,6 @@ def problem_of(path, body):
         "/pause_generation": io_struct.PauseGenerationReqInput,
         "/continue_generation": io_struct.ContinueGenerationReqInput,
         "/abort_request": io_struct.AbortReq,
-        "/release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
-        "/resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
         "/weights_checker": io_struct.CheckWeightsReqInput,
     }
     kind = kinds[path]
@@ -75,8 +72,9 @@ def gpu_hash(values):
     out = torch.empty(tiles, dtype=torch.int64)
     seed = 0x243F6A88
     kernels.hash_tiles32_kernel_blocked[(tiles,)](
-        words, out, len(words), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF, FM_C1=kernels.FMIX32_C1,
-        FM_C2=kernels.FMIX32_C2, POS_A=kernels.POS_C1, POS_B=kernels.POS_C2, TILE=8192, BLOCK=256, USE_CG=False,
+        words, out, len(words), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF,
+        FM_C1=kernels.FMIX32_C1, FM_C2=kernels.FMIX32_C2, POS_A=kernels.POS_C1, POS_B=kernels.POS_C2,
+        TILE=8192, BLOCK=256, USE_CG=False,
     )  # fmt: skip
     mask = (1 << 64) - 1
     return kernels._final_splitmix64(sum(value & mask for value in out.tolist()) & mask)

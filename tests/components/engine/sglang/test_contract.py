@@ -1,26 +1,34 @@
-"""Every request that engine.sglang sends is one that the real SGLang package accepts, and its answers are understood."""
+"""Every request of engine.sglang is one that the real SGLang package accepts, and its responses are understood."""
 
+import asyncio
 import dataclasses
 import json
 import math
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
-from components.engine.served.channel import sample_checksum, sample_names
-from components.engine.served.dialect import Ask, ScoreAsk, ServerError, Update
+from components.engine.channel import Update
+from components.engine.messages import RowRequest, ScoreRequest
+from components.engine.served.dialect import ServedModel, ServerError
 from components.engine.sglang import wire
 from components.engine.sglang.checks import hash_on_cpu, hash_on_gpu, held_checksum, names_to_skip, parts_of
+from components.engine.sglang.dialect import SGLangDialect
+from components.engine.sglang.settings import SGLangSettings
+from components.engine.weight_files import sample_checksum, sample_names
 from pipeline.core.errors import ConfigError
 
 # One process of SGLang for all of these tests.
 pytestmark = pytest.mark.xdist_group("sglang")
 ROOT = Path(__file__).resolve().parents[4]
 PYTHON = ROOT / ".venv-sglang/bin/python"
-ASK = Ask(row=0, group=0, tokens=[5, 6, 7], max_tokens=9, seed=2**63 - 1, stop=(), temperature=1.0, top_p=1.0, top_k=0)
-SCORE = ScoreAsk(row=0, group=0, context=[5, 6], tokens=[7, 8, 9], temperature=1.0)
+ROW = RowRequest(
+    row=0, group=0, tokens=[5, 6, 7], max_tokens=9, seed=2**63 - 1, temperature=1.0, top_p=1.0, top_k=0, stream=False
+)
+SCORE = ScoreRequest(row=0, group=0, context=[5, 6], tokens=[7, 8, 9], temperature=1.0)
 TENSORS = {
     "a.weight": torch.arange(6.0).view(2, 3),
     "b.bias": torch.arange(3).to(torch.bfloat16),
@@ -28,52 +36,46 @@ TENSORS = {
 }
 
 GOOD = {
-    "sampled": ("/generate", wire.generate_body(ASK, "r", 54)),
-    "without entropies": ("/generate", wire.generate_body(ASK, "r", 0)),
-    "greedy": ("/generate", wire.generate_body(dataclasses.replace(ASK, temperature=0.0, top_p=0.5, top_k=3), "r", 54)),
+    "sampled": ("/generate", wire.generate_body(ROW, "r", 54)),
+    "without entropies": ("/generate", wire.generate_body(ROW, "r", 0)),
+    "greedy": ("/generate", wire.generate_body(dataclasses.replace(ROW, temperature=0.0, top_p=0.5, top_k=3), "r", 54)),
     "truncated": (
         "/generate",
-        wire.generate_body(dataclasses.replace(ASK, temperature=1.7, top_p=0.5, top_k=3), "r", 54),
+        wire.generate_body(dataclasses.replace(ROW, temperature=1.7, top_p=0.5, top_k=3), "r", 54),
     ),
-    "streamed": ("/generate", wire.stream_body(ASK, "r", 54, 8)),
-    "stop strings": ("/generate", wire.generate_body(dataclasses.replace(ASK, stop=("</thought>", "}")), "r", 54)),
+    "streamed": ("/generate", wire.streamed(wire.generate_body(ROW, "r", 54), 8)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
     "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", 7)),
-    "tensor": ("/update_weights_from_tensor", wire.tensor_body(TENSORS, None, 2)),
-    "last tensor": ("/update_weights_from_tensor", wire.tensor_body(TENSORS, 7, 1)),
     "group": ("/init_weights_update_group", wire.group_body("g-1", "127.0.0.1", 8123, "gloo", 2)),
     "begin": ("/begin_weight_update", {}),
     "broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, None)),
     "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, 7)),
     "end": ("/end_weight_update", {}),
-    "pause": ("/pause_generation", wire.pause_body("abort")),
-    "resume": ("/continue_generation", wire.resume_body()),
+    "pause": ("/pause_generation", {"mode": "abort"}),
+    "resume": ("/continue_generation", {"torch_empty_cache": False}),
     "abort": ("/abort_request", wire.abort_body("r")),
     "abort all": ("/abort_request", wire.abort_body(None)),
-    "release": ("/release_memory_occupation", wire.memory_body(("kv_cache", "weights"))),
-    "take": ("/resume_memory_occupation", wire.memory_body(("kv_cache", "weights"))),
     "checksum": ("/weights_checker", wire.checksum_body(["model.norm.weight"])),
 }
 # What the check must refuse, so that its acceptance means something.
 BAD = {
-    "unknown field": ("/generate", {**wire.generate_body(ASK, "r", 0), "return_logprobs": True}),
+    "unknown field": ("/generate", {**wire.generate_body(ROW, "r", 0), "return_logprobs": True}),
     "unknown sampling parameter": (
         "/generate",
-        {**wire.generate_body(ASK, "r", 0), "sampling_params": {"max_tokens": 3}},
+        {**wire.generate_body(ROW, "r", 0), "sampling_params": {"max_tokens": 3}},
     ),
-    "seed out of range": ("/generate", wire.generate_body(dataclasses.replace(ASK, seed=2**63), "r", 0)),
+    "seed out of range": ("/generate", wire.generate_body(dataclasses.replace(ROW, seed=2**63), "r", 0)),
     "no path": ("/update_weights_from_disk", {"weight_version": "7"}),
     "version as a number": ("/update_weights_from_disk", {"model_path": "/x", "weight_version": 7}),
     "unknown mode": ("/pause_generation", {"mode": "keep"}),
-    "no base64": ("/update_weights_from_tensor", {"serialized_named_tensors": ["?"]}),
-    "text as ids": ("/generate", {**wire.generate_body(ASK, "r", 0), "input_ids": "abc"}),
+    "text as ids": ("/generate", {**wire.generate_body(ROW, "r", 0), "input_ids": "abc"}),
 }
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What SGLang's own classes say, from one process of its environment."""
+def verdicts(tmp_path_factory):
+    """Verdicts of SGLang's own classes, from one process of its environment."""
     if not PYTHON.is_file():
         pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
     answer = tmp_path_factory.mktemp("contract") / "answer.json"
@@ -94,21 +96,21 @@ def told(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(answer.read_text())
-    problems = dict(zip([*GOOD, *BAD], found["problems"], strict=True))
-    return {"problems": problems, "hashes": list(zip(words, found["hashes"], strict=True))}
+    output = json.loads(answer.read_text())
+    problems = dict(zip([*GOOD, *BAD], output["problems"], strict=True))
+    return {"problems": problems, "hashes": list(zip(words, output["hashes"], strict=True))}
 
 
-def test_bodies_are_accepted(told):
-    assert {name: told["problems"][name] for name in GOOD} == dict.fromkeys(GOOD, "")
+def test_bodies_are_accepted(verdicts):
+    assert {name: verdicts["problems"][name] for name in GOOD} == dict.fromkeys(GOOD, "")
 
 
-def test_wrong_bodies_are_refused(told):
-    assert [name for name in BAD if not told["problems"][name]] == []
+def test_wrong_bodies_are_refused(verdicts):
+    assert [name for name in BAD if not verdicts["problems"][name]] == []
 
 
-def test_gpu_hash_is_that_of_sglangs_kernel(told):
-    for words, expected in told["hashes"]:
+def test_gpu_hash_is_that_of_sglangs_kernel(verdicts):
+    for words, expected in verdicts["hashes"]:
         assert f"{hash_on_gpu(torch.tensor(words, dtype=torch.int32)):016x}" == expected
 
 
@@ -125,54 +127,60 @@ def generated(**changes):
     return {"output_ids": [4, 1], "text": "", "meta_info": {**meta, **changes}}
 
 
-def test_answers():
-    answer = wire.read_generated(generated(), True)
-    assert (answer.tokens, answer.reason, answer.version) == ([4, 1], "eos", 3)
+def test_responses():
+    response, version = wire.read_generated(generated(), True)
+    assert (response.tokens, response.reason, version) == ([4, 1], "eos", 3)
     # One certain token: 0; two equal ones: log 2.
-    assert answer.entropies == pytest.approx([0.0, math.log(2)])
-    assert wire.read_generated(generated(finish_reason={"type": "stop", "matched": "}"}), False).reason == "stop"
-    assert wire.read_generated(generated(finish_reason={"type": "abort", "message": ""}), False).reason == "abort"
-    assert wire.read_generated(generated(finish_reason={"type": "length", "length": 2}), False).entropies is None
+    assert response.entropies == pytest.approx([0.0, math.log(2)])
+    for finish, reason in (
+        ({"type": "stop", "matched": "}"}, "stop"),
+        ({"type": "abort", "message": ""}, "abort"),
+        ({"type": "length", "length": 2}, "length"),
+    ):
+        response, _ = wire.read_generated(generated(finish_reason=finish), False)
+        assert (response.reason, response.entropies) == (reason, None)
+    # JSON has no NaN.
+    response, _ = wire.read_generated(generated(output_token_logprobs=[[-0.5, 4, None], [None, 1, None]]), False)
+    assert response.logprobs[0] == -0.5
+    assert math.isnan(response.logprobs[1])
     # SGLang's own word for weights that nobody numbered.
-    assert (
-        wire.read_generated(generated(weight_versions=[{"version": "default", "start": 0, "end": 2}]), False).version
-        is None
-    )
+    unnumbered = generated(weight_versions=[{"version": "default", "start": 0, "end": 2}])
+    assert wire.read_generated(unnumbered, False)[1] is None
 
 
-def test_an_answer_without_its_fields_is_a_server_error():
+def test_a_response_without_its_fields_is_a_server_error():
     for body in (
         {},
         {"error": {"message": "x"}},
         [],
         None,
         generated(finish_reason=None),
-        generated(output_token_logprobs=[[None]]),
+        generated(output_token_logprobs=[["?"]]),
     ):
-        with pytest.raises(ServerError, match="an answer without its fields"):
+        with pytest.raises(ServerError, match="a response without the expected fields"):
             wire.read_generated(body, False)
-    with pytest.raises(ServerError, match="finish reason 'unheard'; wanted stop, length or abort"):
+    with pytest.raises(ServerError, match="expected finish reason stop, length or abort, got 'unheard'"):
         wire.read_generated(generated(finish_reason={"type": "unheard"}), False)
 
 
 @pytest.mark.parametrize("incremental", [True, False])
 def test_events_of_a_stream_add_up(incremental):
-    tokens, logprobs, found, taken = [7, 3, 9, 4], [-0.1, -0.2, -0.3, -0.4], [], 0
+    tokens, logprobs, seen, taken = [7, 3, 9, 4], [-0.1, -0.2, -0.3, -0.4], [], 0
     for begin, end, finish in ((0, 1, None), (1, 3, None), (3, 4, {"type": "length"}), (4, 4, {"type": "abort"})):
         start = begin if incremental else 0
         meta = {"finish_reason": finish, "completion_tokens": end, "weight_version": "5"}
         meta["output_token_logprobs"] = [[logprobs[i], tokens[i], None] for i in range(start, end)]
         meta["output_top_logprobs"] = [[[0.0, 1, None]]] * (end - start)
         event = {"output_ids": tokens[start:end], "meta_info": meta}
-        part, last = wire.read_part(json.dumps(event), taken, True)
+        part, last, version = wire.read_event(json.dumps(event), taken, True)
         taken += len(part.tokens)
-        found += zip(part.tokens, part.logprobs, part.entropies, strict=True)
-        assert (last, part.version) == (finish is not None, 5)
+        seen += zip(part.tokens, part.logprobs, part.entropies, strict=True)
+        assert (last, version) == (finish is not None, 5)
         assert finish is None or part.reason == finish["type"]
-    assert found == list(zip(tokens, logprobs, [0.0] * 4, strict=True))
+    assert seen == list(zip(tokens, logprobs, [0.0] * 4, strict=True))
     for text in ("{", '{"error": {"message": "no"}}'):
-        with pytest.raises(ServerError, match="an event without its fields"):
-            wire.read_part(text, 0, True)
+        with pytest.raises(ServerError, match="a response without the expected fields"):
+            wire.read_event(text, 0, True)
 
 
 def test_scores_at_another_temperature():
@@ -187,12 +195,12 @@ def test_scores_at_another_temperature():
             "weight_version": "3",
         }
     }
-    ask = ScoreAsk(row=0, group=0, context=[6], tokens=tokens, temperature=temperature)
-    answer = wire.read_scores(body, ask, True)
-    assert answer.logprobs == pytest.approx([float(scaled[i, t]) for i, t in enumerate(tokens)], abs=1e-6)
-    assert answer.entropies == pytest.approx((-(scaled.exp() * scaled).sum(-1)).tolist(), abs=1e-6)
-    with pytest.raises(ConfigError, match=r"temperature 0\.7 were asked for.*wanted temperature 1"):
-        wire.score_body(ask, "r", 0)
+    request = ScoreRequest(row=0, group=0, context=[6], tokens=tokens, temperature=temperature)
+    response = wire.read_scores(body, request, True)
+    assert response.logprobs == pytest.approx([float(scaled[i, t]) for i, t in enumerate(tokens)], abs=1e-6)
+    assert response.entropies == pytest.approx((-(scaled.exp() * scaled).sum(-1)).tolist(), abs=1e-6)
+    with pytest.raises(ConfigError, match=r"expected scores at temperature 1, got temperature 0\.7"):
+        wire.score_body(request, "r", 0)
 
 
 def test_flat_bucket_is_aligned():
@@ -230,14 +238,14 @@ def held(weights, hashed):
 @pytest.mark.parametrize("cuda", [False, True])
 def test_hashes_of_a_server_are_compared(weights, cuda):
     names = sample_names(weights)
-    update = Update(version=1, path="", files=(), sample=names, checksum=sample_checksum(weights, names))
+    update = Update(version=1, sample=names, checksum=sample_checksum(weights, names))
     hashed = hash_on_gpu if cuda else hash_on_cpu
     assert held_checksum(update, weights, [held(weights, hashed)], torch.float32, cuda) == update.checksum
     for name in names:
         changed = {**weights, name: weights[name] + 1e-6}
-        found = held_checksum(update, weights, [held(changed, hashed)], torch.float32, cuda)
-        assert found is not None
-        assert f"for '{parts_of(name)[0]}'" in found
+        reported = held_checksum(update, weights, [held(changed, hashed)], torch.float32, cuda)
+        assert reported is not None
+        assert f"for '{parts_of(name)[0]}'" in reported
         # A file that changed after it was published.
         assert "in the files themselves" in str(
             held_checksum(update, changed, [held(changed, hashed)], torch.float32, cuda)
@@ -249,3 +257,17 @@ def test_weights_outside_the_sample_are_not_hashed(weights):
     skipped = names_to_skip(list(weights), ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
     others = ["layers.0.self_attn.o_proj", "layers.0.self_attn.qkv_proj", "layers.1.self_attn.o_proj"]
     assert skipped == ["model.embed_tokens.weight", *(f"model.{name}.weight" for name in others)]
+
+
+def test_weights_that_another_process_publishes_are_compared_there():
+    """A replica that shares servers has no files of the update; version and probe are what it can check."""
+
+    async def scene():
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"weight_version": "4"}))
+        async with httpx.AsyncClient(base_url="http://server", transport=transport) as client:
+            dialect = SGLangDialect(
+                SGLangSettings(), ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
+            )
+            return await dialect.reported(client, Update(version=4, sample=("a",), checksum="c", loaded=True))
+
+    assert asyncio.run(scene()) == (4, None)

@@ -1,4 +1,4 @@
-"""LoRA adapters as updates: the real vLLM on the embedded model, in this process and in a server, against the learner's own model."""
+"""LoRA adapters as updates: the real vLLM, in this process and in a server, against the learner's own model."""
 
 import dataclasses
 import gc
@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.adapters import AdapterSettings, merged, peft_config
+from components.engine import channel
+from components.engine.channel import peft_config
 from components.engine.local.engine import LocalEngine
-from components.engine.served import channel
 from components.engine.served.pool import AllServersLost
 from components.engine.vllm.engine import VllmEngine
+from components.engine.vllm.in_process import InProcess
+from components.engine.vllm.settings import AdapterSettings
+from components.engine.weight_files import read_file
+from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.app.cli import main
@@ -56,16 +60,16 @@ class Learner:
 
     def check(self, policy, atol=1e-4):
         """The policy samples, and scores, with the learner's own log-probs; returns the samples' text."""
-        asked = Requests(tokens=PROMPTS, seed=torch.arange(len(PROMPTS)), sampling=Sampling(max_tokens=30))
-        done = policy.generate(asked)
+        batch = Requests(tokens=PROMPTS, seed=torch.arange(len(PROMPTS)), sampling=Sampling(max_tokens=30))
+        done = policy.generate(batch)
         local = LocalEngine(LocalEngine.Config(decoder="transformers"))
         local.setup(Context(node="engine", model=SPEC))
         reference = local.run(weights=Weights(version=0, tensors=self.model.published())).policy
-        wanted = reference.score(PROMPTS, done.tokens)
+        expected = reference.score(PROMPTS, done.tokens)
         scored = policy.score(PROMPTS, done.tokens)
-        for found in (done, scored):
-            torch.testing.assert_close(found.logprobs.values, wanted.logprobs.values, rtol=0, atol=atol)
-            torch.testing.assert_close(found.entropies.values, wanted.entropies.values, rtol=0, atol=atol)
+        for actual in (done, scored):
+            torch.testing.assert_close(actual.logprobs.values, expected.logprobs.values, rtol=0, atol=atol)
+            torch.testing.assert_close(actual.entropies.values, expected.entropies.values, rtol=0, atol=atol)
         return done.text
 
 
@@ -83,7 +87,8 @@ def test_engines_without_adapters_merge_to_the_bits_that_the_learner_merges_to()
     learner.check(local.run(weights=weights).policy)
     lost = {name: t for name, t in weights.tensors.items() if not name.endswith("layers.0.mlp.up_proj.lora_B.weight")}
     with pytest.raises(
-        DataError, match=r"adapter version 1: '.*layers.0.mlp.up_proj.lora_A.weight' has no weight or no counterpart"
+        DataError,
+        match=r"version 1: expected adapters of linear layers .*, got '.*layers.0.mlp.up_proj.lora_A.weight' without",
     ):
         local.run(weights=dataclasses.replace(weights, tensors=lost))
 
@@ -94,7 +99,7 @@ def test_bytes_of_an_update_are_those_in_the_documentation(tmp_path):
     sent = [learner.publish(1), Weights(version=2, tensors=learner.model.published())]
     assert [sum(t.nbytes for t in weights.tensors.values()) for weights in sent] == [122_880, 656_896]
     for weights in sent:
-        loaded = [t for file in files.publish(weights).files for _, t in channel.read_file(file)]
+        loaded = [t for file in files.publish(weights).files for _, t in read_file(file)]
         assert sum(t.nbytes for t in loaded) == sum(t.nbytes for t in weights.tensors.values())
     files.close()
 
@@ -106,12 +111,14 @@ def test_settings_that_do_not_go_together_get_a_sentence():
         Lora(publish="adapter")
     with pytest.raises(ValueError, match=r"'.*embed_tokens' is a \w+; wanted adapters of linear layers"):
         Learner(target="embed_tokens,q_proj")
-    with pytest.raises(ValueError, match=r"lora.rank is 600; wanted 0 to 512"):
+    with pytest.raises(ValueError, match=r"lora.rank: expected 0 to 512, got 600"):
         AdapterSettings(publish="adapter", rank=600)
-    with pytest.raises(ValueError, match=r"channel.kind is 'nccl'.*wanted channel.kind=file"):
-        VllmEngine.Config(lora=TAKES, channel=channel.ChannelSettings(kind="nccl"))
-    assert [AdapterSettings(publish="adapter", rank=r).room for r in (0, 1, 6, 8, 65)] == [0, 1, 8, 8, 128]
-    assert AdapterSettings(rank=8).room == 0
+    with pytest.raises(
+        ValueError, match=r"channel.kind: expected 'file' with a learner that publishes adapters.*got 'broadcast'"
+    ):
+        VllmEngine.Config(lora=TAKES, channel=channel.ChannelSettings(kind="broadcast"))
+    assert [AdapterSettings(publish="adapter", rank=r).max_rank for r in (0, 1, 6, 8, 65)] == [0, 1, 8, 8, 128]
+    assert AdapterSettings(rank=8).max_rank == 0
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +147,9 @@ class TestInProcess:
         for seed in (1, 2):
             weights = learner.publish(seed)
             text.append(learner.check(engine.run(weights=weights).policy))
-            assert len(engine.llm.llm_engine.list_loras()) == 1
+            assert len(engine.backend.core.list_loras()) == 1
             # Nothing but the adapter travels: its tensors and a header of names.
-            (file,) = engine.channel.path.rglob("*.safetensors")
+            (file,) = engine.backend.channel.folders[0].rglob("*.safetensors")
             assert file.parent.name == f"v{weights.version}"
             sent = sum(t.nbytes for t in weights.tensors.values())
             assert sent < file.stat().st_size < sent + 8192
@@ -164,7 +171,8 @@ class TestInProcess:
         with monkeypatch.context() as patch:
             patch.setattr(channel, "write_file", corrupted)
             with pytest.raises(
-                RunError, match=r"the engine holds version \d+ with checksum \w+; sent were .*changed on their way"
+                RunError,
+                match=r"expected version \d+ with checksum \w+, the engine reports .* The tensors were changed",
             ):
                 engine.run(weights=learner.publish(5))
         with monkeypatch.context() as patch:
@@ -173,26 +181,28 @@ class TestInProcess:
                 "peft_config",
                 lambda adapter: peft_config(dataclasses.replace(adapter, alpha=2 * adapter.alpha)),
             )
-            with pytest.raises(RunError, match=r"differ by up to [\d.e+]+ nats from those of the tensors it was given"):
+            with pytest.raises(RunError, match=r"differ by up to [\d.e+]+ nats from those of the weights it was given"):
                 engine.run(weights=learner.publish(6))
         learner.check(engine.run(weights=learner.publish(7)).policy)
 
     def test_a_rank_without_room_gets_a_sentence(self, engine, learner):
         weights = learner.publish(8)
         big = dataclasses.replace(weights, adapter=dataclasses.replace(weights.adapter, rank=16))
-        with pytest.raises(RunError, match=r"an adapter of rank 16; wanted at most 8.* Set engine.lora.rank=16"):
+        with pytest.raises(
+            RunError, match=r"expected adapters of rank 8 at most, .* got rank 16 .* Set engine.lora.rank=16"
+        ):
             engine.run(weights=big)
 
     def test_toy_training(self, engine, tmp_path: Path, monkeypatch):
         # Comes last in this process: the engine above must be gone.
         engine.close()
-        load, came = VllmEngine._load_adapter, []
+        load, came = InProcess._load_adapter, []
 
         def counted(self, weights):
             came.append(weights.version)
             return load(self, weights)
 
-        monkeypatch.setattr(VllmEngine, "_load_adapter", counted)
+        monkeypatch.setattr(InProcess, "_load_adapter", counted)
         command = [
             "train",
             "recipe=toy_srpo",
@@ -225,26 +235,21 @@ class TestInProcess:
 class TestServer:
     pytestmark = [*needs_vllm[:1], pytest.mark.xdist_group("vllm servers")]
 
-    def test_a_server_takes_versions_and_refuses_a_changed_file(self, learner, tmp_path, monkeypatch):
+    def test_a_server_takes_versions_and_refuses_a_changed_file(self, learner, connected, tmp_path, monkeypatch):
         settings = channel.ChannelSettings(path=str(tmp_path))
-        served = VllmEngine(VllmEngine.Config(servers=1, lora=TAKES, channel=settings))
-        served.setup(Context(node="engine", model=SPEC, run_dir=tmp_path))
-        try:
-            first, second = (learner.check(served.run(weights=learner.publish(seed)).policy) for seed in (1, 2))
-            assert first != second
-            whole = Weights(version=learner.version + 1, tensors=learner.model.published())
-            assert learner.check(served.run(weights=whole).policy) == second
-            learner.version += 1
-            assert learner.check(served.run(weights=learner.publish(3)).policy) != second
-            write = channel.write_file
+        served = connected(servers=1, lora=TAKES, channel=settings, pool={"hang_seconds": 2.0})
+        first, second = (learner.check(served.run(weights=learner.publish(seed)).policy) for seed in (1, 2))
+        assert first != second
+        whole = Weights(version=learner.version + 1, tensors=learner.model.published())
+        assert learner.check(served.run(weights=whole).policy) == second
+        learner.version += 1
+        assert learner.check(served.run(weights=learner.publish(3)).policy) != second
+        write = channel.write_file
 
-            def corrupted(file, tensors):
-                name = sorted(tensors)[3]
-                return write(file, {**tensors, name: tensors[name] + 1e-6})
+        def corrupted(file, tensors):
+            name = sorted(tensors)[3]
+            return write(file, {**tensors, name: tensors[name] + 1e-6})
 
-            monkeypatch.setattr(channel, "write_file", corrupted)
-            served.servers.pool.members[0].settings = dataclasses.replace(served.config.pool, restarts=0)
-            with pytest.raises(AllServersLost, match=r"have checksum \w+; wanted \w+: they were changed on their way"):
-                served.run(weights=learner.publish(4))
-        finally:
-            served.close()
+        monkeypatch.setattr(channel, "write_file", corrupted)
+        with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version \d+, the server reports"):
+            served.run(weights=learner.publish(4))

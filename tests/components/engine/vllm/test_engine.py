@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.engine.channel import ChannelSettings, FileChannel
 from components.engine.local.engine import LocalEngine
-from components.engine.served.rows import BadAnswer
+from components.engine.messages import BadResponse
+from components.engine.served.addresses import own_address
+from components.engine.served.dialect import ServedModel
+from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.engine import VllmEngine
+from components.engine.vllm.settings import VllmSettings
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
@@ -105,21 +110,21 @@ THOUGHTS = ThoughtLimits(max_tokens=14, max_thoughts=6)
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
 def test_greedy_completions_are_those_of_engine_local(sampling, pair, chains):
-    asked = requests(chains, temperature=0.0, **sampling)
-    got, wanted = pair.policy.generate(asked), pair.reference.generate(asked)
+    batch = requests(chains, temperature=0.0, **sampling)
+    got, expected = pair.policy.generate(batch), pair.reference.generate(batch)
     for name in ("tokens", "thought_ends"):
-        assert getattr(got, name).to_lists() == getattr(wanted, name).to_lists()
-    assert (got.finish_reason, got.text) == (wanted.finish_reason, wanted.text)
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-5)
+        assert getattr(got, name).to_lists() == getattr(expected, name).to_lists()
+    assert (got.finish_reason, got.text) == (expected.finish_reason, expected.text)
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.entropies.values, expected.entropies.values, rtol=0, atol=1e-5)
     assert len(set(got.text)) > PROMPTS / 2
 
 
 @pytest.mark.parametrize("sampling", [{"max_tokens": 48}, {"max_tokens": 60, "thoughts": THOUGHTS}])
 def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
-    asked = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
-    wanted = pair.policy.generate(asked)
-    count = len(asked.seed)
+    batch = requests(chains.select(torch.arange(10)), temperature=0.0, **sampling)
+    expected = pair.policy.generate(batch)
+    count = len(batch.seed)
     tokens, logprobs, ends, reasons, rounds = [[]] * count, [[]] * count, [[]] * count, [""] * count, 0
     while not all(reasons):
         index = torch.tensor([i for i in range(count) if not reasons[i]])
@@ -128,21 +133,25 @@ def test_paused_rows_go_on_as_if_they_had_not_been(sampling, pair, chains):
             thought_ends=Jagged.from_rows([ends[i] for i in index.tolist()], torch.int32),
         )
         part = dataclasses.replace(
-            asked,
-            tokens=asked.tokens.select(index),
-            seed=asked.seed[index],
+            batch,
+            tokens=batch.tokens.select(index),
+            seed=batch.seed[index],
             progress=before,
             pause=torch.full((len(index),), 7),
         )
         done, rounds = pair.policy.generate(part), rounds + 1
-        found = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
-        for i, more, lp, whole_ends, reason in zip(index.tolist(), *found, strict=True):
+        actual = (done.tokens.to_lists(), done.logprobs.to_lists(), done.thought_ends.to_lists(), done.finish_reason)
+        for i, more, lp, whole_ends, reason in zip(index.tolist(), *actual, strict=True):
             tokens[i], logprobs[i], ends[i] = tokens[i] + more, logprobs[i] + lp, whole_ends
             reasons[i] = reason.replace("paused", "")
     assert rounds >= 4
-    assert (tokens, ends, reasons) == (wanted.tokens.to_lists(), wanted.thought_ends.to_lists(), wanted.finish_reason)
+    assert (tokens, ends, reasons) == (
+        expected.tokens.to_lists(),
+        expected.thought_ends.to_lists(),
+        expected.finish_reason,
+    )
     torch.testing.assert_close(
-        torch.tensor([x for row in logprobs for x in row]), wanted.logprobs.values, rtol=0, atol=2e-5
+        torch.tensor([x for row in logprobs for x in row]), expected.logprobs.values, rtol=0, atol=2e-5
     )
 
 
@@ -154,9 +163,9 @@ def test_after_an_update_logprobs_are_exact_before_truncation(sampling, pair, ch
     temperature = sampling.get("temperature", 1.0)
     logprobs, entropies = pair.exact(some, done.tokens, temperature)
     scored = pair.policy.score(some, done.tokens, temperature)
-    for found in (done, scored):
-        torch.testing.assert_close(found.logprobs.values, logprobs, rtol=0, atol=5e-5)
-        torch.testing.assert_close(found.entropies.values, entropies, rtol=0, atol=5e-5)
+    for actual in (done, scored):
+        torch.testing.assert_close(actual.logprobs.values, logprobs, rtol=0, atol=5e-5)
+        torch.testing.assert_close(actual.entropies.values, entropies, rtol=0, atol=5e-5)
     assert pair.vllm.context.metrics["update_difference"] < 1e-4
 
 
@@ -194,7 +203,7 @@ def test_draws_follow_the_distribution(pair, chains):
 
 
 def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, problems):
-    """What a learner is given decides what it learns, so equal distributions at equal weights give equal learning curves."""
+    """What a learner gets decides what it learns: equal distributions at equal weights give equal learning curves."""
     rows = 4
     order = torch.arange(PROMPTS).repeat_interleave(rows)
 
@@ -215,11 +224,11 @@ def test_rewards_and_lengths_are_distributed_as_those_of_engine_local(pair, prob
         differences = first - second
         return ((signs @ differences.T).abs() >= differences.sum(1).abs() - 1e-9).double().mean(0)
 
-    wanted = sampled(pair.reference, 1.0, 0)
-    assert 0.05 < float(wanted[0].mean()) < 0.95
-    assert float(p_values(sampled(pair.policy, 1.0, 0), wanted).min()) > 1e-3
+    expected = sampled(pair.reference, 1.0, 0)
+    assert 0.05 < float(expected[0].mean()) < 0.95
+    assert float(p_values(sampled(pair.policy, 1.0, 0), expected).min()) > 1e-3
     # The test would see an engine that samples at another temperature.
-    assert float(p_values(sampled(pair.policy, 2.0, 0), wanted).min()) < 1e-3
+    assert float(p_values(sampled(pair.policy, 2.0, 0), expected).min()) < 1e-3
 
 
 def test_a_group_shares_its_prompt(pair, chains):
@@ -237,7 +246,7 @@ def test_prompts_of_more_tokens_than_one_forward_takes(pair):
     # Random streams on a CPU cannot be rewound, so no prompt may be cut in two.
     generator = torch.Generator().manual_seed(3)
     rows = Jagged.from_rows(torch.randint(5, 40, (60, CONTEXT - 20), generator=generator).tolist(), torch.int32)
-    assert len(rows.values) > pair.vllm.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    assert len(rows.values) > pair.vllm.backend.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
     done = pair.policy.generate(requests(rows, max_tokens=3))
     torch.testing.assert_close(done.logprobs.values, pair.exact(rows, done.tokens, 1.0)[0], rtol=0, atol=1e-4)
     few = torch.tensor([59, 30])
@@ -252,19 +261,20 @@ def test_stop_strings_end_and_stay(pair, chains):
     assert all(text.endswith(("</thought>", "=")) for text in stopped)
 
 
-def test_limits_and_scores_at_the_end_of_the_context(pair):
+def test_limits_and_scores_at_the_end_of_the_context(pair, monkeypatch):
     nearly, full = [5] * (CONTEXT - 2), [5] * CONTEXT
-    pair.vllm.eos, eos = torch.zeros_like(pair.vllm.eos), pair.vllm.eos
-    done = pair.policy.generate(requests(Jagged.from_rows([nearly, full], torch.int32), max_tokens=9))
-    pair.vllm.eos = eos
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.vllm, "eos", torch.zeros_like(pair.vllm.eos))
+        patch.setattr(pair.vllm.backend, "_eos", [])
+        done = pair.policy.generate(requests(Jagged.from_rows([nearly, full], torch.int32), max_tokens=9))
     assert [len(r) for r in done.tokens.rows()] == [2, 0]
     assert done.finish_reason == ["length", "length"]
     assert "leaves no room in a context of 192" in pair.vllm.context.rejected[-1]["reason"]
     rows = Jagged.from_rows([nearly, [7], [8, 9]], torch.int32), Jagged.from_rows([[6, 7], [], [5]], torch.int32)
-    got, wanted = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
-    torch.testing.assert_close(got.entropies.values, wanted.entropies.values, rtol=0, atol=1e-4)
-    with pytest.raises(CreditgraphError, match=r"score: a row of 193 tokens; wanted at most 192"):
+    got, expected = (p.score(*rows, 0.5) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.entropies.values, expected.entropies.values, rtol=0, atol=1e-4)
+    with pytest.raises(CreditgraphError, match=r"score: expected rows of at most 192 tokens .*, got 193"):
         pair.policy.score(Jagged.from_rows([full], torch.int32), Jagged.from_rows([[6]], torch.int32))
 
 
@@ -275,12 +285,12 @@ def test_branches_are_scored(pair, chains):
         torch.tensor([3, 5, 9]),
         Jagged.from_rows([[7, 8], [9], [10, 11, 12]], torch.int32),
     )
-    got, wanted = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
-    torch.testing.assert_close(got.logprobs.values, wanted.logprobs.values, rtol=0, atol=1e-4)
+    got, expected = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
 
 
 def test_padding_columns_are_never_drawn(pair, chains):
-    (runner,) = pair.vllm.llm.collective_rpc(lambda worker: worker.model_runner)
+    (runner,) = pair.vllm.backend.llm.collective_rpc(lambda worker: worker.model_runner)
     likely = int(
         pair.reference.generate(
             requests(chains.select(torch.tensor([0])), temperature=0.0, max_tokens=1)
@@ -314,18 +324,18 @@ def skip_the_tied_head(pair, monkeypatch):
 
 
 def swap_on_the_way(pair, monkeypatch):
-    call = pair.vllm.llm.collective_rpc
+    call = pair.vllm.backend.llm.collective_rpc
 
     def wrong(method, args=(), **kwargs):
         if method == "creditgraph_load":
             args = (args[0], {n: t.flip(0) for n, t in args[1].items()}, args[2])
         return call(method, args=args, **kwargs)
 
-    monkeypatch.setattr(pair.vllm.llm, "collective_rpc", wrong)
+    monkeypatch.setattr(pair.vllm.backend.llm, "collective_rpc", wrong)
 
 
 def worker_of(pair):
-    return pair.vllm.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return pair.vllm.backend.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 @pytest.mark.parametrize(
@@ -333,15 +343,15 @@ def worker_of(pair):
     [
         (
             corrupt_a_layer,
-            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
         ),
         (
             skip_the_tied_head,
-            r"update to weights version \d+: the engine's log-probs of a fixed sequence differ by up to .* nats",
+            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
         ),
         (
             swap_on_the_way,
-            r"update to weights version (\d+): the engine holds version \1 with checksum \w+; sent were \1 with \w+",
+            r"weights version (\d+): expected version \1 with checksum \w+, the engine reports version \1 with \w+",
         ),
     ],
 )
@@ -359,19 +369,25 @@ def test_a_corrupted_update_is_caught(corrupt, sentence, pair, monkeypatch, chai
 
 
 def test_bad_inputs_get_a_sentence(pair, chains):
-    with pytest.raises(CreditgraphError, match=r"request 1: no tokens; wanted at least one"):
+    with pytest.raises(CreditgraphError, match=r"request 1: expected at least one token"):
         pair.policy.generate(requests(Jagged.from_rows([[5], []], torch.int32)))
-    with pytest.raises(CreditgraphError, match=r"token ids from 5 to 999; wanted 0 to"):
+    with pytest.raises(CreditgraphError, match=r"expected token ids from 0 to \d+, got 5 to 999"):
         pair.policy.generate(requests(Jagged.from_rows([[5, 999]], torch.int32)))
-    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 2.5; wanted 0 \(greedy\) or 0.01 to 2"):
+    with pytest.raises(
+        CreditgraphError, match=r"engine 'engine': expected temperature 0 \(greedy\) or 0.01 to 2, .*, got 2.5"
+    ):
         pair.policy.generate(requests(chains, temperature=2.5))
-    with pytest.raises(CreditgraphError, match=r"engine 'engine': temperature 0.001; wanted 0 \(greedy\) or 0.01 to 2"):
+    with pytest.raises(
+        CreditgraphError, match=r"engine 'engine': expected temperature 0 \(greedy\) or 0.01 to 2, .*, got 0.001"
+    ):
         pair.policy.score(chains, chains, 0.001)
     with pytest.raises(CreditgraphError, match=r"gives no gradients; wanted an engine that can attribute"):
         pair.policy.attribute(chains, chains)
     lost = dict(pair.weights.tensors)
     lost.pop("model.norm.weight")
-    with pytest.raises(CreditgraphError, match=r"1 of \d+ weights are missing, first 'model.norm.weight'"):
+    with pytest.raises(
+        CreditgraphError, match=r"expected all \d+ weights, but 1 are missing, first 'model.norm.weight'"
+    ):
         pair.vllm.run(weights=Weights(version=99, tensors=lost))
     nothing = Jagged.from_rows([], torch.int32)
     assert pair.policy.generate(requests(nothing)).text == []
@@ -379,9 +395,9 @@ def test_bad_inputs_get_a_sentence(pair, chains):
 
 
 def test_an_engine_that_cannot_start_says_so(pair, monkeypatch):
-    with pytest.raises(ConfigError, match=r"already belongs to a torch.distributed group.* Set engine.servers=1"):
+    with pytest.raises(ConfigError, match=r"without a torch.distributed group.* Set engine.servers=1"):
         VllmEngine(VllmEngine.Config()).setup(Context())
-    with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"max_rows: expected at least 1, got 0"):
         VllmEngine.Config(max_rows=0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"the package vllm is not installed. Install it with .* or use engine=local"):
@@ -393,10 +409,10 @@ def test_diverged_weights_get_a_sentence_and_leave_no_request(pair, chains):
     nan = {name: t * float("nan") for name, t in pair.weights.tensors.items()}
     broken = pair.vllm.run(weights=Weights(version=98, tensors=nan)).policy
     with pytest.raises(
-        BadAnswer, match=r"a log-prob that is not finite; wanted finite logits. The weights have likely diverged"
+        BadResponse, match=r"expected finite log-probs, got one that is not. The weights have likely diverged"
     ):
         broken.generate(requests(chains, max_tokens=5))
-    assert not pair.vllm.llm.llm_engine.has_unfinished_requests()
+    assert not pair.vllm.backend.llm.llm_engine.has_unfinished_requests()
     with pytest.raises(RunError, match=r"differ by up to inf nats"):
         pair.load()
 
@@ -425,11 +441,11 @@ def test_an_untied_model_and_a_second_engine_in_the_process(pair, tmp_path: Path
 def test_toy_srpo_trains_with_one_override(pair, tmp_path):
     # Comes last, for the same reason: weights are updated every iteration, through the command line.
     pair.vllm.close()
-    command = ["train", "recipe=toy_srpo", "engine=vllm", "run.iterations=3", f"run.root={tmp_path}", "run.name=vllm"]
+    command = ["train", "recipe=toy_srpo", "engine=vllm", "run.iterations=2", f"run.root={tmp_path}", "run.name=vllm"]
     assert main([*command, "prompts.batch=4", "evaluator.num_problems=8", "engine.kv_cache_gb=0.25"]) == 0
     lines = read_metrics(tmp_path / "vllm" / "metrics.jsonl")
     trained = [line for line in lines if "learner/mismatch_abs" in line]
-    assert len(trained) == 3
+    assert len(trained) == 2
     for line in trained:
         # The learner's own log-probs of what the engine sampled, at equal weights.
         assert line["learner/mismatch_abs"] < 5e-6
@@ -437,3 +453,29 @@ def test_toy_srpo_trains_with_one_override(pair, tmp_path):
     updated = [line["engine/update_difference"] for line in lines if "engine/update_difference" in line]
     assert len(updated) >= 2
     assert max(updated) < 1e-4
+
+
+def test_a_broadcast_declares_what_it_sends(tmp_path):
+    """The parts of an NCCL broadcast that run without a GPU: the declared tensors, and vLLM's own request classes."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    from components.engine.vllm.nccl import FileSource
+
+    channel = FileChannel(ChannelSettings(path=str(tmp_path)), torch.bfloat16)
+    update = channel.publish(Weights(version=1, tensors={"a": torch.ones(3, 2), "b": torch.zeros(4)}))
+    source = FileSource("cpu")
+    source.files = update.files
+    declared = [(m.name, m.dtype, m.shape) for m in source.metadata()]
+    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+    assert declared == [("a", torch.bfloat16, (3, 2)), ("b", torch.bfloat16, (4,))]
+    assert own_address("127.0.0.1", 8000) == "127.0.0.1"
+    assert NCCLTrainerInitInfo(
+        rank=0, master_address="h", master_port=1, world_size=3, packed_buffer_size_bytes=1 << 20
+    ).is_sender
+    channel.close()
+
+
+def test_a_broadcast_of_vllm_without_a_gpu_is_refused():
+    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
+    with pytest.raises(ConfigError, match=r"engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast'"):
+        VllmDialect(VllmSettings(channel=ChannelSettings(kind="broadcast")), model)

@@ -1,0 +1,290 @@
+"""The channel that takes weights from a learner to servers: one version at a time, as files, with their checksum."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from components.engine.probe import Probe
+from components.engine.weight_files import (
+    FAILED,
+    FULL,
+    buckets,
+    layout_of,
+    overwrite_file,
+    read_file,
+    sample_checksum,
+    sample_names,
+    to_send,
+    write_file,
+)
+from pipeline.core.component import ModelSpec
+from pipeline.core.errors import RunError
+from pipeline.core.payloads import Adapter, Weights
+
+PREFIX = "creditgraph-weights-"
+# Metadata of settings with which a run may be continued although they differ: they say where servers are and how they
+# are reached, not what they compute.
+PLACE = {"place": True}
+_ADAPTER_TENSORS = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelSettings:
+    """How weights reach servers."""
+
+    kind: Literal["file", "broadcast"] = field(default="file", metadata=PLACE)
+    """file: safetensors that servers read; broadcast: from this process to the servers' over a process group, NCCL
+    between GPUs (not yet run on one), gloo between CPUs (SGLang only)"""
+    path: str = field(default="/dev/shm", metadata=PLACE)
+    """folder for weight files; a shared file system when servers run on other hosts"""
+    fallback: str = field(default="", metadata=PLACE)
+    """folder taken when `path` is full; "" stops the run instead"""
+    dtype: Literal["model", "bfloat16", "float32"] = "model"
+    """of the tensors on their way; model: that of model.dtype, so that float32 stays exact"""
+    bucket_mb: int = field(default=128, metadata=PLACE)
+    """most megabytes of whole tensors per file, or per packed broadcast; servers load one file while the next is
+    written"""
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb < 1:
+            raise ValueError(f"bucket_mb: expected at least 1, got {self.bucket_mb}.")
+
+    def sent_dtype(self, model: ModelSpec) -> torch.dtype:
+        """The dtype of tensors on their way."""
+        dtype: torch.dtype = getattr(torch, model.dtype if self.dtype == "model" else self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """Weights for servers to load.
+
+    Attributes:
+        version: number of learner iterations that made them.
+        sample: names of the tensors that `checksum` covers, in order.
+        checksum: see `components.engine.weight_files.sample_checksum`.
+        path: folder that holds `files`; "" when another process has published them.
+        files: paths of safetensors files with Hugging Face names, in order, each a bucket of whole tensors.
+        written: done when all files are there, or with the error that kept them from it; they appear one by one. None:
+            they are there.
+        adapter: the name under which requests ask for the LoRA adapter that `path` holds in PEFT's layout; "" for whole
+            weights.
+        loaded: another process has published them and has servers load them; here they are only verified.
+        probe: a request whose response shows whether the weights took effect, or None.
+        expected: the log-probs of that response, which may still be computed.
+    """
+
+    version: int
+    sample: tuple[str, ...]
+    checksum: str
+    path: str = ""
+    files: tuple[str, ...] = ()
+    written: Future[None] | None = None
+    adapter: str = ""
+    loaded: bool = False
+    probe: Probe | None = None
+    expected: Future[list[float]] | None = None
+
+
+class FileChannel:
+    """Weights through safetensors files: in /dev/shm on one host, or on a file system that all hosts share.
+
+    A version is a folder. For servers on this host each of its files appears when it is complete, and is a file of the
+    last but one version, overwritten: memory that is there takes a third of the time of new. A server that still reads
+    the old one reports the wrong version and loads again.
+
+    Args:
+        settings: of the channel.
+        dtype: of the tensors in the files.
+        near: the servers are on this host, so that they see a file as soon as it is there, and may load it while the
+            next is written.
+    """
+
+    def __init__(self, settings: ChannelSettings, dtype: torch.dtype, near: bool = False) -> None:
+        self._settings = settings
+        self._dtype = dtype
+        self._near = near
+        self._versions: dict[int, Path] = {}
+        self._spare: Path | None = None  # the last but one version, to be overwritten
+        self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
+        self.folders = [_own_folder(Path(path)) for path in (settings.path, settings.fallback) if path]
+        """where files may be, in order of preference; to be removed with the run"""
+        remove_abandoned(Path(settings.path))
+
+    def publish(self, weights: Weights) -> Update:
+        """Writes the tensors of `weights`, each once, or those of an adapter; they stay until `retire`.
+
+        With near servers a thread writes whole weights (`Update.written`): until then the tensors must not change.
+
+        Raises:
+            RunError: there is no room; names the setting.
+        """
+        tensors = to_send(weights.tensors or {}, self._dtype)
+        if weights.adapter is None:
+            cut = buckets(tensors, self._settings.bucket_mb << 20)
+            parts = {f"bucket-{n:05d}.safetensors": bucket for n, bucket in enumerate(cut)}
+        else:
+            parts = {_ADAPTER_TENSORS: tensors}
+        later = self._near and weights.adapter is None
+        full: list[str] = []
+        for parent in self.folders:
+            folder = parent / f"v{weights.version}"
+            try:
+                self._make_folder(folder, tensors)
+                if not later:
+                    _write_parts(folder, parts, weights.adapter)
+                break
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                full.append(_full(parent, error))
+        else:
+            raise self._no_room(weights.version, tensors, full)
+        self._versions[weights.version] = folder
+        return dataclasses.replace(
+            _describe(weights, tensors),
+            path=str(folder),
+            files=tuple(str(folder / name) for name in parts),
+            written=self._writer.submit(self._write_later, weights.version, folder, parts) if later else None,
+        )
+
+    def describe(self, weights: Weights) -> Update:
+        """What another process publishes of the same weights; nothing is written."""
+        return dataclasses.replace(_describe(weights, to_send(weights.tensors or {}, self._dtype)), loaded=True)
+
+    def retire(self, version: int) -> None:
+        """Removes the files of all other versions, but keeps the newest of them for near servers."""
+        for folder in [self._versions.pop(v) for v in sorted(self._versions) if v != version]:
+            if self._spare is not None:
+                shutil.rmtree(self._spare, ignore_errors=True)
+            self._spare = folder
+        if self._spare is not None and not self._near:
+            shutil.rmtree(self._spare, ignore_errors=True)
+            self._spare = None
+
+    def close(self) -> None:
+        """Removes all files."""
+        self._writer.shutdown()
+        for folder in self.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_folder(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """A folder with no files but hidden ones to overwrite; raises OSError when there is no room."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if self._spare is not None and self._spare.parent == folder.parent and self._spare.exists():
+            self._spare.replace(folder)
+            self._spare = None
+            for file in list(folder.iterdir()):
+                file.replace(folder / f".{file.name}")
+        else:
+            folder.mkdir()
+        # Checked before writing: a memory file system would let the file grow and end the writer with SIGBUS.
+        room = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in folder.iterdir())
+        if room < _bytes(tensors):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _write_later(self, version: int, folder: Path, parts: Mapping[str, dict[str, Tensor]]) -> None:
+        try:
+            _write_parts(folder, parts, None)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                (folder / FAILED).touch()
+            tensors = {name: tensor for part in parts.values() for name, tensor in part.items()}
+            raise self._no_room(version, tensors, [_full(folder.parent, error)]) from error
+
+    def _no_room(self, version: int, tensors: Mapping[str, Tensor], full: Sequence[str]) -> RunError:
+        settings = "engine.channel.fallback to a folder"
+        if self._settings.fallback:
+            settings = "engine.channel.path and engine.channel.fallback to folders"
+        return RunError(
+            f"weights version {version}: expected room for two versions of {_bytes(tensors) / 1e6:.1f} MB, got too "
+            f"little in {', and in '.join(full)}. Free space there, or set {settings} with room."
+        )
+
+
+def _describe(weights: Weights, tensors: Mapping[str, Tensor]) -> Update:
+    # An adapter is small: every tensor is in the checksum.
+    sample = sample_names(tensors) if weights.adapter is None else tuple(sorted(tensors))
+    name = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
+    checksum = sample_checksum(tensors, sample)
+    return Update(version=weights.version, sample=sample, checksum=checksum, adapter=name)
+
+
+def peft_config(adapter: Adapter) -> str:
+    """The text of PEFT's adapter_config.json."""
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": adapter.rank,
+            "lora_alpha": adapter.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": list(adapter.targets),
+        },
+        indent=1,
+    )
+
+
+def _write_parts(folder: Path, parts: Mapping[str, dict[str, Tensor]], adapter: Adapter | None) -> None:
+    if adapter is not None:
+        (folder / _ADAPTER_CONFIG).write_text(peft_config(adapter), encoding="utf-8")
+    for name, tensors in parts.items():
+        unfinished = folder / f".{name}"
+        if unfinished.exists() and layout_of(dict(read_file(unfinished))) == layout_of(tensors):
+            overwrite_file(unfinished, tensors)
+        else:
+            unfinished.unlink(missing_ok=True)
+            write_file(unfinished, tensors)
+        unfinished.replace(folder / name)
+    for leftover in folder.glob(".*"):
+        leftover.unlink()
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _full(folder: Path, error: OSError) -> str:
+    """The folder and why it takes no weights, if that is for want of room; raises RunError for other reasons."""
+    if error.errno not in FULL:
+        raise RunError(
+            f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror})."
+        ) from error
+    return f"{folder.parent} ({error.strerror})"
+
+
+def _own_folder(parent: Path) -> Path:
+    # Host, process and its start time: another run that sees the folder can tell whether its owner still lives.
+    return parent / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{_started(os.getpid())}-{os.urandom(3).hex()}"
+
+
+def _started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Removes weight folders of this host's runs that are gone."""
+    own = f"{PREFIX}{socket.gethostname()}-"
+    for folder in parent.glob(f"{own}*"):
+        pid, _, rest = folder.name.removeprefix(own).partition("-")
+        if pid.isdigit() and _started(int(pid)) != rest.partition("-")[0]:
+            shutil.rmtree(folder, ignore_errors=True)

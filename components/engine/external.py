@@ -1,0 +1,247 @@
+"""Base of engines that load the model by themselves, vLLM and SGLang: in servers or in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from components.engine.base import Engine, EnginePolicy, Outputs
+from components.engine.messages import ScoreRequest, ScoreResponse
+from components.engine.probe import TOLERANCE, Probe, probe_request, reference_logprobs, skeleton
+from components.engine.rows import Rows
+from components.engine.served.dialect import Dialect, ServedModel
+from components.engine.served.servers import Servers
+from components.engine.served.settings import ServerSettings
+from components.engine.vocabulary import eos_mask, generation_config, padding_columns
+from components.engine.weight_files import in_dtype
+from components.engine.weights import WeightNames, merged
+from components.models.load import check_context, load_config, load_tokenizer, resolve_model_path
+from components.text.stops import TokenText
+from pipeline.core.component import Context
+from pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Completions, Requests, Scores, Weights
+
+EXTERNAL_METRICS = (
+    Metric(
+        "update_difference",
+        "nats",
+        "largest difference of a fixed sequence's log-probs from those of a transformers forward with the new weights",
+    ),
+    Metric("servers_ready", "servers", "servers that hold the current weights and respond"),
+    Metric("servers_lost", "servers", "servers that stopped responding"),
+    Metric("requests", "requests", "requests sent to servers, repeated ones included"),
+    Metric("retries", "requests", "requests sent once more, after a failure or an unsound response"),
+    Metric("aborted", "requests", "responses a server broke off, whose rows were requested again"),
+    Metric("seconds_update", "s", "wall time until every server held the new weights, or was given up"),
+)
+
+
+class Backend(Protocol):
+    """Where the model of an external engine runs."""
+
+    def load(self, weights: Weights, probe: Probe | None) -> None:
+        """Loads weights that were checked (tensors, each once; or an adapter) and verifies them; raises RunError."""
+        ...
+
+    def restore(self) -> bool:
+        """Goes back to the model's own weights if they need no loading; whether it did."""
+        ...
+
+    def sample(self, rows: Rows) -> None:
+        """Starts `rows` and feeds them until all have ended."""
+        ...
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
+        """Responses in the order of `requests`, checked; each request has context and tokens."""
+        ...
+
+    def take_counters(self) -> dict[str, float]:
+        """Amounts to count since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+class ExternalEngine(Engine):
+    """An engine whose model runs in a `Backend`; here are its tokenizer, its sizes and the names of its weights.
+
+    Attributes:
+        text: byte strings of the tokens.
+        model: the transformers model without its parameters, for names, shapes and the probe.
+        names: checks of the weights a learner publishes.
+        temperatures: lowest and highest that it takes, besides 0.
+        adapter_rank: largest rank of LoRA adapters that it takes; 0 has all merged.
+        backend: where the model runs.
+    """
+
+    config: ServerSettings
+    text: TokenText
+    model: Any
+    names: WeightNames
+    temperatures: tuple[float, float] = (0.0, math.inf)
+    adapter_rank: int = 0
+    backend: Backend | None = None
+
+    def setup(self, context: Context) -> None:
+        """Loads the tokenizer and the shape of the model, then starts the backend on the model's own weights."""
+        super().setup(context)
+        self.tokenizer = load_tokenizer(context.model)
+        config = load_config(context.model)
+        self.context_length = check_context(context.model, config)
+        self.model = skeleton(context.model, config)
+        self.names = WeightNames(self.model)
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self.text = TokenText(self.tokenizer, self.vocab_size)
+        self.eos = eos_mask(generation_config(context.model), self.tokenizer, self.vocab_size)
+        padding = padding_columns(self.tokenizer, self.vocab_size, "cpu")
+        model = ServedModel(
+            path=resolve_model_path(context.model.path),
+            dtype=context.model.dtype,
+            context_length=self.context_length,
+            vocab_size=self.vocab_size,
+            forbidden=[] if padding is None else padding.nonzero()[:, 0].tolist(),
+            eos=self.eos.nonzero()[:, 0].tolist(),
+            device=torch.device(context.device).type,
+            trust_remote_code=context.model.trust_remote_code,
+        )
+        if self.config.served:
+            self.backend = Servers(context, self.dialect(model), self.config)
+        else:
+            self.backend = self.in_process(model)
+
+    @abstractmethod
+    def dialect(self, model: ServedModel) -> Dialect:
+        """How to start servers and speak to them."""
+
+    def in_process(self, model: ServedModel) -> Backend:
+        """The model in this process, for engines that can."""
+        raise ConfigError(
+            f"engine '{self.context.node}': expected servers, addresses or rendezvous, got none of them. "
+            f"Set {self.context.node}.servers=1."
+        )
+
+    def run(self, *, weights: Weights) -> Outputs:
+        """Loads `weights` and returns their policy; weights with neither tensors nor path are the model's own."""
+        start = time.perf_counter()
+        own = resolve_model_path(self.context.model.path)
+        if weights.tensors is None and weights.path is None:
+            weights = dataclasses.replace(weights, path=own)
+        if weights.path != own or not self.active.restore():
+            published, probe = self._check(weights)
+            self.version = -1  # no handle is valid until the new weights are verified
+            self.active.load(published, probe)
+        self.version = weights.version
+        self.count(seconds_load=time.perf_counter() - start, **self.active.take_counters())
+        return Outputs(policy=ExternalPolicy(self, weights.version))
+
+    @property
+    def active(self) -> Backend:
+        """The backend of an engine that was set up and not closed."""
+        if self.backend is None:
+            raise CreditgraphError(f"engine '{self.context.node}': expected an engine that is running; it was closed.")
+        return self.backend
+
+    def _check(self, weights: Weights) -> tuple[Weights, Probe | None]:
+        """Weights as the backend takes them, and the probe that shows whether it uses them; raises DataError."""
+        spec = self.context.model
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        sent = self.config.channel.sent_dtype(spec)
+        arrived = dtype  # of the tensors that the probe's forward takes
+        tensors: dict[str, Tensor] = {}
+        if self.adapter_rank == 0:
+            weights = merged(weights, spec)
+        if weights.adapter is None:
+            tensors = self.names.resolve(weights)
+            weights = Weights(version=weights.version, tensors=self.names.distinct(tensors))
+            arrived = sent if self.config.served else dtype
+        elif weights.adapter.rank > self.adapter_rank:
+            raise RunError(
+                f"engine '{self.context.node}': expected adapters of rank {self.adapter_rank} at most, for which it "
+                f"was started, got rank {weights.adapter.rank} in weights version {weights.version}. "
+                f"Set {self.context.node}.lora.rank={weights.adapter.rank}, or learner.lora.publish=merged."
+            )
+        elif self.config.probe:
+            rounded = dataclasses.replace(weights, tensors=in_dtype(weights.tensors or {}, sent))
+            tensors = self.names.resolve(merged(rounded, spec))
+        if not self.config.probe:
+            return weights, None
+        request = probe_request(self.vocab_size, self.context_length)
+        expected = partial(reference_logprobs, self.model, tensors, request, dtype, arrived)
+        return weights, Probe(request=request, expected=expected, tolerance=TOLERANCE[spec.dtype])
+
+    def close(self) -> None:
+        """Ends the backend."""
+        if self.backend is not None:
+            self.backend.close()
+            self.backend = None
+
+
+class ExternalPolicy(EnginePolicy):
+    """Handle on an external engine holding the weights of one version."""
+
+    engine: ExternalEngine
+
+    def generate(self, requests: Requests) -> Completions:
+        """Samples one completion per row."""
+        engine = self.engine
+        self._check_current()
+        self._check_tokens(requests.tokens, "request")
+        self._check_temperature(requests.sampling.temperature)
+        rows = Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size)
+        with self._timed("seconds_generate"):
+            engine.active.sample(rows)
+            completions = rows.completions()
+        self._check_current()
+        engine.count(sampled_tokens=len(completions.tokens.values), **engine.active.take_counters())
+        return completions
+
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
+        engine = self.engine
+        self._check_current()
+        self._check_scored(context, tokens)
+        self._check_temperature(temperature)
+        groups: dict[tuple[int, ...], int] = {}
+        requests = [
+            ScoreRequest(
+                row=row,
+                group=groups.setdefault(tuple(before), len(groups)),
+                context=before,
+                tokens=after,
+                temperature=temperature or 1.0,
+            )
+            for row, (before, after) in enumerate(zip(context.to_lists(), tokens.to_lists(), strict=True))
+            if after
+        ]
+        with self._timed("seconds_score"):
+            responses = engine.active.score(requests)
+        self._check_current()
+        logprobs = torch.zeros(len(tokens.values))
+        entropies = torch.zeros(len(tokens.values))
+        for request, response in zip(requests, responses, strict=True):
+            row = slice(int(tokens.offsets[request.row]), int(tokens.offsets[request.row + 1]))
+            logprobs[row] = torch.tensor(response.logprobs)
+            entropies[row] = math.nan if response.entropies is None else torch.tensor(response.entropies)
+        scored = sum(len(request.context) + len(request.tokens) for request in requests)
+        engine.count(scored_tokens=scored, **engine.active.take_counters())
+        return Scores(logprobs=tokens.with_values(logprobs), entropies=tokens.with_values(entropies))
+
+    def _check_temperature(self, temperature: float) -> None:
+        low, high = self.engine.temperatures
+        if temperature > high or 0 < temperature < low:
+            raise CreditgraphError(
+                f"engine '{self.engine.context.node}': expected temperature 0 (greedy) or {low:g} to {high:g}, at "
+                f"which this engine samples, got {temperature:g}. Change the temperature or use engine=local."
+            )

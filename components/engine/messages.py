@@ -1,0 +1,104 @@
+"""Requests to an engine that takes them one by one, as vLLM and SGLang do, and its responses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from components.engine.base import DIVERGED
+from pipeline.core.errors import CreditgraphError
+
+FinishReason = Literal["stop", "length", "eos", "abort"]
+
+
+class BadResponse(CreditgraphError):
+    """A response that the model cannot have given; another server may return a good one to the same request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequest:
+    """One row to sample: all of its tokens, up to a limit.
+
+    Attributes:
+        row: of the `Requests`.
+        group: rows with equal prompts share it; their requests should go where the prompt is cached.
+        tokens: everything before the first token to sample.
+        max_tokens: most tokens to sample, at least 1.
+        seed: below 2**63; an engine that gets the same request twice samples the same tokens.
+        temperature: 0 is greedy.
+        top_p, top_k: 1.0 and 0 are off.
+        stream: whether the row's text may end it, so that its tokens should be returned as they are sampled.
+    """
+
+    row: int
+    group: int
+    tokens: list[int]
+    max_tokens: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResponse:
+    """What an engine sampled for a row, or the next part of it.
+
+    Attributes:
+        tokens: sampled ids, the end-of-text token included.
+        logprobs: one per token, nats, at the sampling temperature (1 for greedy), before truncation.
+        entropies: one per token, nats, of the same distribution, or None where the engine gives none.
+        reason: why the engine stopped, meaningful in the last part only; after "abort" the row is requested again.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    entropies: list[float] | None
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """A row whose `tokens` are to be scored given `context`, at `temperature`; `group` as in `RowRequest`."""
+
+    row: int
+    group: int
+    context: list[int]
+    tokens: list[int]
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreResponse:
+    """Log-probs [nats], one per token, and entropies or None where the engine gives none.
+
+    Attributes:
+        version: of the weights that scored, or None where the engine does not report it.
+    """
+
+    logprobs: list[float]
+    entropies: list[float] | None
+    version: int | None = None
+
+
+def check_score(request: ScoreRequest, response: ScoreResponse) -> ScoreResponse:
+    """Returns the response; raises BadResponse for one that is incomplete or not finite."""
+    check_lengths(f"score row {request.row}", len(request.tokens), response.logprobs, response.entropies)
+    check_finite(f"score row {request.row}", response.logprobs)
+    return response
+
+
+def check_lengths(place: str, count: int, logprobs: list[float], entropies: list[float] | None) -> None:
+    """Raises BadResponse unless each of `count` tokens has a log-prob, and an entropy where there are any."""
+    if len(logprobs) != count:
+        raise BadResponse(f"{place}: expected one log-prob per token, got {len(logprobs)} for {count} tokens.")
+    if entropies is not None and len(entropies) != count:
+        raise BadResponse(f"{place}: expected one entropy per token, got {len(entropies)} for {count} tokens.")
+
+
+def check_finite(place: str, logprobs: list[float]) -> None:
+    """Raises BadResponse for a NaN or infinite log-prob."""
+    if not all(map(math.isfinite, logprobs)):
+        raise BadResponse(f"{place}: expected finite log-probs, got one that is not. {DIVERGED}")

@@ -1,0 +1,194 @@
+"""Where servers are: addresses, the file that lists them, free ports, and the GPUs of servers to be started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from components.engine.served.settings import ServerSettings
+from pipeline.core.component import Ranks
+from pipeline.core.errors import ConfigError, RunError
+
+ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
+BY_HAND = "by-hand"  # outside of jobs
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a server is.
+
+    Attributes:
+        url: "http://host:port"; "" for one that is to be started.
+        identity: served model name that it must report, "" to take any.
+        name: in messages, for example "server 1".
+        log: its log file, "" when it is not known.
+        pid: of the process that guards it, 0 when it is not known.
+        listed_in: rendezvous file that lists it, "" for none.
+        gpus: CUDA_VISIBLE_DEVICES of a server that is to be started, "" to leave the variable alone.
+    """
+
+    url: str
+    identity: str = ""
+    name: str = ""
+    log: str = ""
+    pid: int = 0
+    listed_in: str = ""
+    gpus: str = ""
+
+
+def find_servers(
+    settings: ServerSettings, place: str = "engine", replica: int = 0, gpus: Sequence[Sequence[str]] = ()
+) -> list[Address]:
+    """The servers that the settings name; raises ConfigError for both addresses and a rendezvous.
+
+    Args:
+        settings: where the servers are.
+        place: node name, for messages.
+        replica: data-parallel replica that starts servers of its own; part of their names from the second on.
+        gpus: of each server to be started, from `share_gpus`; empty on a CPU.
+    """
+    if settings.addresses and settings.rendezvous:
+        raise ConfigError(
+            f"node '{place}': expected one way to find servers, got addresses and rendezvous. Unset one of them."
+        )
+    if settings.rendezvous:
+        return read_rendezvous(Path(settings.rendezvous), settings.pool.start_seconds)
+    if settings.addresses:
+        return [_parse(text, n) for n, text in enumerate(settings.addresses)]
+    prefix = f"{replica}." if replica else ""
+    return [
+        Address(url="", name=f"server {prefix}{n}", gpus=",".join(gpus[n]) if gpus else "")
+        for n in range(settings.servers)
+    ]
+
+
+def _parse(text: str, index: int) -> Address:
+    url = text if "://" in text else f"http://{text}"
+    host, colon, port = url.rstrip("/").partition("://")[2].rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"engine.addresses: expected host:port, for example 127.0.0.1:8000, got '{text}'.")
+    return Address(url=url.rstrip("/"), name=f"server {index}")
+
+
+def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
+    """Writes `engines.json` in one step, for other processes to read."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps({"format": 1, "servers": [asdict(s) for s in servers]}, indent=2)
+    aside.write_text(text + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def read_rendezvous(path: Path, seconds: float) -> list[Address]:
+    """The servers in an `engines.json`, waiting up to `seconds` for it; raises RunError when there are none.
+
+    A path that does not end in .json is a folder, in which each start of a job has a file of its own.
+    """
+    if path.suffix != ".json":
+        path = path / f"{os.environ.get(ATTEMPT) or BY_HAND}.json"
+    deadline = time.monotonic() + seconds
+    while not path.is_file():
+        if time.monotonic() >= deadline:
+            raise RunError(
+                f"engine.rendezvous: expected the addresses of servers in {path}, got no such file within "
+                f"{seconds:g} s. Check that the job that starts the servers is running and writes to this path."
+            )
+        time.sleep(_POLL_SECONDS)
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["servers"]
+        servers = [Address(**{**entry, "listed_in": str(path)}) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f'engine.rendezvous: expected {{"servers": [{{"url": "http://host:port"}}, …]}} in {path}, '
+            f"which cannot be read ({error})."
+        ) from error
+    if not servers:
+        raise RunError(f"engine.rendezvous: expected at least one server in {path}, got none.")
+    return servers
+
+
+def relocated(address: Address) -> Address | None:
+    """The new address of a server that was started again elsewhere, from its rendezvous file; None without news."""
+    if not address.listed_in:
+        return None
+    try:
+        servers = read_rendezvous(Path(address.listed_in), 0.0)
+    except RunError:
+        return None
+    return next((s for s in servers if s.name == address.name and s != address), None)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port nobody listens on now. Another process may take it before a server does; the caller then tries again."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int, host: str, setting: str) -> None:
+    """Raises ConfigError, naming the setting, when a port is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            raise ConfigError(
+                f"{setting}: expected a free port for a server, got {port}, which is in use on this host. "
+                f"Choose another, or set {setting}=0 to take free ports."
+            ) from None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this host by which `host` can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def share_gpus(servers: int, each: int, gpus: Sequence[str], ranks: Ranks | None = None) -> list[list[str]]:
+    """The GPUs of every server that the leader of a replica starts on its host; raises ConfigError for too few.
+
+    Ranks of a host own GPU 0, 1, … in the order of their numbers. Servers take the GPUs of their replica's ranks, from
+    the leader's on; where they need more than those, the servers of one replica follow those of the replica before. A
+    process that is alone leaves GPU 0 to its learner where there are enough others.
+
+    Args:
+        servers: of this rank.
+        each: GPUs of one server (tensor parallel).
+        gpus: all that this process sees, as CUDA_VISIBLE_DEVICES would name them.
+        ranks: this process among all of the run.
+
+    >>> share_gpus(2, 1, ["0", "1"]), share_gpus(2, 1, ["0", "1", "2", "3"])
+    ([['0'], ['1']], [['1'], ['2']])
+    >>> share_gpus(1, 2, ["4", "5", "6", "7"], Ranks(world=2, num_replicas=2, local_rank=1))
+    [['6', '7']]
+    >>> share_gpus(2, 1, list("01234567"), Ranks(world=8, num_replicas=2, local_rank=4))
+    [['4'], ['5']]
+    """
+    ranks = ranks or Ranks()
+    needed = servers * each
+    first = ranks.local_rank
+    if needed > ranks.per_replica:
+        first = ranks.local_rank // ranks.per_replica * needed
+    if ranks.world == 1 and len(gpus) > needed:
+        first = 1
+    if first + needed > len(gpus):
+        raise ConfigError(
+            f"engine.servers: expected {first + needed} GPUs for {servers} servers of {each} each, from GPU {first} "
+            f"on, but this process sees {len(gpus)} ({', '.join(gpus) or 'none'}). Lower engine.servers or "
+            "engine.tensor_parallel, start fewer ranks per host, or name servers that run elsewhere."
+        )
+    return [[gpus[first + n * each + k] for k in range(each)] for n in range(servers)]
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
+    import torch
+
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (names or [str(n) for n in range(torch.cuda.device_count())])[: torch.cuda.device_count()]

@@ -1,0 +1,125 @@
+"""One server process that this process starts: its log, how it ended, and the guard that ends it with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GUARD = Path(__file__).with_name("guard.py")
+STOP_SECONDS = 12.0
+LOG_LINES = 8
+_LOG_BYTES = 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a server process is started.
+
+    Attributes:
+        command: argument list; a part "{host}" becomes the address to listen on.
+        environment: variables added to this process's own; None removes one. "{scratch}" in a value becomes a folder
+            with a short path that is removed with the server.
+    """
+
+    command: list[str]
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+
+
+class ServerProcess:
+    """One server that this process started, under a guard that ends it when this process is gone.
+
+    Args:
+        launch: what to start.
+        log: file that takes its output; appended to.
+        remove: folders of the run that the guard removes should the run end without stopping the server.
+        host: address to listen on, in place of "{host}" in the command.
+    """
+
+    def __init__(self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1") -> None:
+        self.log = log
+        # Servers put sockets here, whose paths must be short.
+        self.scratch = Path(tempfile.mkdtemp(prefix="creditgraph-"))
+        environment = dict(os.environ)
+        for name, value in launch.environment.items():
+            if value is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = value.replace("{scratch}", str(self.scratch))
+        # Isolated: neither the user's folders nor ours may hide a module of the standard library.
+        guard = [sys.executable, "-I", "-S", str(GUARD), "--parent", str(os.getpid()), "--remove", str(self.scratch)]
+        for path in remove:
+            guard += ["--orphaned", str(path)]
+        command = [host if part == "{host}" else part for part in launch.command]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._start = output.tell()
+            self._process = subprocess.Popen(
+                [*guard, "--", *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends its servers in order
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the guard."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server is running."""
+        return self._process.poll() is None
+
+    def status(self) -> str:
+        """How it ended, for messages."""
+        code = self._process.poll()
+        if code is None:
+            return "is running"
+        number = code - 128 if code > 128 else -code
+        if number > 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(number).name}"
+        return f"exited with code {code}"
+
+    def output(self) -> str:
+        """What this process wrote to its log (the last 64 KiB)."""
+        return read_log(self.log, self._start)
+
+    def stop(self) -> None:
+        """Ends the server and everything it started; returns when they are gone."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(b"stop")
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def read_log(log: Path, start: int = 0) -> str:
+    """The last 64 KiB of a log from the byte `start` on; "" when it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - _LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_lines(text: str, count: int = LOG_LINES) -> str:
+    """The last non-empty lines, indented for a message; "" without any."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "".join(f"\n    {line[:240]}" for line in lines[-count:])

@@ -1,0 +1,307 @@
+"""How an SGLang server (0.5.23) is started and spoken to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import torch
+
+from components.engine.channel import Update
+from components.engine.messages import BadResponse, RowRequest, RowResponse, ScoreRequest, ScoreResponse
+from components.engine.served.addresses import free_port, own_address
+from components.engine.served.dialect import (
+    InFlight,
+    ServedModel,
+    ServerError,
+    Take,
+    as_arguments,
+    call,
+    parsing,
+    read_stream,
+    result_of,
+)
+from components.engine.served.process import Launch
+from components.engine.sglang import wire
+from components.engine.sglang.checks import held_checksum, names_to_skip
+from components.engine.sglang.group import UpdateGroup, new_group_name
+from components.engine.sglang.settings import SGLangSettings
+from components.engine.weight_files import read_file
+
+# Without CUDA: SGLang's own CPU engine, no compilation, plain attention.
+_CPU_VARIABLES = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "TORCHINDUCTOR_DISABLE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_CPU_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+}
+_CPU_CACHE_TOKENS = 65536
+# SGLang keeps two places of the context for itself; a row may fill all of ours.
+_CONTEXT_MARGIN = 8
+_POLL_SECONDS = 0.02
+
+
+def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, Any]:
+    """SGLang's server arguments, as its `Engine` takes them."""
+    cpu = model.device == "cpu"
+    options: dict[str, Any] = {
+        "model_path": model.path,
+        "dtype": model.dtype,
+        "context_length": model.context_length + _CONTEXT_MARGIN,
+        "max_running_requests": settings.max_rows,
+        "tp_size": settings.tensor_parallel,
+        "grammar_backend": "none",
+        "log_level": "warning",
+        "enable_deterministic_inference": True,
+        "sleep_on_idle": True,
+        # Each event of a stream holds new tokens only.
+        "incremental_streaming_output": True,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    if cache := settings.process.cache_tokens or (_CPU_CACHE_TOKENS if cpu else 0):
+        options["max_total_tokens"] = cache
+    return options | (_CPU_OPTIONS if cpu else {})
+
+
+def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, str | None]:
+    """Environment of SGLang's processes."""
+    variables: dict[str, str | None] = {
+        # Health checks that generate a token would wait for all requests.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # A connection that the server closes just when it is used again would look like a fault.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+        # No folder of the user may hide a module of SGLang's.
+        "PYTHONSAFEPATH": "1",
+    }
+    if model.device == "cpu":
+        variables |= {"OMP_NUM_THREADS": str(settings.process.threads), **_CPU_VARIABLES}
+    return variables | settings.process.environment
+
+
+class SGLangDialect:
+    """`Dialect` of SGLang.
+
+    Log-probs are SGLang's own: at the sampling temperature, before truncation. Seeds count because servers run with
+    --enable-deterministic-inference.
+
+    Args:
+        settings: of the engine.
+        model: what the servers serve.
+    """
+
+    def __init__(self, settings: SGLangSettings, model: ServedModel) -> None:
+        self._settings = settings
+        self._model = model
+        # For entropies SGLang must send all log-probs of each token's vocabulary.
+        self._entropies = model.vocab_size <= settings.entropy_vocab
+        self._top = model.vocab_size if self._entropies else 0
+        self._groups: dict[str, UpdateGroup] = {}
+        self._busy: set[str] = set()
+
+    def launch(self, port: int, identity: str) -> Launch:
+        """Command and environment of a server."""
+        process = self._settings.process
+        options = {
+            "host": "{host}",
+            "port": port,
+            "served_model_name": identity,
+            "skip_server_warmup": True,
+            "log_level_http": "warning",
+            **engine_options(self._settings, self._model),
+        }
+        command = [process.python or sys.executable, "-m", "sglang.launch_server", *as_arguments(options)]
+        return Launch(command=[*command, *process.arguments], environment=engine_variables(self._settings, self._model))
+
+    async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
+        """Whether its HTTP and scheduler processes respond. A scheduler that loads weights is busy, not gone."""
+        await call(client, "GET", "/health")
+        url = str(client.base_url)
+        if url in self._busy:
+            return True
+        # The served model name changes with weights from disk, the command line does not.
+        command = str((await call(client, "GET", "/server_info")).get("launch_command"))
+        if identity and identity not in command:
+            raise ServerError(f"expected server '{identity}' at {url}, got one started as '{command[:200]}'.")
+        return True
+
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+        """One row, as one response or as server-sent events."""
+        body = wire.generate_body(request, request_id, self._top)
+        async with self._ended(client, request_id):
+            if request.stream:
+                return await self._stream(client, body, request_id, take)
+            reply = await call(client, "POST", "/generate", body)
+            response, version = wire.read_generated(reply, self._entropies)
+            take(response, True)
+            return version
+
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], request_id: str, take: Take) -> int | None:
+        taken = 0
+
+        def read(event: str) -> tuple[RowResponse, bool, int | None]:
+            nonlocal taken
+            part, last, version = wire.read_event(event, taken, self._entropies)
+            taken += len(part.tokens)
+            return part, last, version
+
+        async def end() -> None:
+            # A request that the server does not end runs to its own end and is read until then.
+            with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+                await self.abort(client, [request_id])
+
+        streamed = wire.streamed(body, self._settings.stream_tokens)
+        return await read_stream(client, "/generate", streamed, read, take, end)
+
+    async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
+        """Teacher-forced log-probs."""
+        async with self._ended(client, request_id):
+            reply = await call(client, "POST", "/generate", wire.score_body(request, request_id, self._top))
+        return wire.read_scores(reply, request, self._entropies)
+
+    @asynccontextmanager
+    async def _ended(self, client: httpx.AsyncClient, request_id: str) -> AsyncIterator[None]:
+        """SGLang goes on when a connection closes, so a request that is given up is ended by name."""
+        try:
+            yield
+        except (asyncio.CancelledError, BadResponse):
+            with contextlib.suppress(Exception):
+                await asyncio.shield(asyncio.wait_for(self.abort(client, [request_id]), 1.0))
+            raise
+
+    async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
+        """Stops sampling. SGLang's own pause polls requests once a second, so they are ended or awaited first."""
+        while await self._requests(client):
+            if in_flight == "abort":
+                await call(client, "POST", "/abort_request", wire.abort_body(None))
+            await asyncio.sleep(_POLL_SECONDS)
+        await call(client, "POST", "/pause_generation", {"mode": "abort"})
+
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        """Samples again."""
+        await call(client, "POST", "/continue_generation", {"torch_empty_cache": False})
+
+    async def update(self, client: httpx.AsyncClient, update: Update) -> None:
+        """Loads the weights from disk or by broadcast; either drops the prefix cache."""
+        if update.written is not None:
+            await result_of(update.written)
+        url = str(client.base_url)
+        self._busy.add(url)
+        try:
+            if self._settings.channel.kind == "file":
+                await _succeed(client, "/update_weights_from_disk", wire.disk_body(update.path, update.version))
+                return
+            if url not in self._groups:
+                self._groups[url] = await self._join(client)
+            await _succeed(client, "/begin_weight_update", {})
+            try:
+                for n, file in enumerate(update.files, 1):
+                    await self._broadcast(client, file, update.version if n == len(update.files) else None)
+            finally:
+                await _succeed(client, "/end_weight_update", {})
+        except BaseException:
+            group = self._groups.pop(url, None)
+            if group is not None:
+                group.close()
+            raise
+        finally:
+            self._busy.discard(url)
+
+    async def _broadcast(self, client: httpx.AsyncClient, file: str, version: int | None) -> None:
+        tensors = await asyncio.to_thread(lambda: dict(read_file(file)))
+        group = self._groups[str(client.base_url)]
+        posted = asyncio.create_task(
+            _succeed(client, "/update_weights_from_distributed", wire.broadcast_body(group.name, tensors, version))
+        )
+        sent = asyncio.create_task(asyncio.to_thread(lambda: group.broadcast(wire.flat_bytes(tensors))))
+        await _both(posted, sent)
+
+    async def _join(self, client: httpx.AsyncClient) -> UpdateGroup:
+        backend = "gloo" if self._model.device == "cpu" else "nccl"
+        address = own_address(client.base_url.host, client.base_url.port or 80)
+        meeting = free_port(address)
+        ranks = self._settings.tensor_parallel
+        name = new_group_name()
+        opened = asyncio.create_task(
+            asyncio.to_thread(UpdateGroup, name, address, meeting, backend, ranks, self._settings.pool.update_seconds)
+        )
+        joined = asyncio.create_task(
+            _succeed(client, "/init_weights_update_group", wire.group_body(name, address, meeting, backend, ranks))
+        )
+        group: UpdateGroup = await _both(joined, opened)
+        return group
+
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
+        """Version, and the update's checksum if the server's own hashes are those of the update's files."""
+        info = await call(client, "GET", "/model_info")
+        version = wire.version_number(info.get("weight_version"))
+        if not update.files:
+            return version, None  # another process published them and compares
+        tensors = await asyncio.to_thread(lambda: {n: t for file in update.files for n, t in read_file(file)})
+        body = wire.checksum_body(names_to_skip(list(tensors), update.sample))
+        reply = await call(client, "POST", "/weights_checker", body)
+        with parsing("POST /weights_checker"):
+            ranks = [dict(rank["checksums"]) for rank in reply["ranks"]]
+        dtype = getattr(torch, self._model.dtype)
+        return version, await asyncio.to_thread(
+            held_checksum, update, tensors, ranks, dtype, self._model.device != "cpu"
+        )
+
+    async def progress(self, client: httpx.AsyncClient) -> float | None:
+        """Decoding steps and prefilled tokens so far."""
+        load = await self._load(client)
+        moments = load.get("decode_moments") or [0.0]
+        return float(moments[0]) + float(load.get("total_prefill_uncached_tokens") or 0.0)
+
+    async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
+        """Ends these requests."""
+        for request_id in request_ids:
+            await call(client, "POST", "/abort_request", wire.abort_body(request_id))
+
+    async def _requests(self, client: httpx.AsyncClient) -> int:
+        """Number of requests that run or wait at the server."""
+        load = await self._load(client)
+        return int(load.get("num_running_reqs") or 0) + int(load.get("num_waiting_reqs") or 0)
+
+    async def _load(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        loads = (await call(client, "GET", "/v1/loads")).get("loads")
+        return dict(loads[0]) if loads else {}
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+async def _succeed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    """A request whose response must say "success"."""
+    reply = await call(client, "POST", path, body)
+    if not isinstance(reply, dict) or reply.get("success") is not True:
+        raise ServerError(f"POST {path}: expected success, got {reply}.")
+
+
+async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> Any:
+    """Result of the second once both are done; the first failure is raised without waiting for the other."""
+    try:
+        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return second.result()
+    finally:
+        first.cancel()
+        second.cancel()

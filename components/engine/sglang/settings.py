@@ -1,0 +1,46 @@
+"""Settings of `engine.sglang`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from components.engine.channel import PLACE
+from components.engine.served.settings import ServerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """Settings of SGLang's processes."""
+
+    python: str = ""
+    """interpreter of the environment that has SGLang, which needs one of its own; "" is this one"""
+    environment: dict[str, str] = field(default_factory=dict)
+    """variables for server processes, added to this process's own"""
+    arguments: tuple[str, ...] = ()
+    """further arguments of sglang.launch_server; they come last, so they win"""
+    cache_tokens: int = 0
+    """tokens whose keys and values a server holds; 0: what fits its share of memory (65,536 on a CPU)"""
+    threads: int = 1
+    """threads on a CPU; more than free cores slow it down"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("threads", 1), ("cache_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangSettings(ServerSettings):
+    """Settings of SGLang's servers."""
+
+    servers: int = field(default=1, metadata=PLACE)
+    """server processes to start on this host"""
+    process: ProcessSettings = field(default_factory=ProcessSettings)
+    """how SGLang is started"""
+    entropy_vocab: int = 1024
+    """largest vocabulary for which entropies are requested"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.entropy_vocab < 0:
+            raise ValueError(f"entropy_vocab: expected at least 0, got {self.entropy_vocab}.")

@@ -1,0 +1,396 @@
+"""vLLM's HTTP servers (0.32): how they are started and spoken to.
+
+Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
+those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
+safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
+need the server's development mode, which is why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from components.engine.channel import PREFIX, Update
+from components.engine.messages import (
+    FinishReason,
+    RowRequest,
+    RowResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from components.engine.served.dialect import (
+    InFlight,
+    RefusedError,
+    ServedModel,
+    ServerError,
+    Take,
+    as_arguments,
+    call,
+    check_status,
+    parsing,
+    read_stream,
+    result_of,
+)
+from components.engine.served.process import Launch
+from components.engine.vllm.settings import VllmSettings
+from pipeline import ROOT
+from pipeline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from components.engine.vllm.nccl import Broadcaster
+
+EXTENSION = "components.engine.vllm.worker.WorkerExtension"
+_TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+_TOGETHER_SECONDS = 0.005
+_GENERATE = "/inference/v1/generate"
+_IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_FLOOR = -9999.0  # in place of NaN and −∞ among the log-probs of sampled tokens
+_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
+
+
+def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
+    """vLLM's engine arguments, for `vllm.LLM` and for a server's command line."""
+    cpu = model.device == "cpu"
+    options: dict[str, Any] = {
+        "model": model.path,
+        "dtype": model.dtype,
+        # A row that fills the context is scored as a prompt, and vLLM wants room for one token after a prompt.
+        "max_model_len": model.context_length + 1,
+        "trust_remote_code": model.trust_remote_code,
+        "max_num_seqs": settings.max_rows,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
+        "enable_chunked_prefill": not cpu,
+        "gpu_memory_utilization": settings.gpu_memory,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
+        "seed": 0,
+    }
+    if settings.kv_cache_gb:
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 2**30)
+    if cpu:
+        options["block_size"] = 32  # others have no kernel
+    if rank := settings.lora.max_rank:
+        options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+    return options
+
+
+@dataclass
+class _Known:
+    """What this process remembers of a server."""
+
+    adapter: str = ""  # that requests ask for
+    ending: list[str] = field(default_factory=list)  # requests to be ended together
+
+
+class VllmDialect:
+    """`Dialect` of vLLM.
+
+    Args:
+        settings: of the engine.
+        model: what the servers serve.
+    """
+
+    def __init__(self, settings: VllmSettings, model: ServedModel) -> None:
+        self._settings = settings
+        self._model = model
+        self._eos = frozenset(model.eos)
+        self._broadcasts = settings.channel.kind == "broadcast"
+        self._broadcaster: Broadcaster | None = None
+        self._servers: dict[str, _Known] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        if self._broadcasts and model.device == "cpu":
+            raise ConfigError(
+                "engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast', which needs GPUs."
+            )
+
+    def launch(self, port: int, identity: str) -> Launch:
+        """The API server with worker extension and development mode."""
+        options = engine_options(self._settings, self._model)
+        options |= {"served_model_name": identity, "host": "{host}", "port": port}
+        options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        environment: dict[str, str | None] = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # A connection that the server closes just when it is used again would look like a fault.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+            "VLLM_RPC_BASE_PATH": "{scratch}",
+            # The extension is imported from here; a user's own folder `components` must not hide it.
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        }
+        if self._settings.lora.max_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if self._broadcasts:
+            options["weight_transfer_config"] = '{"backend": "nccl"}'
+        if self._model.device == "cpu":
+            if self._settings.tensor_parallel == 1:
+                # No process of its own for the worker, with which the engine would exchange every step by spinning.
+                # vLLM has one to set OpenMP's variables, which are set here.
+                options["distributed_executor_backend"] = _IN_ENGINE_CORE
+            # By themselves, servers would bind to the same core.
+            environment |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self._settings.cpu_threads),
+            }
+        command = [sys.executable, "-m", "components.engine.vllm.start", *as_arguments(options, negate=True)]
+        return Launch(command=[*command, *self._settings.arguments], environment=environment)
+
+    async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
+        """/health, and the served model name."""
+        await call(client, "GET", "/health")
+        if identity:
+            names = await _model_names(client)
+            if identity not in names:
+                raise ServerError(f"expected server '{identity}' at this address, got '{', '.join(names)}'.")
+        return True
+
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+        """One row, as one response or as server-sent events."""
+        body = self.generate_body(request, request_id) | self._adapter(client)
+        if request.stream:
+            body["stream"] = True
+            body["sampling_params"]["stream_interval"] = self._settings.stream_tokens
+
+            async def end() -> None:
+                self._end_soon(client, request_id)
+
+            return await read_stream(client, _GENERATE, body, self.read_event, take, end)
+        response, version = self.read_response(await call(client, "POST", _GENERATE, body))
+        take(response, True)
+        return version
+
+    async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
+        """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
+        sampling = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": 1, "detokenize": False}
+        body = {"request_id": request_id, "token_ids": request.context + request.tokens, "sampling_params": sampling}
+        try:
+            return self.read_scores(await call(client, "POST", _GENERATE, body | self._adapter(client)), request)
+        except RefusedError as error:
+            if "not JSON compliant" not in str(error):
+                raise
+            return ScoreResponse(logprobs=[math.nan] * len(request.tokens), entropies=None)  # JSON has no NaN
+
+    def generate_body(self, request: RowRequest, request_id: str) -> dict[str, Any]:
+        """JSON of a generation request."""
+        sampling: dict[str, Any] = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "logprobs": 2,  # the sampled token's, and the entry that holds the entropy
+            "stop_token_ids": sorted(self._eos),
+            "detokenize": False,
+        }
+        if request.temperature > 0:
+            sampling |= {"top_p": request.top_p, "top_k": request.top_k}
+        return {"request_id": request_id, "token_ids": request.tokens, "sampling_params": sampling}
+
+    def read_response(self, reply: Any) -> tuple[RowResponse, int | None]:
+        """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
+        with parsing(f"POST {_GENERATE}"):
+            (choice,) = reply["choices"]
+            return self._response(choice), _version(choice)
+
+    def read_event(self, event: str) -> tuple[RowResponse, bool, int | None]:
+        """What an event of a streamed reply adds, whether it is the last, and then the version; raises ServerError."""
+        with parsing(f"POST {_GENERATE}, '{event[:200]}'"):
+            (choice,) = json.loads(event)["choices"]
+            last = choice.setdefault("finish_reason", None) is not None
+            return self._response(choice), last, _version(choice) if last else None
+
+    def _response(self, choice: Mapping[str, Any]) -> RowResponse:
+        tokens = [int(token) for token in choice["token_ids"]]
+        entries = (choice["logprobs"] or {"content": []})["content"] or []
+        ended: FinishReason = "eos" if tokens and tokens[-1] in self._eos else "stop"
+        return RowResponse(
+            tokens=tokens,
+            logprobs=[math.nan if entry["logprob"] <= _FLOOR else float(entry["logprob"]) for entry in entries],
+            entropies=[_entropy(entry) for entry in entries],
+            reason=_REASONS.get(choice["finish_reason"], ended),
+        )
+
+    @staticmethod
+    def read_scores(reply: Any, request: ScoreRequest) -> ScoreResponse:
+        """The scores in a reply; raises ServerError for one of another form."""
+        with parsing(f"POST {_GENERATE}"):
+            table = reply["prompt_logprobs"][len(request.context) :]
+            logprobs = []
+            entropies = []
+            for token, entry in zip(request.tokens, table, strict=True):
+                logprobs.append(float(entry[str(token)]["logprob"]))
+                (other,) = (value for key, value in entry.items() if key != str(token))
+                entropies.append(-float(other["logprob"]))
+            return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version(reply["choices"][0]))
+
+    async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
+        """/pause, which also empties the prefix cache."""
+        mode = "wait" if in_flight == "finish" else "abort"
+        await call(client, "POST", "/pause", query={"mode": mode, "clear_cache": "true"})
+
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        """/resume."""
+        await call(client, "POST", "/resume")
+
+    async def update(self, client: httpx.AsyncClient, update: Update) -> None:
+        """Has the workers read the files; vLLM's own version number follows only when they have."""
+        if not await self._installed(client):
+            await _workers(client, "creditgraph_install", forbidden=list(self._model.forbidden))
+        if update.adapter:
+            await self._load_adapter(client, update)
+        elif self._broadcasts:
+            await self._broadcast(client, update)
+        else:
+            await _workers(
+                client,
+                "creditgraph_load_files",
+                version=update.version,
+                files=update.files,
+                sample=update.sample,
+                wait_seconds=0.0 if update.written is None else self._settings.pool.update_seconds,
+            )
+        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+        reset = await call(client, "POST", "/reset_prefix_cache")
+        if isinstance(reset, Mapping) and reset.get("success") is False:
+            raise ServerError("expected its prefix cache to be empty after an update, but requests are running.")
+
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
+        """vLLM's version number and the workers' checksum, once both agree; after a broadcast there is no checksum."""
+        version = _number(str((await call(client, "GET", "/weight_info"))["weight_version"]))
+        self._known(client).adapter = update.adapter
+        if self._broadcasts:
+            return version, None
+        states = await _workers(client, "creditgraph_state")
+        held = {(int(state["version"]), str(state["checksum"])) for state in states}
+        if len(held) != 1 or next(iter(held))[0] != version:
+            raise ServerError(f"expected workers that hold weights version {version}, got {sorted(held)}.")
+        return next(iter(held))
+
+    async def progress(self, client: httpx.AsyncClient) -> float | None:
+        """Tokens that went through the model."""
+        response = await client.get("/metrics")
+        counts = [float(value) for value in _TOKENS.findall(response.content)]
+        return sum(counts) if counts else None
+
+    async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
+        """/abort_requests."""
+        if request_ids:
+            # The server puts this before the ids that it is given.
+            names = [f"generate-tokens-{request_id}" for request_id in request_ids]
+            await call(client, "POST", "/abort_requests", {"request_ids": names})
+
+    def close(self) -> None:
+        """Drops the broadcast groups."""
+        self._broadcaster = None
+
+    def _known(self, client: httpx.AsyncClient) -> _Known:
+        return self._servers.setdefault(str(client.base_url), _Known())
+
+    def _adapter(self, client: httpx.AsyncClient) -> dict[str, str]:
+        name = self._known(client).adapter
+        return {"model": name} if name else {}
+
+    def _end_soon(self, client: httpx.AsyncClient, request_id: str) -> None:
+        """Ends a request together with those that come to their end in the same moment."""
+        ending = self._known(client).ending
+        ending.append(request_id)
+        if len(ending) == 1:
+            task = asyncio.get_running_loop().create_task(self._end_all(client))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _end_all(self, client: httpx.AsyncClient) -> None:
+        known = self._known(client)
+        try:
+            await asyncio.sleep(_TOGETHER_SECONDS)
+        finally:
+            ids = known.ending
+            known.ending = []
+        # A request that the server does not end runs to its own end and is read until then; a server that is gone
+        # cuts it off.
+        with contextlib.suppress(ServerError, httpx.HTTPError, OSError):
+            await self.abort(client, ids)
+
+    async def _load_adapter(self, client: httpx.AsyncClient, update: Update) -> None:
+        """Registers the adapter under its own name, by which vLLM's prefix cache knows it, in place of those there."""
+        await _workers(client, "creditgraph_restore")
+        for name in await _model_names(client):
+            if name.startswith(PREFIX):
+                await _post_text(client, "/v1/unload_lora_adapter", lora_name=name)
+        await _post_text(client, "/v1/load_lora_adapter", lora_name=update.adapter, lora_path=update.path)
+        await _workers(client, "creditgraph_adapter", version=update.version)
+
+    async def _broadcast(self, client: httpx.AsyncClient, update: Update) -> None:
+        from components.engine.vllm.nccl import Broadcaster
+
+        if self._broadcaster is None:
+            self._broadcaster = Broadcaster(self._settings.channel.bucket_mb << 20, self._settings.pool.update_seconds)
+        if update.written is not None:
+            await result_of(update.written)
+        workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
+        await asyncio.to_thread(self._broadcaster.send, str(client.base_url).rstrip("/"), update.files, workers)
+
+    async def _installed(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return all(state["installed"] for state in await _workers(client, "creditgraph_state"))
+        except RefusedError as error:
+            raise ServerError(
+                f"{error} Expected a server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
+                f"--worker-extension-cls {EXTENSION}."
+            ) from error
+
+
+async def _workers(client: httpx.AsyncClient, method: str, **arguments: Any) -> list[Any]:
+    """Results of a method of the worker extension, one per worker."""
+    reply = await call(client, "POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+    results: list[Any] = reply.get("results", [])
+    return results
+
+
+async def _model_names(client: httpx.AsyncClient) -> list[str]:
+    return [str(entry["id"]) for entry in (await call(client, "GET", "/v1/models"))["data"]]
+
+
+async def _post_text(client: httpx.AsyncClient, path: str, **body: str) -> None:
+    """A request whose response is a sentence."""
+    response = await client.post(path, json=body)
+    if response.status_code == 404 and "lora" not in response.text.lower():
+        raise ServerError(
+            f"POST {path}: expected a server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, "
+            "got one without this endpoint."
+        )
+    check_status(f"POST {path}", response)
+
+
+def _entropy(entry: Mapping[str, Any]) -> float:
+    (other,) = (top for top in entry["top_logprobs"] if top["token_id"] != entry["token_id"])
+    return -float(other["logprob"])
+
+
+def _version(choice: Mapping[str, Any]) -> int | None:
+    """Of the weights that gave a response; None for one that ended before its first token."""
+    versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
+    if not versions and choice["finish_reason"] == "abort":
+        return None
+    if len(versions) != 1:
+        raise ServerError(f"expected a response by one weights version, got {sorted(versions)}.")
+    return _number(versions.pop())
+
+
+def _number(version: str) -> int:
+    """−1 for a version that is not ours ("default" before the first update)."""
+    return int(version) if version.isdigit() else -1

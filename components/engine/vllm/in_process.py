@@ -1,0 +1,286 @@
+"""vLLM's offline engine in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from components.engine.channel import FileChannel
+from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, check_score
+from components.engine.probe import Probe, ProbeError, compare_logprobs
+from components.engine.rows import Rows
+from components.engine.served.dialect import ServedModel
+from components.engine.vllm.dialect import engine_options
+from components.engine.vllm.settings import VllmSettings
+from components.engine.weight_files import sample_checksum, sample_names
+from pipeline.core.component import Context
+from pipeline.core.errors import RunError
+from pipeline.core.payloads import Weights
+
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class InProcess:
+    """vLLM in this process (a `Backend`), on the model's own weights at first.
+
+    Args:
+        context: of the engine's node.
+        settings: of the engine.
+        model: what it serves.
+    """
+
+    def __init__(self, context: Context, settings: VllmSettings, model: ServedModel) -> None:
+        self._context = context
+        self._eos = list(model.eos)
+        self._threads = settings.cpu_threads
+        self._sleep = settings.sleep and model.device != "cpu"
+        self._asleep = False
+        self._own = True  # whether it holds the model's own weights
+        self._counters: dict[str, float] = {}
+        self._request_ids = itertools.count()
+        self._adapter_ids = itertools.count(1)
+        self._adapter: Any = None
+        self.channel: FileChannel | None = None
+        if settings.lora.max_rank:
+            self.channel = FileChannel(settings.channel, settings.channel.sent_dtype(context.model))
+        with _environment({**_VARIABLES, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}):
+            from vllm import LLM
+
+            with _kernel_threads(self._threads):
+                options = engine_options(settings, model)
+                self.llm: Any = LLM(**options, enable_sleep_mode=self._sleep, disable_log_stats=True)
+        self.core = self.llm.llm_engine
+        self.llm.collective_rpc("creditgraph_install", args=(list(model.forbidden),))
+
+    def restore(self) -> bool:
+        """The model's own weights stay loaded below adapters."""
+        if self._own:
+            self._adapter = None
+        return self._own
+
+    def load(self, weights: Weights, probe: Probe | None) -> None:
+        """Loads weights in place and verifies them."""
+        place = f"engine '{self._context.node}': update to weights version {weights.version}"
+        self._wake()
+        self._own = weights.adapter is not None
+        try:
+            with _kernel_threads(self._threads):
+                checksum, state = self._load_adapter(weights) if weights.adapter is not None else self._load(weights)
+        except (RuntimeError, ValueError, AssertionError, KeyError) as error:
+            raise RunError(
+                f"{place}: vLLM could not load them ({error}). Start the run again; it continues from its checkpoint."
+            ) from error
+        if not self.llm.reset_prefix_cache():
+            raise RunError(
+                f"{place}: expected an empty prefix cache, but requests are running. Wait for generation to end."
+            )
+        if (state["version"], state["checksum"]) != (weights.version, checksum):
+            raise RunError(
+                f"{place}: expected version {weights.version} with checksum {checksum}, the engine reports version "
+                f"{state['version']} with {state['checksum']}. The tensors were changed on the way to it. "
+                "Start the run again; it continues from its checkpoint."
+            )
+        if probe is None:
+            return
+        (response,) = self._score([probe.request])
+        try:
+            difference = compare_logprobs(response.logprobs, probe.expected(), probe.tolerance)
+        except ProbeError as error:
+            raise RunError(
+                f"{place}: {error} Start the run again; it continues from its checkpoint. If that repeats, vLLM cannot "
+                "take new weights of this model: use engine=local."
+            ) from error
+        self._context.log(update_difference=difference)
+
+    def _load(self, weights: Weights) -> tuple[str, dict[str, Any]]:
+        """Loads whole weights; the checksum of what was sent, and the state of the worker after it."""
+        self._adapter = None
+        tensors = weights.tensors or {}
+        names = sample_names(tensors)
+        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors, names))
+        return sample_checksum(tensors, names), state
+
+    def _load_adapter(self, weights: Weights) -> tuple[str, dict[str, Any]]:
+        """Loads an adapter under an id of its own, by which the prefix cache knows it, in place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.channel is not None, "made where adapters are taken"
+        update = self.channel.publish(weights)
+        self.llm.collective_rpc("creditgraph_restore")
+        if self._adapter is not None:
+            self.core.remove_lora(self._adapter.lora_int_id)
+        self._adapter = LoRARequest(update.adapter, next(self._adapter_ids), update.path)
+        self.core.add_lora(self._adapter)
+        (state,) = self.llm.collective_rpc("creditgraph_adapter", args=(weights.version,))
+        self.channel.retire(weights.version)
+        return update.checksum, state
+
+    def sample(self, rows: Rows) -> None:
+        """One request per row. Where text may end a row, its tokens are watched as they come, and the request ends with
+        the row: thoughts need no request of their own, and vLLM need not decode."""
+        waiting: dict[str, int] = {}
+        with self._running(waiting) as steps:
+            for request in rows.start():
+                waiting[self._add(request.tokens, **self._sampling(request))] = request.row
+            for step in steps:
+                ended = []
+                for out in step:
+                    # A request that was ended may be in one more step.
+                    if out.request_id in waiting and rows.feed(waiting[out.request_id], response_of(out), out.finished):
+                        del waiting[out.request_id]
+                        cached = out.num_cached_tokens or 0
+                        self._count("prefill_tokens", len(out.prompt_token_ids) - cached)
+                        self._count("cached_tokens", cached)
+                        if not out.finished:
+                            ended.append(out.request_id)
+                if ended:
+                    self.core.abort_request(ended)
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
+        """Prompt log-probs and entropies."""
+        responses = self._score(requests)
+        return [check_score(request, response) for request, response in zip(requests, responses, strict=True)]
+
+    def _score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
+        waiting: dict[str, int] = {}
+        responses: dict[int, ScoreResponse] = {}
+        with self._running(waiting) as steps:
+            for n, request in enumerate(requests):
+                tokens = request.context + request.tokens
+                name = self._add(tokens, max_tokens=1, temperature=request.temperature, prompt_logprobs=1)
+                waiting[name] = n
+            for out in itertools.chain.from_iterable(steps):
+                n = waiting.pop(out.request_id)
+                # Two numbers per prompt token after the first.
+                numbers = out.prompt_logprobs.logprobs[2 * (len(requests[n].context) - 1) :]
+                responses[n] = ScoreResponse(logprobs=numbers[::2], entropies=[-x for x in numbers[1::2]])
+        return [responses[n] for n in range(len(requests))]
+
+    def _sampling(self, request: RowRequest) -> dict[str, Any]:
+        return {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "seed": request.seed if request.temperature else None,
+            "stop_token_ids": self._eos,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "stream": request.stream,
+        }
+
+    def _add(self, tokens: list[int], stream: bool = False, **sampling: Any) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = str(next(self._request_ids))
+        params = SamplingParams(
+            **sampling,
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self.core.add_request(name, {"prompt_token_ids": tokens}, params, lora_request=self._adapter)
+        return name
+
+    @contextmanager
+    def _running(self, waiting: dict[str, int]) -> Iterator[Iterator[list[Any]]]:
+        """Yields the outputs of each step while requests are `waiting`; after an error the others are aborted."""
+        self._wake()
+        try:
+            with _kernel_threads(self._threads):
+                yield self._steps(waiting)
+        finally:
+            if waiting:
+                self.core.abort_request(list(waiting))
+                waiting.clear()
+            if self._sleep and not self._asleep:
+                self.llm.sleep(level=1)
+                self._asleep = True
+
+    def _steps(self, waiting: dict[str, int]) -> Iterator[list[Any]]:
+        while waiting:
+            yield self.core.step()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
+
+    def _count(self, name: str, amount: int) -> None:
+        self._counters[name] = self._counters.get(name, 0.0) + amount
+
+    def take_counters(self) -> dict[str, float]:
+        """Prompt tokens since the last call."""
+        counters = self._counters
+        self._counters = {}
+        return counters
+
+    def close(self) -> None:
+        """Drops vLLM with its process group."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        if self.channel is not None:
+            self.channel.close()
+        with contextlib.suppress(Exception):
+            self.core.engine_core.shutdown()
+        self.core = None
+        self.llm = None
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def response_of(out: Any) -> RowResponse:
+    """vLLM's output of one request, or of one step of it.
+
+    `components.engine.vllm.worker.ExactSampler` gives two numbers per token: log-prob and minus the entropy.
+    """
+    (done,) = out.outputs
+    numbers = done.logprobs.logprobs
+    return RowResponse(
+        tokens=list(done.token_ids),
+        logprobs=numbers[::2],
+        entropies=[-x for x in numbers[1::2]],
+        reason=done.finish_reason or "stop",
+    )
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _kernel_threads(count: int) -> Iterator[None]:
+    """OpenMP threads of this thread of the process; vLLM replaces torch's setter, which is put back."""
+    setter = torch.set_num_threads
+    before = torch.get_num_threads()
+    setter(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads = setter
+        setter(before)

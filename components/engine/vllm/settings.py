@@ -1,0 +1,64 @@
+"""Settings of `engine.vllm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from components.engine.served.settings import ServerSettings
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be started for
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """The learner's LoRA adapters; `configs/engine/vllm.yaml` takes both settings from the node `learner`."""
+
+    publish: Literal["merged", "adapter"] = "merged"
+    """what the learner publishes; with merged the engine starts without LoRA, and merges an adapter that it gets all
+    the same"""
+    rank: int = 0
+    """largest rank of the adapters that are taken without merging"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank <= _RANKS[-1] and self.publish == "adapter":
+            raise ValueError(f"lora.rank: expected 0 to {_RANKS[-1]}, got {self.rank}. Or set lora.publish=merged.")
+
+    @property
+    def max_rank(self) -> int:
+        """The rank that vLLM is started for, one of those it knows; 0: it starts without LoRA."""
+        return next(r for r in _RANKS if r >= self.rank) if self.publish == "adapter" and self.rank else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(ServerSettings):
+    """Settings of vLLM, in servers or in this process."""
+
+    kv_cache_gb: float = 1.0
+    """gigabytes of KV cache; on a GPU 0 takes what gpu_memory leaves"""
+    gpu_memory: float = 0.5
+    """share of the GPU's memory for weights and KV cache; the learner needs the rest"""
+    enforce_eager: bool = True
+    """True: no compilation, starts in seconds; False: compiled, slower start, faster on a GPU"""
+    cpu_threads: int = 1
+    """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
+    sleep: bool = False
+    """gives weights and KV cache memory back between calls (in this process and on a GPU only; ignored otherwise)"""
+    arguments: tuple[str, ...] = ()
+    """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they win"""
+    lora: AdapterSettings = field(default_factory=AdapterSettings)
+    """LoRA adapters as the learner publishes them"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cpu_threads < 1:
+            raise ValueError(f"cpu_threads: expected at least 1, got {self.cpu_threads}.")
+        if self.kv_cache_gb < 0:
+            raise ValueError(f"kv_cache_gb: expected at least 0, got {self.kv_cache_gb}.")
+        if not 0 < self.gpu_memory <= 1:
+            raise ValueError(f"gpu_memory: expected 0 < gpu_memory ≤ 1, got {self.gpu_memory}.")
+        if self.lora.max_rank and self.channel.kind == "broadcast":
+            raise ValueError(
+                "channel.kind: expected 'file' with a learner that publishes adapters, which travel through files, "
+                "got 'broadcast'. Set that, or learner.lora.publish=merged."
+            )

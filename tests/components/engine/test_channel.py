@@ -1,0 +1,239 @@
+"""Weight files: exact, bounded, atomic, and gone when they should be."""
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.engine.channel import ChannelSettings, FileChannel, remove_abandoned
+from components.engine.weight_files import buckets, read_file, sample_checksum, sample_names, wait_for
+from pipeline.core.errors import CreditgraphError, RunError
+from pipeline.core.payloads import Weights
+
+
+@pytest.fixture
+def channel(tmp_path):
+    made = []
+
+    def make(dtype=torch.float32, near=False, **settings):
+        made.append(FileChannel(ChannelSettings(**{"path": str(tmp_path), **settings}), dtype, near))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert not list(tmp_path.glob("creditgraph-weights-*"))
+
+
+def weights(version=1, **tensors):
+    return Weights(version=version, tensors=tensors)
+
+
+def read(update):
+    return {name: tensor for file in update.files for name, tensor in read_file(file)}
+
+
+def test_float32_is_exact_and_bfloat16_is_rounded_once(channel):
+    exact = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(read(channel().publish(weights(a=exact)))["a"], exact)
+    half = read(channel(torch.bfloat16).publish(weights(a=exact, steps=torch.tensor([1, 2]))))
+    assert torch.equal(half["a"], exact.to(torch.bfloat16))
+    assert half["steps"].dtype == torch.int64
+
+
+def test_tensors_that_share_memory_travel_whole(channel):
+    shared = torch.randn(6, 2)
+    files = read(channel().publish(weights(whole=shared, part=shared[:3])))
+    assert torch.equal(files["whole"], shared)
+    assert torch.equal(files["part"], shared[:3])
+
+
+def test_buckets_hold_whole_tensors_up_to_the_limit():
+    tensors = {
+        name: torch.zeros(size, dtype=torch.uint8) for name, size in (("a", 4), ("b", 6), ("c", 1), ("d", 30), ("e", 2))
+    }
+    # a + b = 10 fits exactly; c would be the eleventh byte; d is bigger than a bucket and alone.
+    assert [list(bucket) for bucket in buckets(tensors, 10)] == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_files_are_cut_into_buckets(channel):
+    update = channel(bucket_mb=1).publish(weights(**{f"t{n}": torch.full((1 << 17,), float(n)) for n in range(5)}))
+    assert len(update.files) == 3  # half a MiB each, two per bucket
+    assert [float(read(update)[f"t{n}"][0]) for n in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_only_the_newest_version_stays(channel):
+    files = channel()
+    first, second = files.publish(weights(1, a=torch.zeros(2))), files.publish(weights(2, a=torch.ones(2)))
+    assert Path(first.files[0]).exists(), "servers may still read it"
+    files.retire(2)
+    assert not Path(first.files[0]).exists()
+    assert Path(second.files[0]).exists()
+
+
+def test_the_checksum_sees_values_names_forms_and_order():
+    tensors = {f"t{n:02d}": torch.full((3, 2), float(n)) for n in range(20)}
+    names = sample_names(tensors)
+    assert (len(names), names[0], names[-1]) == (8, "t00", "t19")
+    base = sample_checksum(tensors, names)
+    assert sample_checksum(dict(reversed(tensors.items())), names) == base
+    for change in (
+        {"t00": tensors["t00"] + 1e-7},
+        {"t19": tensors["t19"].reshape(2, 3)},
+        {"t19": tensors["t19"].to(torch.bfloat16)},
+        {"t00": tensors["t19"], "t19": tensors["t00"]},
+    ):
+        assert sample_checksum({**tensors, **change}, names) != base
+
+
+def in_child(work):
+    """Runs `work` in a process of its own, which may end as it likes."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+def test_a_full_folder_is_reported(tmp_path):
+    """A file-size limit in place of a full disk: both end a write with an error number of their own."""
+
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        channel = FileChannel(ChannelSettings(path=str(tmp_path / "weights")), torch.float32)
+        (tmp_path / "weights").mkdir()
+        with pytest.raises(RunError) as raised:
+            channel.publish(weights(3, a=torch.zeros(1 << 20)))
+        (tmp_path / "sentence").write_text(str(raised.value))
+        assert not list(channel.folders[0].iterdir()), "nothing half-written stays"
+        channel.close()
+
+    assert in_child(fill) == 0
+    sentence = rf"version 3: expected room for two versions of 4\.2 MB, got too little in {tmp_path}/weights \(.*\)\."
+    assert re.search(sentence + ".* set engine.channel.fallback to a folder", (tmp_path / "sentence").read_text())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: run as root")
+def test_a_full_memory_file_system_falls_back(channel, tmp_path):
+    small, other = tmp_path / "small", tmp_path / "other"
+    small.mkdir()
+    other.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        big = weights(a=torch.zeros(1 << 20))
+        full = rf"of 4.2 MB, got too little in {small} \(No space left on device\).*engine.channel.fallback"
+        for near in (False, True):
+            with pytest.raises(RunError, match=full):
+                channel(path=str(small), near=near).publish(big)
+        early = channel(path=str(small), fallback=str(other), near=True).publish(big)
+        early.written.result()
+        assert Path(early.files[0]).is_relative_to(other)
+        spare = channel(path=str(small), fallback=str(other))
+        update = spare.publish(big)
+        assert Path(update.path).is_relative_to(other)
+        assert Path(spare.publish(weights(2, a=torch.zeros(4))).path).is_relative_to(small), (
+            "each version takes the first folder with room"
+        )
+        spare.close()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_files_for_near_servers_come_one_by_one_and_are_those_of_a_whole_version(channel):
+    sent = {f"t{n}": torch.full((1 << 17,), float(n)) for n in range(5)}
+    files = channel(bucket_mb=1, near=True)
+    update = files.publish(weights(4, **sent))
+    assert len(update.files) == 3
+    for n, file in enumerate(update.files):
+        wait_for(file, time.monotonic() + 60)
+        assert sorted(dict(read_file(file))) == [f"t{i}" for i in range(2 * n, min(5, 2 * n + 2))], (
+            "whole when its name appears"
+        )
+    assert update.written.result() is None
+    plain = channel(bucket_mb=1).publish(weights(4, **sent))
+    assert (update.sample, update.checksum) == (plain.sample, plain.checksum)
+    arrived = read(update)
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
+    assert sorted(p.name for p in Path(update.path).iterdir()) == [Path(f).name for f in update.files], (
+        "nothing else stays"
+    )
+    files.close()
+    assert not Path(update.path).exists()
+
+
+def test_a_version_for_near_servers_overwrites_the_last_but_one(channel):
+    files = channel(bucket_mb=1, near=True)
+    seen = []
+    for version in range(1, 6):
+        sent = {
+            "a": torch.full((3, 5), float(version)),
+            "b": torch.full((1 << 18,), 10.0 * version),
+            "c": torch.tensor([version]),
+        }
+        if version == 5:
+            sent["a"] = sent["a"].reshape(5, 3)
+        update = files.publish(weights(version, **sent))
+        update.written.result()
+        files.retire(version)
+        arrived = read(update)
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
+        seen.append([Path(file).stat().st_ino for file in update.files])
+        assert len(list(Path(update.path).parent.iterdir())) <= 2
+    again = files.publish(weights(4, a=torch.zeros(3, 5), b=torch.zeros(1 << 18), c=torch.tensor([4])))
+    again.written.result()
+    assert float(read(again)["b"].sum()) == 0.0, "a version that comes once more"
+    assert seen[2] == seen[0]
+    assert seen[3] == seen[1]
+
+
+def test_waiting_for_a_file_ends_when_it_does_not_come(channel, monkeypatch):
+    files = channel(bucket_mb=1, near=True)
+    update = files.publish(weights(1, a=torch.zeros(4)))
+    update.written.result()
+    missing = Path(update.path) / "bucket-00009.safetensors"
+    with pytest.raises(CreditgraphError, match=r"bucket-00009\.safetensors: expected it .*, which is late"):
+        wait_for(missing, time.monotonic())
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("components.engine.channel.write_file", full)
+    update = files.publish(weights(2, a=torch.zeros(1 << 20)))
+    with pytest.raises(
+        RunError, match=r"version 2: expected room .* of 4\.2 MB.*set engine\.channel\.fallback to a folder"
+    ):
+        update.written.result()
+    with pytest.raises(
+        CreditgraphError, match="could not be written; see the error of the process that publishes weights"
+    ):
+        wait_for(update.files[0], time.monotonic() + 60)
+
+
+def test_folders_of_dead_runs_are_removed_and_those_of_living_ones_stay(tmp_path):
+    def die():
+        FileChannel(ChannelSettings(path=str(tmp_path)), torch.float32).publish(weights(a=torch.zeros(2)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    living = FileChannel(ChannelSettings(path=str(tmp_path)), torch.float32)
+    living.publish(weights(a=torch.zeros(1)))
+    assert in_child(die) == -signal.SIGKILL
+    assert len(list(tmp_path.glob("creditgraph-weights-*"))) == 2
+    remove_abandoned(tmp_path)
+    assert list(tmp_path.glob("creditgraph-weights-*")) == living.folders
+    living.close()
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="bucket_mb: expected at least 1, got 0"):
+        ChannelSettings(bucket_mb=0)
+    assert json.dumps(ChannelSettings().path) == '"/dev/shm"'

