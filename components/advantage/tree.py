@@ -1,9 +1,9 @@
-"""Trees of trajectories: nodes, leaves and values, from the lineage that trajectories carry.
+"""Trees of trajectories: nodes, leaves and values, derived from `parent` and `inherited`.
 
 A tree needs no payload of its own. Each row is a leaf; `parent` and `inherited` say where it left which other row. A
 *node* is a run of response tokens between two places where rows part, sampled once and shared by all leaves under it.
-Above the first nodes is the *root*, the
-prompt: all rows of one group. A branch that added no tokens is an empty node, still a leaf with a reward.
+The *root*, above the first nodes, is the prompt: all rows of one group. A branch that added no tokens is an empty node,
+still a leaf with a reward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Trajectories
 
 ValueOf = Literal["leaves", "children"]
-
 
 TREE_METRICS = (
     Metric("nodes", "nodes", "segments per tree, shared ones once"),
@@ -60,13 +59,14 @@ class Tree:
     def spread(self, per_node: Tensor) -> Tensor:
         """Repeats one number per node [K] over the response tokens of all leaves [total tokens]."""
         sizes = self.ends.values.diff(prepend=self.ends.values.new_zeros(1))
-        sizes[self.ends.positions == 0] = self.ends.values[self.ends.positions == 0]
+        first = self.ends.positions == 0
+        sizes[first] = self.ends.values[first]
         return torch.repeat_interleave(per_node[self.path.values], sizes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Values:
-    """Values of nodes and roots, float64, and numbers of valid leaves, int64; without a valid leaf both are 0."""
+    """Values of nodes [K] and roots [R], float64, and valid leaves per node, int64 [K]; 0 without a valid leaf."""
 
     node: Tensor
     root: Tensor
@@ -80,34 +80,12 @@ def tree_of(trajectories: Trajectories) -> Tree:
         AlignmentError: a parent is missing from the batch, or belongs to another group.
     """
     place = {uid: row for row, uid in enumerate(trajectories.uid.tolist())}
-    parents = trajectories.parent.tolist()
-    missing = [row for row, uid in enumerate(parents) if uid >= 0 and uid not in place]
-    if missing:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[missing[0]])} continues "
-            f"{parents[missing[0]]}, "
-            f"which is not in the batch ({len(missing)} such rows); wanted whole trees. Wire all trajectories of the "
-            "node that grew them."
-        )
-    above = [place.get(uid, -1) for uid in parents]
-    group, length = trajectories.group, trajectories.response_tokens.lengths.tolist()
+    above = [place.get(uid, -1) for uid in trajectories.parent.tolist()]
     inherited = trajectories.inherited.tolist()
-    foreign = [row for row, over in enumerate(above) if over >= 0 and int(group[row]) != int(group[over])]
-    if foreign:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[foreign[0]])} is in another "
-            "group than the one it "
-            "continues; wanted one group per tree. Wire trajectories of expander.tree."
-        )
-    beyond = [row for row, over in enumerate(above) if over >= 0 and inherited[row] > min(length[row], length[over])]
-    if beyond:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[beyond[0]])} inherits "
-            f"{inherited[beyond[0]]} "
-            "tokens, more than it or the one it continues has; wanted a shared prefix. Leave responses of a tree uncut."
-        )
+    length = trajectories.response_tokens.lengths.tolist()
+    _check_lineage(trajectories, above, inherited, length)
     paths, ends, parent, owner = lineage_paths(above, inherited, length)
-    root = torch.unique(group, return_inverse=True)[1]
+    root = torch.unique(trajectories.group, return_inverse=True)[1]
     path = Jagged.from_rows(paths, torch.int64)
     depth = torch.zeros(len(parent), dtype=torch.int64)
     depth[path.values] = path.positions + 1
@@ -118,6 +96,30 @@ def tree_of(trajectories: Trajectories) -> Tree:
         root=root[torch.tensor(owner, dtype=torch.int64)],
         depth=depth,
     )
+
+
+def _check_lineage(trajectories: Trajectories, above: list[int], inherited: list[int], length: list[int]) -> None:
+    origin = trajectories.origin or "trajectories"
+    uid = trajectories.uid.tolist()
+    parent = trajectories.parent.tolist()
+    group = trajectories.group.tolist()
+    missing = [row for row, over in enumerate(above) if over < 0 <= parent[row]]
+    if missing:
+        raise AlignmentError(
+            f"{origin}: expected whole trees, but trajectory {uid[missing[0]]} continues {parent[missing[0]]}, which "
+            f"is not in the batch ({len(missing)} such rows). Wire all trajectories of the node that grew them."
+        )
+    for row, over in enumerate(above):
+        if over >= 0 and group[row] != group[over]:
+            raise AlignmentError(
+                f"{origin}: expected one group per tree, but trajectory {uid[row]} is in another group than the one it "
+                "continues. Wire trajectories of expander.tree."
+            )
+        if over >= 0 and inherited[row] > min(length[row], length[over]):
+            raise AlignmentError(
+                f"{origin}: expected a shared prefix, but trajectory {uid[row]} inherits {inherited[row]} tokens, more "
+                "than it or the one it continues has. Leave responses of a tree uncut."
+            )
 
 
 def lineage_paths(
@@ -134,8 +136,10 @@ def lineage_paths(
         Node path of each row, exclusive ends along it, and for each node its parent (−1 for none) and the row that
         sampled it.
     """
-    order, anchor, cuts = _by_lineage(above), list(above), [{n} for n in length]
-    continued = [False] * len(above)  # others go on where the row ends: its own leaf is an empty node beside them
+    order = _by_lineage(above)
+    anchor = list(above)  # the row that sampled the tokens before the place where each row leaves
+    cuts = [{n} for n in length]
+    continued = [False] * len(above)  # others go on where the row ends: its own leaf is then an empty node
     for row in order:
         over = above[row]
         while over >= 0 and inherited[row] <= inherited[over]:
@@ -149,14 +153,16 @@ def lineage_paths(
     parent: list[int] = []
     owner: list[int] = []
     for row in order:
-        start, over = inherited[row] if anchor[row] >= 0 else 0, anchor[row]
+        over = anchor[row]
+        start = inherited[row] if over >= 0 else 0
         if over >= 0:
             kept = sum(end <= start for end in ends[over][: len(ends[over]) - continued[over]])
-            paths[row], ends[row] = paths[over][:kept], ends[over][:kept]
-        for end in [
-            *sorted(end for end in cuts[row] if end > start),
-            *([length[row]] if continued[row] or length[row] == start else []),
-        ]:
+            paths[row] = paths[over][:kept]
+            ends[row] = ends[over][:kept]
+        new_ends = sorted(end for end in cuts[row] if end > start)
+        if continued[row] or length[row] == start:
+            new_ends.append(length[row])
+        for end in new_ends:
             parent.append(paths[row][-1] if paths[row] else -1)
             owner.append(row)
             paths[row].append(len(parent) - 1)
@@ -177,7 +183,8 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
         value: the form.
     """
     reward = torch.where(valid, reward.double(), 0.0)
-    rows, nodes = tree.path.row_ids, tree.path.values
+    rows = tree.path.row_ids
+    nodes = tree.path.values
     count = int(tree.root.max()) + 1 if len(tree) else 0
     last = tree.path.offsets[1:] - 1
     of_root = tree.root[nodes[last]]
@@ -189,11 +196,9 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
         return Values(node=total / leaves.clamp(min=1), root=at_root / root_leaves.clamp(min=1), leaves=leaves)
     # Places beyond K are the roots; a level of the tree at a time, from the deepest.
     above = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
-    total, parts = (
-        torch.zeros(len(tree) + count, dtype=torch.float64),
-        torch.zeros(len(tree) + count, dtype=torch.float64),
-    )
+    total = torch.zeros(len(tree) + count, dtype=torch.float64)
     total.index_add_(0, nodes[last], reward)
+    parts = torch.zeros(len(tree) + count, dtype=torch.float64)
     parts.index_add_(0, nodes[last], valid.double())
     for depth in range(int(tree.depth.max()) if len(tree) else 0, 0, -1):
         level = ((tree.depth == depth) & (leaves > 0)).nonzero(as_tuple=True)[0]
@@ -226,15 +231,17 @@ def path_advantage(tree: Tree, values: Values) -> Tensor:
 
 def once_mask(tree: Tree, valid: Tensor) -> Tensor:
     """bool [total tokens]: True in one leaf per node, the first valid one [N] (the first one where none is)."""
-    rows, nodes, count = tree.path.row_ids, tree.path.values, len(valid)
+    rows = tree.path.row_ids
+    count = len(valid)
+    # Invalid leaves rank after all valid ones.
     rank = rows + torch.where(valid[rows], 0, count)
-    first = torch.full((len(tree),), 2 * count, dtype=torch.int64).scatter_reduce(0, nodes, rank, "amin")
-    row_of_token = torch.repeat_interleave(torch.arange(count), _lengths(tree))
+    first = torch.full((len(tree),), 2 * count, dtype=torch.int64).scatter_reduce(0, tree.path.values, rank, "amin")
+    row_of_token = torch.repeat_interleave(torch.arange(count), tree.ends.values[tree.ends.offsets[1:] - 1])
     return tree.spread(first % max(count, 1)) == row_of_token
 
 
 def tree_metrics(tree: Tree, advantage: Tensor, mask: Jagged) -> dict[str, float]:
-    """Size and shape of the trees, share of nodes without signal, and of response tokens trained on."""
+    """Values of `TREE_METRICS`."""
     roots = max(int(tree.root.max()) + 1 if len(tree) else 0, 1)
     return {
         "nodes": len(tree) / roots,
@@ -246,10 +253,6 @@ def tree_metrics(tree: Tree, advantage: Tensor, mask: Jagged) -> dict[str, float
         "trained_share": float(mask.values.double().mean()) if len(mask.values) else 0.0,
         "untrained_rows": float((mask.sum() == 0).sum()),
     }
-
-
-def _lengths(tree: Tree) -> Tensor:
-    return tree.ends.values[tree.ends.offsets[1:] - 1]
 
 
 def _by_lineage(above: list[int]) -> list[int]:

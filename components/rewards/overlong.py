@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
-
+from components.rollouts.rewards import overlong_punishment
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
@@ -19,23 +18,12 @@ class Outputs:
     rewards: Annotated[Rewards, same_rows("trajectories")]
 
 
-def overlong_punishment(length: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft overlong punishment, float32 [N] in [−1, 0], of response lengths [N] in tokens.
-
-    0 up to max_length − buffer; ((max_length − buffer) − length) / buffer up to max_length; −1 beyond.
-    With buffer 0 it is the hard form: −1 beyond max_length, else 0. Source: 2503.14476, equation 13.
-    """
-    if buffer == 0:
-        return -(length > max_length).float()
-    return ((max_length - buffer - length).float() / buffer).clamp(-1.0, 0.0)
-
-
 class Overlong(Component):
-    """r_i + soft overlong punishment of |y_i|; `correct` is left as it is, and so are invalid rewards."""
+    """Adds to each valid reward a punishment of overlong responses, from 0 down to −1; `correct` stays as it is."""
 
     paper = "2503.14476"
     metrics = (
-        Metric("punished_share", "share", "trajectories that got a punishment"),
+        Metric("punished_share", "share", "trajectories that are punished"),
         Metric("punishment", "reward", "mean punishment of a trajectory, 0 or less"),
     )
 
@@ -50,12 +38,12 @@ class Overlong(Component):
 
         def __post_init__(self) -> None:
             if not 0 <= self.buffer <= self.max_length:
-                raise ValueError(f"buffer is {self.buffer}; wanted 0 to max_length ({self.max_length}) tokens.")
+                raise ValueError(f"expected 0 ≤ buffer ≤ max_length ({self.max_length}), got {self.buffer}.")
 
     config: Config
 
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
-        """Adds the punishment to each valid reward."""
+        """Punishes every row."""
         check_aligned(trajectories, rewards)
         added = overlong_punishment(trajectories.response_tokens.lengths, self.config.max_length, self.config.buffer)
         added = added.masked_fill(~rewards.valid, 0.0)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pipeline.core.jagged import Jagged
 
 _PROBES = (
     "x = 7; y </thought> \\boxed{42}.",
@@ -235,3 +239,27 @@ def _is_text(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def token_texts(tokenizer: Any, tokens: Jagged) -> list[list[str]]:
+    """Each row as one string per token; every distinct token is decoded once."""
+    ids, place = torch.unique(tokens.values, return_inverse=True)
+    texts = decode_rows(tokenizer, ids[:, None].tolist())
+    return [[texts[i] for i in row] for row in tokens.with_values(place).to_lists()]
+
+
+def ends_of_stop(pieces: Sequence[str], stop: str) -> list[int]:
+    """Exclusive token ends of every occurrence of `stop` in a response given as one string per token.
+
+    >>> ends_of_stop(["a", "</tho", "ught>", "b"], "</thought>")
+    [3]
+    """
+    text = "".join(pieces)
+    bounds = [0, *accumulate(len(piece) for piece in pieces)]
+    ends = []
+    place = text.find(stop)
+    while place >= 0:
+        place += len(stop)
+        ends.append(bisect_left(bounds, place))
+        place = text.find(stop, place)
+    return ends

@@ -8,7 +8,7 @@ from typing import Any
 import regex
 import torch
 
-from components.rewards.overlong import overlong_punishment
+from components.rollouts.rewards import overlong_punishment
 from components.verifier.pattern import check_pattern
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError

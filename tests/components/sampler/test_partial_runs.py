@@ -155,7 +155,10 @@ def test_samplers_that_cannot_carry_name_the_one_that_can():
 
 
 def test_a_reader_of_other_prompts_is_refused_before_the_run():
-    wrong = "rewards: 'trajectories' has the rows of sampler.trajectories, whose prompts are sampler.prompts, but 'prompts' is wired to "
+    wrong = (
+        "rewards: 'trajectories' has the rows of sampler.trajectories, whose prompts are sampler.prompts, but "
+        "'prompts' is wired to "
+    )
     with pytest.raises(GraphError) as error:
         build_experiment(compose(["recipe=toy_grpo", "sampler.use=sampler.partial"]), "test")
     assert wrong + "prompts.batch; wire sampler.prompts." in str(error.value)

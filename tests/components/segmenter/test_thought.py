@@ -2,13 +2,15 @@
 
 import torch
 
-from components.segmenter.thought import Thoughts, close_segments, ends_of_stop, token_pieces
+from components.rollouts.segments import close_segments
+from components.segmenter.thought import Thoughts
+from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.jagged import Jagged
 
 
 def _node(toolbox):
     node = toolbox.start(Thoughts)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     return node
 
 
@@ -48,5 +50,5 @@ def test_stop_strings_over_several_tokens_and_within_one():
 
 def test_pieces_are_one_string_per_token(toolbox):
     tokens = Jagged.from_rows([[97, 98, 97], [], [99]], torch.int32)
-    assert token_pieces(toolbox.tokenizer(), tokens) == [["a", "b", "a"], [], ["c"]]
-    assert token_pieces(toolbox.tokenizer(), tokens.select(torch.tensor([1]))) == [[]]
+    assert token_texts(toolbox.tokenizer(), tokens) == [["a", "b", "a"], [], ["c"]]
+    assert token_texts(toolbox.tokenizer(), tokens.select(torch.tensor([1]))) == [[]]

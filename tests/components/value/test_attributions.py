@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.advantage.segments import increments
+from components.rollouts.segments import increments
 from components.value.gradient_attribution import GradientAttribution
 from components.value.leave_one_out import LeaveOneOut
 from pipeline.core.errors import CreditgraphError
