@@ -33,9 +33,15 @@ class GroupCache:
         place: Tensor,
         positions: Tensor,
     ) -> None:
-        self.keys, self.values, self.mask, self.positions = keys, values, mask, positions
-        self.prompt_columns, self.filled = keys.shape[-1], 0
-        self._room, self._members, self._capacity = room, members, 0
+        self.keys = keys
+        self.values = values
+        self.mask = mask
+        self.positions = positions
+        self.prompt_columns = keys.shape[-1]
+        self.filled = 0  # tokens that every row has sampled
+        self._capacity = 0
+        self._room = room
+        self._members = members
         self._heads = torch.arange(kv_heads, device=keys.device)
         layers, _, _, dim, _ = keys.shape
         self._keys = keys.new_empty(layers, len(place), kv_heads, dim, 0)
@@ -44,7 +50,8 @@ class GroupCache:
 
     def _set_places(self, place: Tensor) -> None:
         self._place = place
-        entry, member = place // self._members, place % self._members
+        entry = place // self._members
+        member = place % self._members
         heads = len(self._heads)
         # Row-and-head order [B, H] of what lies in entry order [E, H, M], and back; empty places repeat row 0.
         self._from_entries = ((entry[:, None] * heads + self._heads) * self._members + member[:, None]).reshape(-1)
@@ -64,21 +71,22 @@ class GroupCache:
         """Makes room for one more token per row."""
         if self.filled == self._capacity:
             self._capacity = min(self._room, max(64, 2 * self.filled))
-            keys = self._keys.new_empty(*self._keys.shape[:1], len(self._place), *self._keys.shape[2:4], self._capacity)
-            values = self._keys.new_empty(
-                *self._keys.shape[:1], len(self._place), self._keys.shape[2], self._capacity, self._keys.shape[3]
-            )
-            keys[..., : self.filled] = self._keys[:, : len(self._place), ..., : self.filled]
-            values[..., : self.filled, :] = self._values[:, : len(self._place), :, : self.filled]
-            self._keys, self._values = keys, values
+            layers, _, heads, dim, _ = self._keys.shape
+            rows = len(self._place)
+            keys = self._keys.new_empty(layers, rows, heads, dim, self._capacity)
+            keys[..., : self.filled] = self._keys[:, :rows, ..., : self.filled]
+            self._keys = keys
+            values = self._values.new_empty(layers, rows, heads, self._capacity, dim)
+            values[..., : self.filled, :] = self._values[:, :rows, :, : self.filled]
+            self._values = values
         self.filled += 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts keys and values [B, H, D] into the newest column; returns all of them: [B · H, D, filled], [B · H, filled, D]."""
-        rows, column = len(keys), self.filled - 1
-        all_keys, all_values = self._keys[layer, :rows], self._values[layer, :rows]
-        all_keys[..., column] = keys
-        all_values[:, :, column] = values
+        """Writes the newest column, keys and values [B, H, D]; returns all: [B · H, D, filled], [B · H, filled, D]."""
+        all_keys = self._keys[layer, : len(keys)]
+        all_values = self._values[layer, : len(keys)]
+        all_keys[..., self.filled - 1] = keys
+        all_values[:, :, self.filled - 1] = values
         return all_keys[..., : self.filled].flatten(0, 1), all_values[:, :, : self.filled].flatten(0, 1)
 
     def keep(self, index: Tensor) -> None:
@@ -87,10 +95,12 @@ class GroupCache:
         source = index[moved]
         self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
         self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
-        self.positions, place = self.positions[index], self._place[index]
+        self.positions = self.positions[index]
+        place = self._place[index]
         used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
         if 2 * int(used.sum()) <= len(used):
-            self.keys, self.values = self.keys[:, used], self.values[:, used]
+            self.keys = self.keys[:, used]
+            self.values = self.values[:, used]
             self.mask = None if self.mask is None else self.mask[used]
             place = (used.cumsum(0) - 1)[place // self._members] * self._members + place % self._members
         self._set_places(place)

@@ -5,8 +5,9 @@ import torch
 
 from components.engine.local.cache import entries_of
 from components.engine.local.decoder import TransformersDecoder
-from components.engine.local.generate import _compacted, waves
+from components.engine.local.generate import _compacted
 from components.engine.local.lean import LeanDecoder
+from components.engine.local.waves import waves
 from pipeline.core.errors import ConfigError, CreditgraphError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Requests, Sampling, ThoughtLimits, Weights
