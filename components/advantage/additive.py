@@ -49,6 +49,7 @@ class AdditiveAdvantage(Component):
         tokens = trajectories.response_tokens
         gain = increments(values.values).values
         added = self.config.alpha * gain[segment_of_token(segments.ends, tokens)].float()
+        # The gain of a trajectory without a verdict is no evidence either.
         total = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values + added, 0.0)
         self.context.log(gain_size=float(gain.abs().mean()) if len(gain) else 0.0)
         return Outputs(credit=credit.replace(advantage=tokens.with_values(total)))

@@ -145,6 +145,7 @@ class Counterfactual(Component):
         group = trajectories.group
         advantage = group_advantage(shaped.value, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
         gate, best, own = fewest_edits(trajectories, rewards, revisions, revision_rewards)
+        # Failures with a successful revision that edits something.
         repaired = torch.isin(trajectories.uid, revisions.parent[best])
         lowered = advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage)
         credit = self._credit(trajectories, lowered, gate)

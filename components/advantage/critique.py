@@ -13,12 +13,12 @@ from components.advantage.group import (
     Outputs,
     group_advantage,
     group_metrics,
-    training_mask,
+    trajectory_credit,
     zero_groups,
 )
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 class CritiqueAdvantage(Component):
@@ -56,7 +56,6 @@ class CritiqueAdvantage(Component):
         """Credits one batch."""
         check_aligned(trajectories, rewards)
         group = trajectories.group
-        tokens = trajectories.response_tokens
         advantage = group_advantage(rewards.value, group, rewards.valid, normalize=self.config.normalize)
         refined = trajectories.parent >= 0
         self.context.log(
@@ -64,10 +63,5 @@ class CritiqueAdvantage(Component):
             refined=float(refined.sum()),
             refined_advantage=float(advantage[refined].sum()) / max(int(refined.sum()), 1),
         )
-        credit = Credit(
-            uid=trajectories.uid,
-            advantage=tokens.spread(advantage),
-            mask=training_mask(tokens, trajectories.inherited),
-            columns={"shaping": tokens.spread(torch.where(refined, self.config.gamma, 0.0))},
-        )
-        return Outputs(credit=credit)
+        shaping = torch.where(refined, self.config.gamma, 0.0)
+        return Outputs(credit=trajectory_credit(trajectories, advantage, shaping=shaping))

@@ -33,6 +33,7 @@ class Outputs:
 def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of values [N] per group, float64 [G], and the group place of each row, int64 [N]; `group` [N] is any ids."""
     ids, place = torch.unique(group, return_inverse=True)
+    # In float64, so that the order of rows does not show in a float32 result.
     return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
 
 
@@ -102,6 +103,22 @@ def training_mask(response_tokens: Jagged, inherited: Tensor, mask_prefix: bool 
     return response_tokens.with_values(response_tokens.positions >= inherited[response_tokens.row_ids])
 
 
+def trajectory_credit(
+    trajectories: Trajectories, advantage: Tensor, mask: Jagged | None = None, **columns: Tensor
+) -> Credit:
+    """One advantage per trajectory [N] on each of its tokens; `columns` are further numbers per trajectory [N].
+
+    Without `mask` all tokens but inherited ones are trained on.
+    """
+    tokens = trajectories.response_tokens
+    return Credit(
+        uid=trajectories.uid,
+        advantage=tokens.spread(advantage),
+        mask=training_mask(tokens, trajectories.inherited) if mask is None else mask,
+        columns={name: tokens.spread(column) for name, column in columns.items()},
+    )
+
+
 class GroupAdvantage(Component):
     """Normalises each outcome reward within its group and credits every trained token with it, as in GRPO.
 
@@ -134,7 +151,6 @@ class GroupAdvantage(Component):
         check_aligned(trajectories, rewards)
         settings = self.config
         group = trajectories.group
-        tokens = trajectories.response_tokens
         advantage = group_advantage(
             rewards.value,
             group,
@@ -144,11 +160,11 @@ class GroupAdvantage(Component):
             eps=settings.eps,
         )
         silent = zero_groups(advantage, group)
-        mask = training_mask(tokens, trajectories.inherited, settings.mask_prefix)
+        mask = training_mask(trajectories.response_tokens, trajectories.inherited, settings.mask_prefix)
         if settings.drop_zero_groups:
             mask = mask.with_values(mask.values & ~silent[mask.row_ids])
         self.context.log(**group_metrics(rewards, group, silent))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.spread(advantage), mask=mask))
+        return Outputs(credit=trajectory_credit(trajectories, advantage, mask))
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:
@@ -156,6 +172,7 @@ def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, 
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
         return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
+    # Any row of a group stands for it: both numbers are the same on all of its rows.
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {

@@ -18,6 +18,7 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
+# Sums of weights below this are rounding; dividing by them would make any share.
 TINY = 1e-6
 
 
@@ -151,6 +152,7 @@ class Redistribute(Component):
         trained.index_add_(0, segment, credit.mask.values.long())
         sizes = segments.ends.with_values(trained)
         parts = redistributed_rewards(values.values, rewards.value, settings.residual)
+        # A trajectory counts as punished by the sign of its summed credit.
         sign = torch.ones(len(trajectories), dtype=torch.float64)
         if settings.negative == "flipped":
             sign[credit.advantage.sum() < 0] = -1.0

@@ -14,12 +14,12 @@ from components.advantage.group import (
     Outputs,
     group_advantage,
     group_metrics,
-    training_mask,
+    trajectory_credit,
     zero_groups,
 )
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 def first_of(trajectories: Trajectories) -> Tensor:
@@ -42,6 +42,7 @@ def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: floa
         alpha: weight of the improvement.
     """
     second = first >= 0
+    # Row 0 in place of −1 for first attempts, whose value is not used.
     before = first.clamp(min=0)
     shaped = torch.where(second, reward + alpha * (reward - reward[before]), reward)
     return shaped, valid & (~second | valid[before])
@@ -109,19 +110,12 @@ class RetryAdvantage(Component):
         if stage_one or not settings.train_first:
             advantage = torch.where(second, advantage, 0.0)
         weight = torch.where(second, 1.0, settings.first_kl_weight if stage_one else 1.0)
-        tokens = trajectories.response_tokens
         self.context.log(
             stage=1.0 if stage_one else 2.0,
             **group_metrics(rewards.replace(value=shaped, valid=valid), group, zero_groups(advantage, group)),
             **turn_metrics(rewards, first),
         )
-        credit = Credit(
-            uid=trajectories.uid,
-            advantage=tokens.spread(advantage),
-            mask=training_mask(tokens, trajectories.inherited),
-            columns={"kl_weight": tokens.spread(weight)},
-        )
-        return Outputs(credit=credit)
+        return Outputs(credit=trajectory_credit(trajectories, advantage, kl_weight=weight))
 
 
 def turn_metrics(rewards: Rewards, first: Tensor) -> dict[str, float]:

@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.advantage.group import group_sum
+from components.advantage.group import Outputs, group_sum
+from pipeline.core.component import Component
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories
+from pipeline.core.payloads import Credit, Rewards, Trajectories
 
 ValueOf = Literal["leaves", "children"]
 
@@ -216,6 +217,7 @@ def parent_values(tree: Tree, values: Values) -> Tensor:
 def sibling_advantage(tree: Tree, values: Values) -> Tensor:
     """A = V − mean V of the node's siblings, itself included; float64 [K], 0 for a node without a valid leaf."""
     known = values.leaves > 0
+    # Nodes below a root are siblings of each other: roots are numbered after the nodes.
     family = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
     total, place = group_sum(torch.where(known, values.node, 0.0), family)
     size = group_sum(known, family)[0].clamp(min=1)
@@ -259,6 +261,7 @@ def _by_lineage(above: list[int]) -> list[int]:
     """Rows ordered so that each comes after the row it continues."""
     steps = [-1] * len(above)
     for row in range(len(above)):
+        # Without recursion: a lineage may be longer than the stack.
         chain = []
         while row >= 0 and steps[row] < 0:
             chain.append(row)
@@ -267,3 +270,28 @@ def _by_lineage(above: list[int]) -> list[int]:
         for count, link in enumerate(reversed(chain), 1):
             steps[link] = base + count
     return sorted(range(len(above)), key=lambda row: (steps[row], row))
+
+
+class TreeAdvantage(Component):
+    """Base of advantages of tree nodes."""
+
+    metrics = TREE_METRICS
+
+    def outputs(
+        self, trajectories: Trajectories, rewards: Rewards, tree: Tree, per_node: Tensor, trained: Tensor
+    ) -> Outputs:
+        """Spreads each node's advantage [K] over its tokens, 0 where the reward is invalid.
+
+        Args:
+            trajectories: the leaves.
+            rewards: of the leaves.
+            tree: their tree.
+            per_node: float64 [K].
+            trained: bool [total tokens], tokens that are trained on.
+        """
+        tokens = trajectories.response_tokens
+        valid = rewards.valid[tokens.row_ids]
+        advantage = tokens.with_values(torch.where(valid, tree.spread(per_node), 0.0).float())
+        mask = tokens.with_values(trained)
+        self.context.log(**tree_metrics(tree, per_node, mask))
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 import torch
 
 from components.advantage.group import Outputs
-from components.advantage.tree import TREE_METRICS, node_values, once_mask, path_advantage, tree_metrics, tree_of
-from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from components.advantage.tree import TreeAdvantage, node_values, once_mask, path_advantage, tree_of
+from pipeline.core.component import same_rows
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
-class TreePaths(Component):
+class TreePaths(TreeAdvantage):
     """Credits each tree node s with [(V(s) − V(root)) + (V(s) − V(parent))] / √(leaves under s).
 
     V(s) is the mean reward of the leaves below s. A tree of depth 1 gives 2 (r − mean). Every leaf is a training
@@ -23,7 +23,6 @@ class TreePaths(Component):
     """
 
     paper = "2506.11902"
-    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -37,12 +36,9 @@ class TreePaths(Component):
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Spreads each node's advantage over its tokens."""
         check_aligned(trajectories, rewards)
-        tokens = trajectories.response_tokens
-        valid = rewards.valid
         tree = tree_of(trajectories)
-        per_node = path_advantage(tree, node_values(tree, rewards.value, valid))
-        advantage = torch.where(valid[tokens.row_ids], tree.spread(per_node), 0.0)
-        once = self.config.shared == "once"
-        mask = tokens.with_values(once_mask(tree, valid) if once else torch.ones_like(advantage, dtype=torch.bool))
-        self.context.log(**tree_metrics(tree, per_node, mask))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))
+        per_node = path_advantage(tree, node_values(tree, rewards.value, rewards.valid))
+        trained = torch.ones(len(trajectories.response_tokens.values), dtype=torch.bool)
+        if self.config.shared == "once":
+            trained = once_mask(tree, rewards.valid)
+        return self.outputs(trajectories, rewards, tree, per_node, trained)

@@ -6,23 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
-
-from components.advantage.group import Outputs
-from components.advantage.tree import (
-    TREE_METRICS,
-    ValueOf,
-    node_values,
-    once_mask,
-    sibling_advantage,
-    tree_metrics,
-    tree_of,
-)
-from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from components.advantage.group import EXACT_ZERO, Outputs
+from components.advantage.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
+from pipeline.core.component import same_rows
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
-class TreeSiblings(Component):
+class TreeSiblings(TreeAdvantage):
     """Credits each tree node with V(node) − mean V of its siblings, on tokens of probability below `max_probability`.
 
     V(node) = mean reward of the leaves below. A tree of depth 1 gives r − mean (GRPO without the standard deviation).
@@ -32,7 +22,6 @@ class TreeSiblings(Component):
     """
 
     paper = "2505.23564"
-    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -56,15 +45,12 @@ class TreeSiblings(Component):
         """Spreads each node's advantage over its tokens."""
         check_aligned(trajectories, rewards)
         settings = self.config
-        tokens = trajectories.response_tokens
         tree = tree_of(trajectories)
         per_node = sibling_advantage(tree, node_values(tree, rewards.value, rewards.valid, settings.value))
-        advantage = torch.where(rewards.valid[tokens.row_ids], tree.spread(per_node), 0.0)
         trained = once_mask(tree, rewards.valid)
         if settings.max_probability < 1:
             trained &= trajectories.engine_logprobs.values < math.log(settings.max_probability)
         if settings.drop_zero:
-            trained &= advantage.abs() >= 1e-8
-        mask = tokens.with_values(trained)
-        self.context.log(**tree_metrics(tree, per_node, mask))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))
+            valid = rewards.valid[trajectories.response_tokens.row_ids]
+            trained &= valid & (tree.spread(per_node).abs() >= EXACT_ZERO)
+        return self.outputs(trajectories, rewards, tree, per_node, trained)

@@ -103,6 +103,7 @@ class Resets(Component):
     ) -> Outputs:
         """Compares failures with the expander's `trajectories`; `rewards` are those of any batch that holds them."""
         check_aligned(failures, errors)
+        # Rewards may be those of a larger batch, which base groups are part of.
         rows = rewards.index_of(trajectories.uid)
         suffixes = (trajectories.parent >= 0) & rewards.valid[rows]
         metrics = reset_metrics(

@@ -88,6 +88,7 @@ class Reset(Component):
         uid = self.context.uids(len(rows))
         continued = sample_from_prefix(policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid)
         count = max(len(failures), 1)
+        # An empty failure has no tokens to share.
         whole = failures.response_tokens.lengths.clamp(min=1)
         self.context.log(
             **length_metrics(continued),

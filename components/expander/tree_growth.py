@@ -215,6 +215,7 @@ def _continue(
         sample_from_prefix(policy, parents.select(rows), prefix[rows], seed[rows], how, uid[rows])
         for rows, how in ((~closing, sampling), (closing, to_stop))
     ]
+    # The rank of each row in the order of the parts, which undoes their split.
     in_order = torch.argsort(torch.argsort(closing.long(), stable=True))
     grown = Trajectories.concat(parts).select(in_order)
     whole = with_whole_thoughts(grown, sampling.thoughts, policy.tokenizer)

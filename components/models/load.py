@@ -30,6 +30,7 @@ def resolve_model_path(path: str) -> str:
             f"model.path '{path}': expected a folder in Hugging Face layout (config.json, tokenizer, safetensors), got "
             "a file."
         )
+    # A hub name has at most one slash; anything else was meant as a folder.
     if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
         raise DataError(
             f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "

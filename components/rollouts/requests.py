@@ -172,6 +172,7 @@ def sample_from_prefix(
     """
     start = torch.zeros_like(prefix_length)
     ends = parents.thought_ends
+    # Ends increase within a row, so those inside the prefix are the first ones.
     num_thoughts = ends.with_values((ends.values <= prefix_length[ends.row_ids]).to(torch.int64)).sum()
     prefix = parents.response_tokens.slice_rows(start, prefix_length)
     done = _generate(

@@ -33,12 +33,14 @@ def segment_of_token(ends: Jagged, tokens: Jagged) -> Tensor:
             row.
         tokens: any Jagged over the tokens.
     """
+    # As places in the flat tokens ends increase over all rows, so one search serves every row.
     bounds = ends.values + tokens.offsets[:-1][ends.row_ids]
     return torch.searchsorted(bounds, torch.arange(len(tokens.values), device=bounds.device), right=True)
 
 
 def rank_in_row(values: Jagged) -> Jagged:
     """int64: place of each value among those of its row, 0 for the largest; equal values in their order."""
+    # Two stable sorts, by value and then by row, leave each row in descending order.
     by_value = torch.argsort(values.values, descending=True, stable=True)
     order = by_value[torch.argsort(values.row_ids[by_value], stable=True)]
     rank = torch.empty_like(order)

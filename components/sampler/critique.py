@@ -168,6 +168,7 @@ class Critique(Component):
         tokens = prompts.tokens.select(prompts.index_of(kept.prompt_uid))
         if not len(kept):
             return kept.replace(prompt_tokens=tokens)
+        # The recorded log-probs are those under the critique.
         scores = policy.score(tokens, kept.response_tokens, kept.temperature)
         self.context.log(refinement_logprob_change=float((scores.logprobs.values - kept.engine_logprobs.values).mean()))
         return kept.replace(prompt_tokens=tokens, engine_logprobs=scores.logprobs, entropies=scores.entropies)

@@ -14,6 +14,7 @@ from pipeline.core.component import Component
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
+# Rewards that differ by less count as equal.
 _FLAT = 1e-8
 
 

@@ -144,6 +144,7 @@ class Failures(Component):
         attempts = 0  # responses of each open prompt so far
         size = split.fewest
         while open_prompts or not waves:
+            # Only prompts that still lack failures are sampled again.
             selected = prompts.select(torch.tensor(open_prompts, dtype=torch.int64))
             wave = sample_groups(self.context, policy, selected, size, self.config.sampling(), first=attempts)
             rewards = verifier.verify(prompts, wave)
@@ -157,6 +158,7 @@ class Failures(Component):
             attempts += size
             size = min(attempts, self.config.max_attempts - attempts)
             open_prompts = [prompt for prompt in open_prompts if choices[prompt] is None and size > 0]
+        # Prompts that failed too seldom: their first responses, as in a plain group.
         fallback = Choice(list(range(split.group_size)), [])
         base = [rows[i][k] for i in range(count) for k in (choices[i] or fallback).base]
         failures = [rows[i][k] for i in range(count) for k in (choices[i] or fallback).failures]

@@ -151,6 +151,7 @@ class Partial(Component):
         dropped = waiting & flight.any_of_prompt(at_limit)
         self._log_dropped(flight.select(dropped))
         complete = flight.select(~waiting)
+        # A dropped group is neither complete nor carried.
         still = flight.select(waiting & ~dropped)
         self._flight = still if len(still.prompts) else None
         trajectories = (

@@ -45,6 +45,7 @@ def _spaced(entropies: Jagged, rank: Tensor, open_places: Tensor, most: int, dis
     bounds = entropies.offsets.tolist()
     for start, end in pairwise(bounds):
         free = open_places[start:end].clone()
+        # Segments at both ends of the response must be long enough too.
         free[:distance] = False
         free[max(end - start - distance + 1, 0) :] = False
         for place in torch.argsort(rank[start:end]).tolist() if bool(free.any()) else []:

@@ -202,6 +202,7 @@ def _byte_level_pieces(names: dict[int, str], added: set[int]) -> dict[int, byte
 
 def _difference_pieces(backend: Any, names: dict[int, str], byte_fallback: bool) -> dict[int, bytes] | None:
     # What a token adds after an anchor: decoders may treat the first token of a text differently.
+    # A token of plain text, so that the decoder has something to put the next token after.
     anchor = next((i for i, t in sorted(names.items()) if t.isalnum()), min(names, default=0))
     ids = list(names)
     before = backend.decode([anchor], skip_special_tokens=False)
@@ -222,6 +223,7 @@ def _pieces_hold(tokenizer: Any, pieces: list[bytes], ids: list[int]) -> bool:
     whole = [i for i in ids if pieces[i] and b"\xef\xbf\xbd" not in pieces[i] and _is_text(pieces[i])]
     if not whole:
         return False
+    # About 500 tokens, spread over the vocabulary, in an order that repeats no neighbours.
     step = max(1, len(whole) // 499)
     spread = whole[::step]
     rows = [tokenizer.encode(p, add_special_tokens=False) for p in _PROBES]

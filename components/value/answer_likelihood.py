@@ -154,12 +154,13 @@ class AnswerLikelihood(AnswerEstimator):
     def _score(self, policy: Policy, bounds: Boundaries, bank: Bank, temperature: float) -> _Scored:
         """Scores the references of each boundary; `bank.entries` has one row per boundary."""
         place = bank.entries.row_ids
-        fits = bounds.at[place] + bank.tokens.lengths[bank.entries.values] <= self._room
+        fits = bounds.at[place] + bank.tokens.lengths[bank.entries.values] <= self.room
         known = torch.ones(len(bank.entries), dtype=torch.bool)
         known[place[~fits]] = False
         row = bounds.owner[place[fits]]
         at = bounds.at[place[fits]]
         entry = bank.entries.values[fits]
+        # Responses of one prompt often begin alike: equal sequences are scored once.
         once, member = shared_sequences(bounds.trunk, row, at, bank.tokens.select(entry))
         tokens = bank.tokens.select(entry[once])
         scores = policy.score_branches(bounds.trunk, row[once], at[once], tokens, temperature)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from components.models.load import context_length
 from components.text.templates import extract_answer
-from components.value.boundaries import COST_METRICS
-from pipeline.core.component import Component, Context
+from components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
+from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Trajectories
+from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +42,6 @@ class AnswerSettings:
             raise ValueError(
                 f"expected a non-empty exit_text and answer_end, got '{self.exit_text}' and '{self.answer_end}'."
             )
-
-
-class AnswerEstimator(Component):
-    """Base of estimators that score reference answers with the policy."""
-
-    paper = "2606.06475"
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        *COST_METRICS,
-        Metric("empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"),
-    )
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(AnswerSettings):
-        """The bank."""
-
-    config: AnswerSettings
-
-    def setup(self, context: Context) -> None:
-        """Reads the model's context length."""
-        super().setup(context)
-        self._room = context_length(context.model)
-
-    def log_cost(self, scored_tokens: int, empty: Tensor) -> None:
-        """Logs the tokens run, and the share of trajectories, bool [N], without a reference."""
-        self.context.log(
-            scored_tokens=scored_tokens, generated_tokens=0, empty_bank_share=float(empty.sum()) / max(len(empty), 1)
-        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,7 +72,9 @@ def encode_answer(tokenizer: Any, exit_text: str, answer: str, answer_end: str) 
     A token that holds a piece of both exit text and answer counts as answer. ([], 0) when no token carries the answer.
     """
     encoded = tokenizer(exit_text + answer + answer_end, add_special_tokens=False, return_offsets_mapping=True)
-    begin, end = len(exit_text), len(exit_text) + len(answer)
+    begin = len(exit_text)
+    end = begin + len(answer)
+    # Characters that each token covers, as (first, last + 1).
     offsets = encoded["offset_mapping"]
     if not any(first < end and last > begin for first, last in offsets):
         return [], 0
@@ -200,3 +175,52 @@ def _suffixes(
         if suffix and len(suffixes) < references:
             suffixes.setdefault(suffix, reward)
     return suffixes
+
+
+class AnswerEstimator(Component):
+    """Base of estimators that score reference answers with the policy; subclasses define `estimate` or `run`."""
+
+    paper = "2606.06475"
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        *COST_METRICS,
+        Metric("empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"),
+    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(AnswerSettings):
+        """The bank."""
+
+    config: AnswerSettings
+
+    def setup(self, context: Context) -> None:
+        """Reads the model's context length."""
+        super().setup(context)
+        self.room = context_length(context.model)
+
+    def run(
+        self,
+        *,
+        prompts: Prompts,
+        trajectories: Trajectories,
+        segments: Annotated[Segments, same_rows("trajectories")],
+        policy: Policy,
+        rewards: Annotated[Rewards, same_rows("trajectories")] | None = None,
+    ) -> Outputs:
+        """Estimates the values at all boundaries from the references of each trajectory."""
+        bounds = boundaries_of(trajectories, segments, rewards)
+        bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, self.config)
+        values, scored_tokens = self.estimate(policy, trajectories, bounds, bank)
+        self.log_cost(scored_tokens, bank.entries.lengths == 0)
+        return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
+
+    def estimate(
+        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
+    ) -> tuple[Jagged, int]:
+        """Values at the boundaries, Jagged float32, and the number of tokens run."""
+        raise NotImplementedError
+
+    def log_cost(self, scored_tokens: int, empty: Tensor) -> None:
+        """Logs the tokens run, and the share of trajectories, bool [N], without a reference."""
+        self.context.log(
+            scored_tokens=scored_tokens, generated_tokens=0, empty_bank_share=float(empty.sum()) / max(len(empty), 1)
+        )

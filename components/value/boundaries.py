@@ -58,6 +58,11 @@ class Boundaries:
         return self.start[self.owner] + self.place.values
 
     @property
+    def ends(self) -> Jagged:
+        """Jagged: the segment ends of each response."""
+        return self.place.slice_rows(torch.ones_like(self.start), self.place.lengths)
+
+    @property
     def last(self) -> Tensor:
         """bool [B]: the end of a response."""
         return self.place.positions == (self.place.lengths - 1)[self.owner]
@@ -122,5 +127,6 @@ def branch_tokens(row: Tensor, at: Tensor, tokens: Jagged) -> int:
     used = tokens.lengths > 0
     if not bool(used.any()):
         return 0
+    # A trunk runs as far as its last branch; the last token of a branch predicts nothing.
     reach = torch.zeros(int(row.max()) + 1, dtype=torch.int64).scatter_reduce(0, row[used], at[used], "amax")
     return int(reach.sum() + (tokens.lengths[used] - 1).sum())

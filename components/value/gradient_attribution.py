@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 
 from components.rollouts.requests import join_rows
 from components.rollouts.segments import segment_of_token
-from components.value.bank import AnswerEstimator, answer_bank
-from components.value.boundaries import Outputs, boundaries_of, values_from_gains
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from components.value.bank import AnswerEstimator, Bank
+from components.value.boundaries import Boundaries, values_from_gains
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Trajectories
 
 
 class GradientAttribution(AnswerEstimator):
@@ -24,19 +22,11 @@ class GradientAttribution(AnswerEstimator):
     not rewards.
     """
 
-    def run(
-        self,
-        *,
-        prompts: Prompts,
-        trajectories: Trajectories,
-        segments: Annotated[Segments, same_rows("trajectories")],
-        policy: Policy,
-        rewards: Annotated[Rewards, same_rows("trajectories")] | None = None,
-    ) -> Outputs:
+    def estimate(
+        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
+    ) -> tuple[Jagged, int]:
         """Attributes the log-prob of every reference to the segments of its trajectory."""
-        bounds = boundaries_of(trajectories, segments, rewards)
-        bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, self.config)
-        fits = bounds.trunk.lengths[bank.entries.row_ids] + bank.tokens.lengths[bank.entries.values] <= self._room
+        fits = bounds.trunk.lengths[bank.entries.row_ids] + bank.tokens.lengths[bank.entries.values] <= self.room
         row = bank.entries.row_ids[fits]
         entry = bank.entries.values[fits]
         references = bank.tokens.select(entry)
@@ -52,8 +42,8 @@ class GradientAttribution(AnswerEstimator):
         tokens = trajectories.response_tokens
         per_token = torch.zeros(len(tokens.values), dtype=torch.float64)
         per_token.index_add_(0, tokens.offsets[:-1][row][own.row_ids] + own.positions, own.values * scale[own.row_ids])
-        gain = torch.zeros(len(segments.ends.values), dtype=torch.float64)
-        gain.index_add_(0, segment_of_token(segments.ends, tokens), per_token)
-        self.log_cost(int((bounds.trunk.lengths[row] + references.lengths).sum()), bank.entries.lengths == 0)
-        values = values_from_gains(segments.ends.with_values(gain), torch.zeros(len(trajectories)))
-        return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
+        ends = bounds.ends
+        gain = torch.zeros(len(ends.values), dtype=torch.float64)
+        gain.index_add_(0, segment_of_token(ends, tokens), per_token)
+        values = values_from_gains(ends.with_values(gain), torch.zeros(len(trajectories)))
+        return values, int((bounds.trunk.lengths[row] + references.lengths).sum())

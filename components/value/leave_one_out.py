@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
 
 from components.rollouts.requests import join_rows
 from components.value.answer_likelihood import pooled, tail_probability
-from components.value.bank import AnswerEstimator, answer_bank
-from components.value.boundaries import Outputs, boundaries_of, values_from_gains
-from pipeline.core.component import same_rows
-from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from components.value.bank import AnswerEstimator, Bank
+from components.value.boundaries import Boundaries, values_from_gains
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Policy, Trajectories
 
 
 class LeaveOneOut(AnswerEstimator):
@@ -23,18 +21,10 @@ class LeaveOneOut(AnswerEstimator):
     write. Rows without a reference, or without room for it in the context, get 0.
     """
 
-    def run(
-        self,
-        *,
-        prompts: Prompts,
-        trajectories: Trajectories,
-        segments: Annotated[Segments, same_rows("trajectories")],
-        policy: Policy,
-        rewards: Annotated[Rewards, same_rows("trajectories")] | None = None,
-    ) -> Outputs:
+    def estimate(
+        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
+    ) -> tuple[Jagged, int]:
         """Scores each response whole and once without each of its segments."""
-        bounds = boundaries_of(trajectories, segments, rewards)
-        bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, self.config)
         # Boundary b of a row means the response without the segment before b; the first boundary, the whole response.
         is_first = bounds.place.positions == 0
         lengths = bounds.trunk.lengths[bounds.owner]
@@ -42,7 +32,7 @@ class LeaveOneOut(AnswerEstimator):
         end = torch.where(is_first, lengths, bounds.at)
         # Each boundary is scored with every reference of its trajectory, unless the context has no room for it.
         references = bank.select(bounds.owner)
-        fits = lengths[references.entries.row_ids] + bank.tokens.lengths[references.entries.values] <= self._room
+        fits = lengths[references.entries.row_ids] + bank.tokens.lengths[references.entries.values] <= self.room
         place = references.entries.row_ids[fits]
         entry = references.entries.values[fits]
         owner = bounds.owner[place]
@@ -57,8 +47,8 @@ class LeaveOneOut(AnswerEstimator):
         values = bounds.place.with_values(
             pooled(probability, references.reward[fits], place, len(bounds.owner), normalise)
         )
+        # The first entry of each row is the whole response, the others lack a segment.
         whole = values.values[values.offsets[:-1]]
         without = values.slice_rows(torch.ones_like(whole, dtype=torch.int64), values.lengths)
         gain = without.with_values(whole[without.row_ids] - without.values)
-        self.log_cost(int((context.lengths + tokens.lengths).sum()), bank.entries.lengths == 0)
-        return Outputs(values=SegmentValues(uid=trajectories.uid, values=values_from_gains(gain, whole)))
+        return values_from_gains(gain, whole), int((context.lengths + tokens.lengths).sum())

@@ -23,6 +23,7 @@ def continuation_seeds(stream: Stream, key: Tensor, place: Jagged, count: int) -
     seeds = torch.zeros(len(place.values), count, dtype=torch.int64)
     for k in range(int(place.lengths.max()) if len(place) else 0):
         here = place.positions == k
+        # Boundary k has draws of its own, so other boundaries of the response do not shift them.
         seeds[here] = keyed_seeds(stream, key[place.row_ids[here]], k * count, count)
     return seeds
 
@@ -75,6 +76,7 @@ class MonteCarlo(Component):
         bounds = boundaries_of(trajectories, segments, rewards)
         keys = keys_within(trajectories.prompt_uid)
         seeds = continuation_seeds(self.context.rng(), keys, bounds.place, count)[~bounds.last].reshape(-1)
+        # The end of a response needs no continuation: its reward is known.
         place = (~bounds.last).nonzero(as_tuple=True)[0].repeat_interleave(count)
         parents = trajectories.select(bounds.owner[place])
         uid = self.context.uids(len(place))

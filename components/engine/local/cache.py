@@ -13,40 +13,41 @@ class GroupCache:
     head.
 
     Args:
-        kv_heads: number of key heads H.
+        lengths: int64 [P], tokens of each prompt.
+        group: int64 [B], prompt of each row.
         room: most sampled tokens per row.
-        members: rows per entry, M.
-        keys, values: [layers, E, H, D, P] and [layers, E, H, P, D] of the prompts.
-        mask: additive [E, P], or None when all prompts have P tokens.
-        place: int64 [B], entry · M + member of each row.
-        positions: int64 [B], position of each row's next token.
+        layers, heads, dim: number of layers, of key heads H, and the size D of a head.
+        like: a tensor of the cache's dtype, on its device.
     """
 
     def __init__(
-        self,
-        kv_heads: int,
-        room: int,
-        members: int,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        place: Tensor,
-        positions: Tensor,
+        self, lengths: Tensor, group: Tensor, room: int, layers: int, heads: int, dim: int, like: Tensor
     ) -> None:
-        self.keys = keys
-        self.values = values
-        self.mask = mask
-        self.positions = positions
-        self.prompt_columns = keys.shape[-1]
+        self._prompt, place, self._members = entries_of(group)
+        self.prompt_columns = int(lengths.max())
+        self.positions = lengths[group]  # int64 [B], of each row's next token
         self.filled = 0  # tokens that every row has sampled
-        self._capacity = 0
+        entries = len(self._prompt)
+        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
+        self.keys = like.new_zeros(layers, entries, heads, dim, self.prompt_columns)
+        self.values = like.new_zeros(layers, entries, heads, self.prompt_columns, dim)
+        self.mask: Tensor | None = None  # additive [E, columns] where prompts are of different lengths
+        if int(lengths.min()) < self.prompt_columns:
+            padding = torch.arange(self.prompt_columns, device=like.device) >= lengths[self._prompt][:, None]
+            self.mask = like.new_zeros(padding.shape).masked_fill_(padding, torch.finfo(like.dtype).min)
         self._room = room
-        self._members = members
-        self._heads = torch.arange(kv_heads, device=keys.device)
-        layers, _, _, dim, _ = keys.shape
-        self._keys = keys.new_empty(layers, len(place), kv_heads, dim, 0)
-        self._values = keys.new_empty(layers, len(place), kv_heads, 0, dim)
+        self._capacity = 0
+        self._heads = torch.arange(heads, device=like.device)
+        self._keys = like.new_empty(layers, len(place), heads, dim, 0)
+        self._values = like.new_empty(layers, len(place), heads, 0, dim)
         self._set_places(place)
+
+    def store(self, prompts: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copies keys and values [U, H, T, D] of prompts, int64 [U], into their entries."""
+        targets, source = (self._prompt[:, None] == prompts).nonzero(as_tuple=True)
+        length = keys.shape[2]
+        self.keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
+        self.values[layer, targets, :, :length] = values[source]
 
     def _set_places(self, place: Tensor) -> None:
         self._place = place
@@ -91,12 +92,14 @@ class GroupCache:
 
     def keep(self, index: Tensor) -> None:
         """See `Decoder.keep`. Entries without rows go once they are half of all."""
+        # Rows that stay in place are not copied.
         moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
         source = index[moved]
         self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
         self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
         self.positions = self.positions[index]
         place = self._place[index]
+        # Prompts whose rows have all ended would still be multiplied with.
         used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
         if 2 * int(used.sum()) <= len(used):
             self.keys = self.keys[:, used]
@@ -127,12 +130,3 @@ def entries_of(group: Tensor) -> tuple[Tensor, Tensor, int]:
     rank[order] = torch.arange(len(group), device=group.device) - (torch.cumsum(counts, 0) - counts)[group[order]]
     entry_prompt = torch.repeat_interleave(torch.arange(len(counts), device=group.device), entries)
     return entry_prompt, (first[group] + rank // members) * members + rank % members, members
-
-
-def store_prompts(
-    all_keys: Tensor, all_values: Tensor, targets: Tensor, source: Tensor, layer: int, keys: Tensor, values: Tensor
-) -> None:
-    """Copies prompt caches [U, H, T, D] of prompts `source` into entries `targets`."""
-    length = keys.shape[2]
-    all_keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
-    all_values[layer, targets, :, :length] = values[source]

@@ -82,6 +82,7 @@ class TransformersDecoder:
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
+        # Whether logits are the output embedding of the last hidden states and nothing else.
         self._split = self._head_is_plain()
 
     @torch.inference_mode()

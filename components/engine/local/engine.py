@@ -110,6 +110,7 @@ class LocalEngine(Engine):
         from components.models.load import load_causal_lm
 
         if self._twin is None:
+            # A second copy of the model: the lean decoder has fused weights and no graph.
             self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)
         model, version = self._twin
         if version != self.version:

@@ -171,6 +171,7 @@ class _Record:
             for table, block in zip(steps, part, strict=True):
                 table[place, start:end] = block
             start = end
+        # The first step with a reason ended the row; what it sampled after that is dropped.
         last = (steps.reason > 0).to(torch.int8).argmax(1)
         reason = steps.reason[torch.arange(self.rows), last]
         lengths = last + 1
@@ -212,6 +213,7 @@ class _Call:
         for taken in range(1, room + 1):
             offset = (taken - 1) % _UNIFORM_BLOCK
             if offset == 0:
+                # Random numbers of many steps at once; a row that continues counts from the tokens it had.
                 counters = np.arange(taken - 1, taken - 1 + _UNIFORM_BLOCK, dtype=np.uint64)
                 here = place.numpy()
                 block = counter_uniform(seeds[here, None], drawn[here, None] + counters)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.engine.local.batches import token_batches
-from components.engine.local.cache import GroupCache, entries_of, store_prompts
+from components.engine.local.cache import GroupCache
 from pipeline.core.jagged import Jagged
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
@@ -153,10 +153,12 @@ class LeanDecoder:
             k = qkv[:, self._heads : rotated]
             q.copy_(F.rms_norm(q, (self._dim,), layer.q_norm, self._eps))
             k.copy_(F.rms_norm(k, (self._dim,), layer.k_norm, self._eps))
+        # Rotating a pair is multiplying it, as a complex number, by cos + i·sin.
         pairs = qkv[:, :rotated].view(len(x), rotated, -1, 2)
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(turn)
         else:
+            # There are no complex numbers of 16 bits.
             pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turn))
         return qkv
 
@@ -229,32 +231,17 @@ class LeanDecoder:
     @torch.inference_mode()
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
         """Runs each prompt once and stores its cache once per entry."""
-        device = self.device
         lengths = prompts.lengths
-        longest = int(lengths.max())
         self.release()
-        entry_prompt, place, members = entries_of(group)
-        shape = (self._num_layers, len(entry_prompt), self._kv_heads)
-        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
-        keys = self._embed.new_zeros(*shape, self._dim, longest)
-        values = self._embed.new_zeros(*shape, longest, self._dim)
+        batch = GroupCache(lengths, group, room, self._num_layers, self._kv_heads, self._dim, self._embed)
         last = self._embed.new_empty(len(prompts), self._embed.shape[1])
         order = torch.argsort(lengths)
         for part in token_batches(lengths[order].tolist(), _PREFILL_TOKENS):
             rows = order[part]
             tokens = prompts.select(rows).to_padded().to(torch.int64)
-            local = torch.full((len(prompts),), -1, device=device)
-            local[rows] = torch.arange(len(rows), device=device)
-            targets = (local[entry_prompt] >= 0).nonzero()[:, 0]
-            store = partial(store_prompts, keys, values, targets, local[entry_prompt][targets])
-            x = self._causal(tokens, store).view(*tokens.shape, -1)
-            last[rows] = x[torch.arange(len(rows), device=device), lengths[rows] - 1]
-        mask = None
-        if int(lengths.min()) < longest:
-            padding = torch.arange(longest, device=device) >= lengths[entry_prompt][:, None]
-            mask = torch.zeros(padding.shape, dtype=keys.dtype, device=device)
-            mask.masked_fill_(padding, torch.finfo(keys.dtype).min)
-        self._batch = GroupCache(self._kv_heads, room, members, keys, values, mask, place, lengths[group])
+            x = self._causal(tokens, partial(batch.store, rows)).view(*tokens.shape, -1)
+            last[rows] = x[torch.arange(len(rows), device=self.device), lengths[rows] - 1]
+        self._batch = batch
         return self.logits(self._final(last))[group]
 
     @torch.inference_mode()
@@ -271,11 +258,13 @@ class LeanDecoder:
         for n, layer in enumerate(self._layers):
             qkv = self._project(layer, x, turn)
             keys, values = batch.write(n, qkv[:, self._heads : -self._kv_heads], qkv[:, -self._kv_heads :])
+            # Query heads that share a key head are rows of one product [B · Hkv, shared, …].
             query = qkv[:, : self._heads].reshape(*shape, self._dim)
             scores = torch.bmm(query, keys)
             prompt_scores = torch.bmm(batch.to_entries(query.view(shape[0], -1), shared), batch.keys[n].flatten(0, 1))
             if batch.mask is not None:
                 prompt_scores.view(*batch.keys.shape[1:3], -1, batch.prompt_columns).add_(batch.mask[:, None, None])
+            # Prompt columns first, then the sampled tokens of the row.
             scores = torch.cat([batch.to_rows(prompt_scores).view(shape[0], shared, -1), scores], -1)
             weights = torch.softmax(scores.mul_(self._scale), -1, dtype=torch.float32).to(x.dtype)
             prompt_weights = weights[..., : batch.prompt_columns].reshape(shape)

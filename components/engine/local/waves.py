@@ -106,6 +106,7 @@ def waves(tokens: Jagged, budgets: Tensor, max_rows: int, max_tokens: int) -> It
     first: dict[bytes, int] = {}
     for i in order:
         first.setdefault(keys[i], i)
+    # By length, so that a wave pads little; equal rows together, so that they share a prompt.
     order.sort(key=lambda i: (lengths[i], first[keys[i]], i))
     start = 0
     while start < len(order):

@@ -228,7 +228,7 @@ def test_states_without_room_keep_the_value_before_them(toolbox, table):
     free = node.run(
         prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
     ).values.values.to_lists()[0]
-    node._room = 1 + 2 + 3  # prompt, two response tokens, "E7}"
+    node.room = 1 + 2 + 3  # prompt, two response tokens, "E7}"
     tight = node.run(
         prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
     ).values.values.to_lists()[0]
