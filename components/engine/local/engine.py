@@ -19,7 +19,7 @@ from components.engine.local.lean import LeanDecoder, unsupported
 from components.engine.local.score import attribute, score
 from components.engine.vocabulary import eos_mask, padding_columns
 from components.engine.weights import WeightNames
-from components.models.load import resolve_model_path
+from components.models.load import check_context, load_causal_lm, load_tokenizer, resolve_model_path
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError
@@ -69,11 +69,8 @@ class LocalEngine(Engine):
     def setup(self, context: Context) -> None:
         """Loads tokenizer and model."""
         super().setup(context)
-        from components.models.load import check_context, load_causal_lm, load_tokenizer
-
         self.tokenizer = load_tokenizer(context.model)
-        model = load_causal_lm(context.model, context.device)
-        model.requires_grad_(False)
+        model = load_causal_lm(context.model, context.device).requires_grad_(False)
         self.context_length = check_context(context.model, model.config)
         self.names = WeightNames(model)
         self.decoder = choose_decoder(model, self.config.decoder, self.context_length)
@@ -107,8 +104,6 @@ class LocalEngine(Engine):
                 f"it is off. Set {self.context.node}.attributions=true (a second copy of the weights) or "
                 f"{self.context.node}.decoder=transformers."
             )
-        from components.models.load import load_causal_lm
-
         if self._twin is None:
             # A second copy of the model: the lean decoder has fused weights and no graph.
             self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)

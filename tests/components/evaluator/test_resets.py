@@ -19,7 +19,7 @@ PROBLEM = {
 
 
 def test_numbers_by_hand():
-    # Seeds: step 1 of true 2 (clean), 2 of 2 (clean and exact), 3 of 1 (erroneous). Two suffixes each.
+    # Failures: step 1 of true 2 (clean), 2 of 2 (clean and exact), 3 of 1 (erroneous). Two suffixes each.
     metrics = reset_metrics(
         step=torch.tensor([1, 2, 3]),
         count=torch.tensor([4, 4, 4]),
