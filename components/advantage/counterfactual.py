@@ -85,9 +85,7 @@ class Counterfactual(Component):
         Metric("reward_var", "reward²", "variance of the reward"),
         Metric("shaped_reward_var", "reward²", "variance of the shaped reward"),
         Metric(
-            "shaping_bound",
-            "ratio",
-            "2pE[φ]/Var φ: below it, shaping lowers the variance of 0/1 rewards; infinite where φ does not vary",
+            "shaping_bound", "ratio", "2pE[φ]/Var φ: smaller λ_φ lower the variance of 0/1 rewards; may be infinite"
         ),
         Metric("wrong", "rows", "trajectories that are wrong"),
         Metric("revised_share", "share", "wrong trajectories with a revision"),
@@ -106,11 +104,9 @@ class Counterfactual(Component):
         repair_scale: float = 1.0
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
         mask: Literal["loss", "credit", "none"] = "loss"
-        """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0
-        but count in T_i; none: credit on all tokens"""
+        """unchanged tokens of a repaired failure: leave the loss, or get advantage 0 (credit), or keep theirs (none)"""
         raise_edits: bool = True
-        """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A',
-        0)"""
+        """whether changed tokens of a repaired failure keep an A' > 0; false gives them min(A', 0)"""
         train_revision: bool = False
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"

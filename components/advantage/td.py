@@ -71,8 +71,7 @@ class TDAdvantage(Component):
         mask_prefix: bool = True
         """leaves inherited prefix tokens out of the loss"""
         whiten: bool = False
-        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does; credits no
-        longer telescope"""
+        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:

@@ -28,8 +28,7 @@ class TreeSiblings(TreeAdvantage):
         """Values and masks."""
 
         value: ValueOf = "leaves"
-        """V of a node: mean over its leaves, or over its children as in the released code; they differ where branches
-        end early"""
+        """V of a node: mean over its leaves, or over its children as in the released code (branches may end early)"""
         max_probability: float = 0.9
         """tokens with at least this probability under the sampling policy leave the loss; 1 keeps all"""
         drop_zero: bool = False

@@ -45,8 +45,7 @@ class Tree(Component):
         """Sampling settings and the rule."""
 
         rule: Literal["segments", "uncertain"] = "segments"
-        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens of whole responses
-        (TreeRL)"""
+        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens (TreeRL)"""
         segments: SegmentRule = field(default_factory=SegmentRule)
         """settings of rule `segments`"""
         uncertain: UncertainRule = field(default_factory=UncertainRule)

@@ -32,8 +32,7 @@ class SegmentRule:
     """SPO-Tree (2505.23564): a level of branches every `tokens` tokens."""
 
     branching: tuple[int, ...] = (6, 6, 6)
-    """branches at the prompt, at the end of the first segment, …; the last level runs to the end. Leaves are at most
-    their product"""
+    """branches at the prompt, at the end of the first segment, …; the last level runs to the end of the response"""
     tokens: int = 64
     """M, tokens per segment"""
 

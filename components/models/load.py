@@ -26,10 +26,7 @@ def resolve_model_path(path: str) -> str:
     if folder.is_dir():
         return str(folder)
     if folder.exists():
-        raise DataError(
-            f"model.path '{path}': expected a folder in Hugging Face layout (config.json, tokenizer, safetensors), got "
-            "a file."
-        )
+        raise DataError(f"model.path '{path}': expected a folder in Hugging Face layout, got a file.")
     # A hub name has at most one slash; anything else was meant as a folder.
     if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
         raise DataError(
@@ -46,8 +43,7 @@ def load_config(spec: ModelSpec) -> Any:
     path = resolve_model_path(spec.path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise DataError(
-            f"model folder {path}: expected a folder written by save_pretrained, but it has no config.json. Correct "
-            "model.path."
+            f"model folder {path}: no config.json; expected a folder written by save_pretrained. Correct model.path."
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
@@ -70,10 +66,7 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     except Exception as error:  # the hub client, tokenizers and transformers each raise their own types
         raise _failure("tokenizer", spec.path, error) from error
     if not tokenizer.is_fast:
-        raise DataError(
-            f"model '{spec.path}': expected a fast tokenizer (tokenizer.json), got a slow one. Convert it with "
-            "transformers."
-        )
+        raise DataError(f"model '{spec.path}': expected a fast tokenizer (tokenizer.json), got a slow one. Convert it.")
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"model '{spec.path}': the tokenizer has no end-of-text token. Set eos_token in tokenizer_config.json."

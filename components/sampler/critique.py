@@ -87,11 +87,7 @@ class Critique(Component):
         Metric("kept", "rows", "refinements that are trained on, at most one per prompt"),
         Metric("kept_correct_share", "share", "kept refinements that are right"),
         Metric("no_refinement_share", "share", "prompts without a kept refinement"),
-        Metric(
-            "refinement_logprob_change",
-            "nats",
-            "log-prob of a kept token under the problem alone minus under the critique, mean",
-        ),
+        Metric("refinement_logprob_change", "nats", "log-prob of a kept token without minus with the critique, mean"),
     )
 
     @dataclass(frozen=True, kw_only=True)

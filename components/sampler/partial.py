@@ -36,14 +36,11 @@ class Carry:
     tokens: int = 0
     """new tokens of a rollout per iteration; one that needs more continues in the next. 0 carries nothing"""
     max_staleness: int = 4
-    """versions by which the oldest token of a rollout may be older than the weights; such a rollout is carried no
-    more"""
+    """versions between the weights and the oldest token of a rollout, at which it is no longer carried"""
     on_stale: Literal["finish", "drop"] = "finish"
-    """a rollout that may not be carried again: finish it in this iteration, or drop its whole group (which favours
-    short responses)"""
+    """then: finish the rollout in this iteration, or drop its whole group (which favours short responses)"""
     on_continue: Literal["keep", "rescore"] = "keep"
-    """log-probs of tokens that older weights sampled: keep the recorded ones, or score them again under the present
-    weights"""
+    """log-probs of tokens of older weights: keep those recorded, or score them again under the present weights"""
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
@@ -69,32 +66,18 @@ class Partial(Component):
     metrics = (
         *LENGTH_METRICS,
         Metric(
-            "decode_steps",
-            "steps",
-            "most tokens a rollout got in this iteration: decoding steps when all rollouts fit the engine",
+            "decode_steps", "steps", "most new tokens of a rollout: decoding steps when all rollouts fit the engine"
         ),
         Metric("delivered_groups", "groups", "complete groups, which are trained on"),
         Metric("carried_groups", "groups", "groups in flight, which continue in the next iteration"),
         Metric("carried_rollouts", "responses", "rollouts in flight that have not ended"),
         Metric("carried_tokens", "tokens", "tokens of groups in flight, those of ended rollouts included"),
-        Metric(
-            "token_staleness",
-            "versions",
-            "sampler's version minus the one that sampled the token, mean over tokens of complete groups",
-        ),
-        Metric(
-            "rollout_staleness",
-            "versions",
-            "sampler's version minus that of the oldest token, mean over rows of complete groups",
-        ),
+        Metric("token_staleness", "versions", "sampler's version minus that of the token, mean over delivered tokens"),
+        Metric("rollout_staleness", "versions", "sampler's version minus that of the oldest token, mean over rows"),
         Metric("staleness_max", "versions", "largest `rollout_staleness` of a row"),
         Metric("dropped_groups", "groups", "groups dropped because a rollout was unfinished at `carry.max_staleness`"),
         Metric("dropped_tokens", "tokens", "tokens sampled for dropped groups"),
-        Metric(
-            "rescored_tokens",
-            "tokens",
-            "tokens of older weights whose log-probs were scored again, with `carry.on_continue: rescore`",
-        ),
+        Metric("rescored_tokens", "tokens", "tokens of older weights scored again, with `carry.on_continue: rescore`"),
     )
 
     @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class AnswerLikelihood(AnswerEstimator):
         Metric(
             "no_room",
             "boundaries",
-            "boundaries after which the reference did not fit the context; they take the value before",
+            "boundaries without room for a reference in the context; they take the value before",
         ),
     )
 

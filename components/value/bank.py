@@ -27,11 +27,9 @@ class AnswerSettings:
     answer_end: str = "}"
     """closes the answer and counts, so that 1 is not a part of 12"""
     length_normalise: bool = True
-    """geometric mean of the token probabilities, averaged over references; false: their product, summed over
-    references"""
+    """mean over references of the geometric mean of token probabilities; false: sum over references of their product"""
     bank: Literal["auto", "reference", "group"] = "auto"
-    """the dataset's answer, the answers of the problem's own correct trajectories, or (auto) the second where the first
-    is missing"""
+    """the dataset's answer, those of the problem's correct trajectories, or (auto) the second without the first"""
     references: int = 4
     """N, most references per trajectory"""
 

@@ -53,11 +53,9 @@ class LocalEngine(Engine):
         score_tokens: int = 16384
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
-        """lean: own forward of supported models; transformers: the model's own forward; auto: lean where it gives the
-        same logits"""
+        """lean: fast forward of some models; transformers: the model's own; auto: lean where its logits are the same"""
         attributions: bool = False
-        """keeps the weights a second time, for gradients (value.gradient_attribution); the transformers decoder needs
-        no second copy"""
+        """keeps a second copy of the weights on the lean decoder, for gradients (value.gradient_attribution)"""
 
         def __post_init__(self) -> None:
             for name in ("max_rows", "max_batch_tokens", "score_tokens"):

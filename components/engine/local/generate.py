@@ -74,7 +74,8 @@ class _Ends:
         self._budget = begun.room[rows].to(device)
         self._pause = None if begun.pause is None else begun.pause[rows].to(device)
         self._eos = call.limits.eos.to(device)
-        self._thoughts = thoughts = call.requests.sampling.thoughts
+        thoughts = call.requests.sampling.thoughts
+        self._thoughts = thoughts
         stops = call.requests.sampling.stop if thoughts is None else (thoughts.stop,)
         finals = (thoughts.final,) if thoughts is not None and thoughts.final else ()
         self._stop = call.text.matcher(stops, count, device) if stops else None

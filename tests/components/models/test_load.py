@@ -73,7 +73,7 @@ def test_paths(tmp_path):
         ):
             resolve_model_path(path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"expected a folder in Hugging Face layout .* got a file"):
+    with pytest.raises(DataError, match=r"expected a folder in Hugging Face layout, got a file"):
         resolve_model_path(str(tmp_path / "file"))
 
 
@@ -105,7 +105,7 @@ def test_folder_without_config_or_weights(folder):
     with pytest.raises(DataError, match=r"expected a complete model, but it has no weights \(\*.safetensors\)"):
         load_causal_lm(ModelSpec(path=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(DataError, match=r"expected a folder written by save_pretrained, but it has no config.json"):
+    with pytest.raises(DataError, match=r"no config.json; expected a folder written by save_pretrained"):
         load_causal_lm(ModelSpec(path=str(folder)))
 
 
