@@ -7,7 +7,6 @@ from components.advantage.additive import AdditiveAdvantage
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute, redistributed_rewards, segment_shares
 from components.advantage.td import TDAdvantage, td_advantage, whitened
-from components.rollouts.segments import increments, segment_of_token, with_final
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments, SegmentValues
@@ -42,14 +41,6 @@ def _with_credit(toolbox, case, **settings):
         toolbox.start(GroupAdvantage, **settings).run(trajectories=case["trajectories"], rewards=case["rewards"]).credit
     )
     return {**case, "credit": credit}
-
-
-def test_helpers_by_hand():
-    values = Jagged.from_rows([[0.5, 0.25, 1.0], [0.5], [0.0, 2.0]], torch.float32)
-    assert increments(values).to_lists() == [[-0.25, 0.75], [], [2.0]]
-    assert with_final(values, torch.tensor([7.0, 8.0, 9.0])).to_lists() == [[0.5, 0.25, 7.0], [0.5], [0.0, 9.0]]
-    ends, tokens = Jagged.from_rows([[2, 3], [], [1]], torch.int32), Jagged.from_rows([[0, 0, 0], [], [0]], torch.int32)
-    assert segment_of_token(ends, tokens).tolist() == [0, 0, 1, 2]
 
 
 def test_td_by_hand(toolbox):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from components.rollouts.segments import rank_in_row
 from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
 from components.segmenter.fixed import Fixed, fixed_ends
 from components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
@@ -22,7 +21,6 @@ def test_entropy_cuts_by_hand():
     assert entropy_ends(entropies, 3).to_lists() == [[1, 3, 5], [1], [], [1, 2, 3]]
     assert entropy_ends(entropies, 2).to_lists() == [[3, 5], [1], [], [1, 3]]
     assert entropy_ends(entropies, 1).to_lists() == [[5], [1], [], [3]]
-    assert rank_in_row(entropies).to_lists() == [[0, 2, 4, 1, 3], [0], [], [0, 1, 2]]
 
 
 def test_entropy_cuts_slow_version(reference):
