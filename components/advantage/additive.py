@@ -7,21 +7,15 @@ from typing import Annotated
 
 import torch
 
-from components.advantage.segments import check_segments, increments, segment_of_token
+from components.advantage.group import Outputs
+from components.rollouts.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The given credit with the segments' gains added."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
-
-
 class AdditiveAdvantage(Component):
-    """A_{i,t} = A_i + α (v(s_{k+1}) − v(s_k)) for token t in segment k.
+    """Adds to the credit of each token what its segment k gained: A_{i,t} = A_i + α (v(s_{k+1}) − v(s_k)).
 
     The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit as it is. An
     invalid reward gives zero credit to its whole trajectory.
@@ -35,7 +29,7 @@ class AdditiveAdvantage(Component):
         """Weight of the gains."""
 
         alpha: float = 1.2
-        """α, weight of a segment's gain in value (a probability) beside the outcome advantage"""
+        """α, weight of a segment's gain in value (a probability) relative to the outcome advantage"""
 
     config: Config
 
@@ -52,8 +46,10 @@ class AdditiveAdvantage(Component):
         check_aligned(trajectories, rewards)
         check_aligned(trajectories, credit)
         check_segments(trajectories, segments, values)
-        tokens, gain = trajectories.response_tokens, increments(values.values).values
+        tokens = trajectories.response_tokens
+        gain = increments(values.values).values
         added = self.config.alpha * gain[segment_of_token(segments.ends, tokens)].float()
+        # The gain of a trajectory without a verdict is no evidence either.
         total = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values + added, 0.0)
         self.context.log(gain_size=float(gain.abs().mean()) if len(gain) else 0.0)
         return Outputs(credit=credit.replace(advantage=tokens.with_values(total)))

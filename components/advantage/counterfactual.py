@@ -1,4 +1,4 @@
-"""Counterfactual credit: repairable failures earn a share, and their credit lands on the tokens a repair changed (IBPO)."""
+"""Counterfactual credit: repairable failures earn a part of the reward, on the tokens that a repair changes (IBPO)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from components.advantage.edits import fewest_edits
 from components.advantage.group import (
+    EXACT_ZERO,
     GROUP_METRICS,
     Normalize,
     group_advantage,
@@ -26,41 +27,38 @@ from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What to train on: the trajectories, and behind them the revisions of `train_revision`; and their credit."""
+    """What to train on, which is the trajectories and then the revisions of `train_revision`, and its credit."""
 
     trained: Trajectories
     credit: Annotated[Credit, same_rows("trained")]
 
 
 def repair_share(parent: Tensor, correct: Tensor, valid: Tensor, uid: Tensor) -> Tensor:
-    """s of each trajectory in `uid` [N]: the share of its revisions that are right, float64; 0 without a revision.
+    """s of each trajectory in `uid` [N]: the share of its revisions that are correct, float64; 0 without a revision.
 
     Args:
         parent: int64 [M], uid of the trajectory each revision repairs.
         correct: bool [M].
-        valid: bool [M]; a revision that could not be judged counts as not repaired.
+        valid: bool [M]; a revision that could not be verified counts as not repaired.
         uid: int64 [N].
     """
-    asked, right = torch.zeros(len(uid), dtype=torch.float64), torch.zeros(len(uid), dtype=torch.float64)
     order = torch.argsort(uid)
     row = order[torch.searchsorted(uid[order], parent)] if len(uid) else parent
-    asked.index_add_(0, row, torch.ones(len(parent), dtype=torch.float64))
-    right.index_add_(0, row, (correct & valid).double())
-    return right / asked.clamp(min=1)
+    count = torch.zeros(len(uid), dtype=torch.float64).index_add_(0, row, torch.ones(len(parent), dtype=torch.float64))
+    repaired = torch.zeros(len(uid), dtype=torch.float64).index_add_(0, row, (correct & valid).double())
+    return repaired / count.clamp(min=1)
 
 
 def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Tensor) -> dict[str, float]:
-    """Var R, Var R', and the bound 2pE[φ]/Var φ below which λ_φ lowers the variance of 0/1 rewards; population variances over [N].
+    """Var R, Var R', and the bound 2pE[φ]/Var φ on λ_φ below which shaping lowers the variance of 0/1 rewards R.
 
-    R' = R + λφ with φ = 0 where R = 1 has Var R' − Var R = λ² Var φ − 2λ p E[φ] [R]. The bound is infinite where Var φ
-    = 0 < p E[φ], and 0 where both vanish.
+    Population variances over [N]. R' = R + λφ with φ = 0 where R = 1 has Var R' − Var R = λ² Var φ − 2λ p E[φ] (our
+    derivation). The bound is infinite where Var φ = 0 < p E[φ], and 0 where both vanish.
     """
     if not len(reward):
         return {"reward_var": 0.0, "shaped_reward_var": 0.0, "shaping_bound": 0.0}
-    spread, pull = (
-        float(phi.double().var(correction=0)),
-        2 * float(correct.double().mean()) * float(phi.double().mean()),
-    )
+    spread = float(phi.double().var(correction=0))
+    pull = 2 * float(correct.double().mean()) * float(phi.double().mean())
     return {
         "reward_var": float(reward.double().var(correction=0)),
         "shaped_reward_var": float(shaped.double().var(correction=0)),
@@ -69,16 +67,16 @@ def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Ten
 
 
 class Counterfactual(Component):
-    """R' = r + λ·ρ·s on failures (s: share of its revisions that are right), normalised per group; credit on the edited tokens.
+    """Adds λ · (share of correct revisions) to the reward of each failure, and credits the tokens that a repair edits.
 
-    φ_i = ρ s_i for a wrong trajectory, 0 for a right one [S]; A' is R' normalised within the group; A_{i,t} = A'_i
-    m_{i,t} [R]. m marks the tokens of a repaired trajectory that its successful revision with the fewest edits changes;
-    all ones for a right trajectory and for a failure without a successful revision [S]. Column "gate" holds m for
-    objective `gated_sequence`.
+    R' = R + λφ, with φ_i = ρ s_i for a wrong trajectory and 0 for a correct one (second-hand). A' is R' normalised
+    within the group, and A_{i,t} = A'_i m_{i,t} (our reading). m marks the tokens of a repaired trajectory that its
+    successful revision with the fewest edits changes; it is all ones for a correct trajectory and for a failure without
+    a successful revision (second-hand). Column "gate" holds m for objective `gated_sequence`.
 
     Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group
-    with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is
-    what R' gives, and is left as it is unless `raise_edits` is false [R].
+    with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`). That is the
+    sign of R', and it is kept unless `raise_edits` is false (our reading).
     """
 
     paper = "2605.16302"
@@ -87,14 +85,12 @@ class Counterfactual(Component):
         Metric("reward_var", "reward²", "variance of the reward"),
         Metric("shaped_reward_var", "reward²", "variance of the shaped reward"),
         Metric(
-            "shaping_bound",
-            "ratio",
-            "2pE[φ]/Var φ: below it, shaping lowers the variance of 0/1 rewards; infinite where φ does not vary",
+            "shaping_bound", "ratio", "2pE[φ]/Var φ: smaller λ_φ lower the variance of 0/1 rewards; may be infinite"
         ),
-        Metric("wrong", "rows", "trajectories judged wrong"),
+        Metric("wrong", "rows", "trajectories that are wrong"),
         Metric("revised_share", "share", "wrong trajectories with a revision"),
-        Metric("repair_rate", "share", "revisions that are right, mean over wrong trajectories"),
-        Metric("repaired_share", "share", "wrong trajectories with a right revision"),
+        Metric("repair_rate", "share", "revisions that are correct, mean over wrong trajectories"),
+        Metric("repaired_share", "share", "wrong trajectories with a correct revision"),
         Metric("edited_share", "share", "tokens that the repair changes, mean over repaired trajectories"),
         Metric("raised_edit_share", "share", "repaired trajectories whose wrong tokens are raised (A' > 0)"),
     )
@@ -108,11 +104,9 @@ class Counterfactual(Component):
         repair_scale: float = 1.0
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
         mask: Literal["loss", "credit", "none"] = "loss"
-        """loss: unchanged tokens of a repaired failure leave the loss and its length T_i; credit: they get advantage 0
-        but count in T_i; none: credit on all tokens"""
+        """unchanged tokens of a repaired failure: leave the loss, or get advantage 0 (credit), or keep theirs (none)"""
         raise_edits: bool = True
-        """whether A' > 0 of a repaired failure reaches the tokens its repair changed; false gives those tokens min(A',
-        0)"""
+        """whether changed tokens of a repaired failure keep an A' > 0; false gives them min(A', 0)"""
         train_revision: bool = False
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"
@@ -123,8 +117,7 @@ class Counterfactual(Component):
         def __post_init__(self) -> None:
             if self.shaping < 0 or not 0 <= self.repair_scale <= 1:
                 raise ValueError(
-                    f"shaping is {self.shaping} and repair_scale {self.repair_scale}; wanted λ_φ of 0 or more and ρ "
-                    "between 0 and 1."
+                    f"expected shaping ≥ 0 and 0 ≤ repair_scale ≤ 1, got {self.shaping} and {self.repair_scale}."
                 )
 
     config: Config
@@ -141,33 +134,27 @@ class Counterfactual(Component):
         check_aligned(trajectories, rewards)
         check_aligned(revisions, revision_rewards)
         trajectories.index_of(revisions.parent)
-        settings, group = self.config, trajectories.group
+        settings = self.config
         share = repair_share(revisions.parent, revision_rewards.correct, revision_rewards.valid, trajectories.uid)
         phi = torch.where(rewards.correct | ~rewards.valid, 0.0, settings.repair_scale * share)
-        shaped = rewards.value + (settings.shaping * phi).float()
-        advantage = group_advantage(shaped, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
+        shaped = rewards.replace(value=rewards.value + (settings.shaping * phi).float())
+        group = trajectories.group
+        advantage = group_advantage(shaped.value, group, rewards.valid, normalize=settings.normalize, eps=settings.eps)
         gate, best, own = fewest_edits(trajectories, rewards, revisions, revision_rewards)
+        # Failures with a successful revision that edits something.
         repaired = torch.isin(trajectories.uid, revisions.parent[best])
-        credit = self._credit(
-            trajectories,
-            advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage),
-            gate,
-        )
+        lowered = advantage if settings.raise_edits else torch.where(repaired, advantage.clamp(max=0), advantage)
+        credit = self._credit(trajectories, lowered, gate)
+        valid = rewards.valid
+        revised = torch.isin(trajectories.uid, revisions.parent)
         self.context.log(
-            **group_metrics(rewards.replace(value=shaped), group, zero_groups(advantage, group)),
-            **shaping_statistics(
-                rewards.value[rewards.valid],
-                shaped[rewards.valid],
-                phi[rewards.valid],
-                (rewards.correct & rewards.valid)[rewards.valid],
-            ),
-            **_repair_metrics(
-                rewards, torch.isin(trajectories.uid, revisions.parent), repaired, advantage, gate, share
-            ),
+            **group_metrics(shaped, group, zero_groups(advantage, group)),
+            **shaping_statistics(rewards.value[valid], shaped.value[valid], phi[valid], rewards.correct[valid]),
+            **_repair_metrics(rewards, revised, repaired, advantage, gate, share),
         )
         if not settings.train_revision or not len(best):
             return Outputs(trained=trajectories, credit=credit)
-        extra, extra_credit = self._positives(trajectories, rewards, shaped, revisions.select(best), own)
+        extra, extra_credit = self._positives(trajectories, shaped, revisions.select(best), own)
         return Outputs(trained=Trajectories.concat([trajectories, extra]), credit=Credit.concat([credit, extra_credit]))
 
     def _credit(self, trajectories: Trajectories, advantage: Tensor, gate: Jagged) -> Credit:
@@ -181,17 +168,17 @@ class Counterfactual(Component):
         return Credit(uid=trajectories.uid, advantage=spread, mask=mask, columns={"gate": gate})
 
     def _positives(
-        self, trajectories: Trajectories, rewards: Rewards, shaped: Tensor, chosen: Trajectories, edited: Jagged
+        self, trajectories: Trajectories, shaped: Rewards, chosen: Trajectories, edited: Jagged
     ) -> tuple[Trajectories, Credit]:
-        """Revisions with the advantage that reward 1 has against their original's group, on edited tokens alone [R]."""
+        """Revisions with the advantage of reward 1 in their original's group, on edited tokens alone (our reading)."""
         settings = self.config
         parents = trajectories.index_of(chosen.parent)
-        mean, std, count = (x[parents] for x in group_moments(shaped, trajectories.group, rewards.valid))
-        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=1e-8)}[
-            settings.normalize
-        ]
-        # One reward in a group says nothing about it.
-        advantage = torch.where((std < 1e-8) | (count < 2), 0.0, (1.0 - mean) / scale).clamp(min=0.0).float()
+        moments = group_moments(shaped.value, trajectories.group, shaped.valid)
+        mean, std, count = (moment[parents] for moment in moments)
+        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=EXACT_ZERO)}
+        # A group with one reward has nothing to compare it with.
+        flat = (std < EXACT_ZERO) | (count < 2)
+        advantage = torch.where(flat, 0.0, (1.0 - mean) / scale[settings.normalize]).clamp(min=0.0).float()
         chosen = chosen.replace(group=trajectories.group[parents])
         spread = chosen.response_tokens.spread(advantage)
         spread = spread.with_values(torch.where(edited.values, spread.values, 0.0))
@@ -202,12 +189,13 @@ def _repair_metrics(
     rewards: Rewards, revised: Tensor, repaired: Tensor, advantage: Tensor, gate: Jagged, share: Tensor
 ) -> dict[str, float]:
     wrong = rewards.valid & ~rewards.correct
-    count, many = max(int(wrong.sum()), 1), max(int(repaired.sum()), 1)
+    num_wrong = max(int(wrong.sum()), 1)
+    num_repaired = max(int(repaired.sum()), 1)
     return {
         "wrong": float(wrong.sum()),
-        "revised_share": float(revised[wrong].sum()) / count,
-        "repair_rate": float(share[wrong].sum()) / count,
-        "repaired_share": float(repaired.sum()) / count,
-        "edited_share": float(gate.mean()[repaired].sum()) / many if len(gate) else 0.0,
-        "raised_edit_share": float((advantage[repaired] > 0).sum()) / many,
+        "revised_share": float(revised[wrong].sum()) / num_wrong,
+        "repair_rate": float(share[wrong].sum()) / num_wrong,
+        "repaired_share": float(repaired.sum()) / num_wrong,
+        "edited_share": float(gate.mean()[repaired].sum()) / num_repaired if len(gate) else 0.0,
+        "raised_edit_share": float((advantage[repaired] > 0).sum()) / num_repaired,
     }

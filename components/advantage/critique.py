@@ -1,4 +1,4 @@
-"""Credit for groups of original chains and refinements (Critique-GRPO)."""
+"""Credit for groups of original responses and refinements (Critique-GRPO)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ import torch
 from components.advantage.group import (
     GROUP_METRICS,
     Normalize,
+    Outputs,
     group_advantage,
     group_metrics,
-    training_mask,
+    trajectory_credit,
     zero_groups,
 )
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The same advantage on every token of a trajectory, and column "shaping"."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 class CritiqueAdvantage(Component):
-    """A = r − mean over originals and refinement; refinement tokens (`parent` ≥ 0) carry γ in column "shaping" for objective `shaped`.
+    """Credits originals and refinements with r − mean of their group, and marks refinement tokens for the objective.
 
-    The objective weighs them by f(p) = p/(p + γ), p the current probability of the token, in place of a ratio: rare
-    tokens of a refinement get the larger gradient, and the prompt they were sampled from does not matter [S, and the
-    authors' code]. Without a refinement this is Dr.GRPO's advantage.
+    Column "shaping" holds γ on the tokens of refinements (`parent` ≥ 0) and 0 elsewhere. Objective `shaped` weighs them
+    by f(p) = p/(p + γ), p being the current probability of the token, instead of a ratio: rare tokens of a refinement
+    get the larger gradient, and the prompt they were sampled from does not matter (second-hand, and the authors' code).
+    Without a refinement this is Dr.GRPO's advantage.
     """
 
     paper = "2506.03106"
@@ -53,28 +48,20 @@ class CritiqueAdvantage(Component):
 
         def __post_init__(self) -> None:
             if self.gamma <= 0:
-                raise ValueError(
-                    f"gamma is {self.gamma}; wanted a probability above 0 (0.1 in the paper): γ = 0 has no gradient."
-                )
+                raise ValueError(f"expected gamma > 0 (γ = 0 has no gradient), got {self.gamma}.")
 
     config: Config
 
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Credits one batch."""
         check_aligned(trajectories, rewards)
-        group, tokens = trajectories.group, trajectories.response_tokens
+        group = trajectories.group
         advantage = group_advantage(rewards.value, group, rewards.valid, normalize=self.config.normalize)
         refined = trajectories.parent >= 0
-        count = max(int(refined.sum()), 1)
         self.context.log(
             **group_metrics(rewards, group, zero_groups(advantage, group)),
             refined=float(refined.sum()),
-            refined_advantage=float(advantage[refined].sum()) / count,
+            refined_advantage=float(advantage[refined].sum()) / max(int(refined.sum()), 1),
         )
-        credit = Credit(
-            uid=trajectories.uid,
-            advantage=tokens.spread(advantage),
-            mask=training_mask(tokens, trajectories.inherited),
-            columns={"shaping": tokens.spread(torch.where(refined, self.config.gamma, 0.0))},
-        )
-        return Outputs(credit=credit)
+        shaping = torch.where(refined, self.config.gamma, 0.0)
+        return Outputs(credit=trajectory_credit(trajectories, advantage, shaping=shaping))

@@ -17,13 +17,14 @@ def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[boo
     """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
 
     Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks
-    the token of `first` that stands where it goes, or the last one at the end [R]: that token is the choice the repair
-    makes otherwise, and without it a repair that only inserts would leave nothing to train.
+    the token of `first` before which it goes, or the last one at the end (our reading): the repair decides otherwise at
+    that token, and without it a repair that only inserts would leave nothing to train.
 
     >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
     ([False, True, True], [False, True, False, True], 2)
     """
-    left, right = [False] * len(first), [False] * len(second)
+    left = [False] * len(first)
+    right = [False] * len(second)
     operations = Levenshtein.editops(first, second)
     for step in operations:
         if left:
@@ -38,14 +39,14 @@ def fewest_edits(
 ) -> tuple[Jagged, Tensor, Jagged]:
     """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
 
-    Among the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of
-    equals. A revision equal to its original (a verifier that changed its mind) is none.
+    Of the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of
+    equals. A revision equal to its original, on which the verifier contradicts itself, is not chosen.
     """
-    tokens, revised = trajectories.response_tokens.to_lists(), revisions.response_tokens
-    parents = trajectories.index_of(revisions.parent).tolist()
-    usable = (
-        revision_rewards.correct & revision_rewards.valid & ~rewards.correct[torch.tensor(parents, dtype=torch.int64)]
-    )
+    tokens = trajectories.response_tokens.to_lists()
+    revised = revisions.response_tokens
+    parent_rows = trajectories.index_of(revisions.parent)
+    parents = parent_rows.tolist()
+    usable = revision_rewards.correct & revision_rewards.valid & ~rewards.correct[parent_rows]
     nearest: dict[int, tuple[int, int]] = {}
     for row in usable.nonzero(as_tuple=True)[0].tolist():
         best = nearest.get(parents[row], (sys.maxsize, -1))[0]

@@ -16,9 +16,8 @@ from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 Normalize = Literal["std", "mean", "std_exact"]
 EXACT_ZERO = 1e-8
 
-
 GROUP_METRICS = (
-    Metric("groups", "groups", "groups of trajectories that are compared"),
+    Metric("groups", "groups", "groups of trajectories whose rewards are compared"),
     Metric("zero_variance_share", "share", "groups that give no signal, all their rewards being equal or invalid"),
     Metric("reward_std", "reward", "standard deviation of the reward within a group, mean over groups"),
 )
@@ -26,14 +25,15 @@ GROUP_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The same advantage on every token of a trajectory."""
+    """What most advantages return: the credit of each token, row for row."""
 
     credit: Annotated[Credit, same_rows("trajectories")]
 
 
 def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of values [N] per group, float64 [G], and int64 [N] the group place of each row. `group` holds any ids [N]."""
+    """Sums of values [N] per group, float64 [G], and the group place of each row, int64 [N]; `group` [N] is any ids."""
     ids, place = torch.unique(group, return_inverse=True)
+    # In float64, so that the order of rows does not show in a float32 result.
     return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
 
 
@@ -44,7 +44,7 @@ def group_moments(
 
     A group without a valid reward has mean 0; a group of one has standard deviation 0, also the unbiased one.
     """
-    # NaN · 0 is NaN, so invalid rewards are blanked, not weighted.
+    # NaN · 0 is NaN, so invalid rewards are replaced by 0, not weighted by it.
     reward = torch.where(valid, reward.double(), 0.0)
     counts, place = group_sum(valid, group)
     mean = (group_sum(reward, group)[0] / counts.clamp(min=1))[place]
@@ -64,8 +64,8 @@ def group_advantage(
 ) -> Tensor:
     """Advantage of each trajectory against its group, float32 [N].
 
-    std: (r − mean) / (std + eps) [2402.03300]; mean: r − mean [2503.20783]; std_exact: (r − mean) / std with population
-    std and no eps, 0 where std < 1e-8 [2605.25507]. Invalid rewards [N bool] get 0 and are left out of mean and std. A
+    std: (r − mean) / (std + eps) (2402.03300); mean: r − mean (2503.20783); std_exact: (r − mean) / std with population
+    std and no eps, 0 where std < 1e-8 (2605.25507). Invalid rewards [N bool] get 0 and are left out of mean and std. A
     group with one valid reward gets 0 in every form. The order of rows has no influence.
 
     Args:
@@ -78,8 +78,8 @@ def group_advantage(
     """
     if not reward.shape == group.shape == valid.shape:
         raise ValueError(
-            f"group_advantage: shapes {tuple(reward.shape)}, {tuple(group.shape)}, {tuple(valid.shape)}; wanted [N] "
-            "for all."
+            f"group_advantage: expected reward, group and valid of shape [N], got {tuple(reward.shape)}, "
+            f"{tuple(group.shape)} and {tuple(valid.shape)}."
         )
     mean, std, _ = group_moments(reward, group, valid, unbiased=unbiased and normalize == "std")
     centred = torch.where(valid, reward.double() - mean, 0.0)
@@ -103,8 +103,24 @@ def training_mask(response_tokens: Jagged, inherited: Tensor, mask_prefix: bool 
     return response_tokens.with_values(response_tokens.positions >= inherited[response_tokens.row_ids])
 
 
+def trajectory_credit(
+    trajectories: Trajectories, advantage: Tensor, mask: Jagged | None = None, **columns: Tensor
+) -> Credit:
+    """One advantage per trajectory [N] on each of its tokens; `columns` are further numbers per trajectory [N].
+
+    Without `mask` all tokens but inherited ones are trained on.
+    """
+    tokens = trajectories.response_tokens
+    return Credit(
+        uid=trajectories.uid,
+        advantage=tokens.spread(advantage),
+        mask=training_mask(tokens, trajectories.inherited) if mask is None else mask,
+        columns={name: tokens.spread(column) for name, column in columns.items()},
+    )
+
+
 class GroupAdvantage(Component):
-    """A_i = the outcome reward normalised within its group, the same on every trained token.
+    """Normalises each outcome reward within its group and credits every trained token with it, as in GRPO.
 
     An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero
     gives no gradient but counts in the loss denominator, unless `drop_zero_groups`.
@@ -133,7 +149,8 @@ class GroupAdvantage(Component):
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Spreads each trajectory's advantage over its tokens."""
         check_aligned(trajectories, rewards)
-        settings, group = self.config, trajectories.group
+        settings = self.config
+        group = trajectories.group
         advantage = group_advantage(
             rewards.value,
             group,
@@ -147,16 +164,15 @@ class GroupAdvantage(Component):
         if settings.drop_zero_groups:
             mask = mask.with_values(mask.values & ~silent[mask.row_ids])
         self.context.log(**group_metrics(rewards, group, silent))
-        return Outputs(
-            credit=Credit(uid=trajectories.uid, advantage=trajectories.response_tokens.spread(advantage), mask=mask)
-        )
+        return Outputs(credit=trajectory_credit(trajectories, advantage, mask))
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:
-    """Number of groups, share of groups without signal, mean standard deviation of the reward within a group."""
+    """Values of `GROUP_METRICS`; `silent` [N bool] are the rows of groups without signal."""
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
         return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
+    # Any row of a group stands for it: both numbers are the same on all of its rows.
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {

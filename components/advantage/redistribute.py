@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.segments import check_segments, increments, segment_of_token
+from components.advantage.group import Outputs
+from components.rollouts.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -17,24 +18,19 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
+# Sums of weights below this are rounding; dividing by them would make any share.
 TINY = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The given credit, redistributed; `columns["redistributed"]` has each token's segment reward r_k."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
-
-
 def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "equal") -> Jagged:
-    """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) plus its part of the residual, so that Σ_k r_k = `reward` [N].
+    """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) + a part of the residual, so that Σ_k r_k = reward.
 
-    The residual r − (v(end) − v(start)) goes to all segments in equal parts, or to the last one. Source: RUDDER
-    (1806.07857) as used by 2606.06475; that the residual is spread is second-hand.
+    The residual r − (v(end) − v(start)) of each row [N] goes to all segments in equal parts, or to the last one.
+    Source: RUDDER (1806.07857) as used by 2606.06475; that the residual is spread is second-hand.
     """
     gain = increments(values.to(torch.float64))
-    rest, count = reward.double() - gain.sum(), gain.lengths
+    rest = reward.double() - gain.sum()
+    count = gain.lengths
     if residual == "equal":
         return gain.with_values(gain.values + (rest / count.clamp(min=1))[gain.row_ids])
     last = gain.positions == (count - 1)[gain.row_ids]
@@ -55,7 +51,7 @@ def segment_shares(
     T: per token, share_k = w_k n_k / Σ w n, so that equal r_k give every token the same; per segment, share_k = w_k / Σ
     w, which a segment's tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T. A
     row whose sum Σ w, with mean weight 1 per segment, is below 1e-6 in size falls back to n_k/T, which is uniform over
-    tokens. The published text leaves the form open; these are reconstructions.
+    tokens. The published text leaves the form open; these are our reconstructions.
 
     Args:
         rewards: r_k per segment.
@@ -65,9 +61,11 @@ def segment_shares(
         temperature: of softmax, in units of reward.
         per: what equal rewards mean: equal credit per token, or per segment.
     """
-    present, rows = sizes.values > 0, rewards.row_ids
+    present = sizes.values > 0
+    rows = rewards.row_ids
     uniform = sizes.values.double() / sizes.sum().clamp(min=1).double()[rows]
     if head == "softmax":
+        # The largest logit of each row is subtracted, so that exp cannot overflow.
         logits = (rewards.values.double() / temperature).masked_fill(~present, -torch.inf)
         top = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, logits, "amax")
         weight = torch.exp(logits - torch.nan_to_num(top, neginf=0.0)[rows])
@@ -84,20 +82,22 @@ def segment_shares(
 
 def rewards_are_equal(rewards: Jagged) -> Tensor:
     """bool [N]: rows whose r_k do not differ by more than 1e-6, so that nothing is redistributed."""
-    rows, values = rewards.row_ids, rewards.values.double()
+    rows = rewards.row_ids
+    values = rewards.values.double()
     low = torch.full((len(rewards),), torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amin")
     high = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amax")
     return high - low < TINY
 
 
 class Redistribute(Component):
-    """A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1 and σ constant within a segment; A_i is the credit that is wired in.
+    """Redistributes a trajectory's credit over its segments: A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1.
 
-    T_i counts trained tokens. With one segment, or equal rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ
-    comes from the redistributed rewards r_k, whose sum is the return. Two choices that the published text leaves open:
-    for trajectories with A_i < 0, `negative: flipped` uses −r_k (losses of value carry the blame) and `same` the same σ
-    (gains carry it); a segment's reward is each of its tokens' (`per: token`, as a policy gradient over segments has
-    it) or divided among them (`segment`).
+    A_i is the credit that is wired in, T_i its number of trained tokens, and σ is constant within a segment. With one
+    segment, or equal segment rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ comes from the r_k, whose
+    sum is the return. Two choices are open in the published text. For trajectories with A_i < 0, `negative: flipped`
+    uses −r_k (losses of value carry the blame) and `same` the same σ (gains carry it). A segment's reward is that of
+    each of its tokens (`per: token`, as a policy gradient over segments has it) or divided among them (`segment`).
+    Column "redistributed" of the credit has each token's r_k.
     """
 
     paper = "2606.06475"
@@ -112,10 +112,9 @@ class Redistribute(Component):
         """Form of the shares."""
 
         head: Head = "clip_floor"
-        """clip_floor: losses count as 0, with a uniform floor; softmax: of r_k / temperature; signed: r_k over their
-        sum"""
+        """clip_floor: negative r_k count as 0, plus a uniform part; softmax of r_k / temperature; signed: r_k / Σ r"""
         residual: Residual = "equal"
-        """where the difference between return and summed gains goes: to all segments equally, or to the last"""
+        """which segments get the difference between return and summed gains: all equally, or the last"""
         floor: float = 0.1
         """part of the credit spread uniformly over tokens in clip_floor"""
         temperature: float = 0.1
@@ -128,8 +127,7 @@ class Redistribute(Component):
         def __post_init__(self) -> None:
             if not 0 <= self.floor <= 1 or self.temperature <= 0:
                 raise ValueError(
-                    f"floor is {self.floor}, temperature {self.temperature}; wanted floor from 0 to 1, temperature "
-                    "above 0."
+                    f"expected 0 ≤ floor ≤ 1 and temperature > 0, got {self.floor} and {self.temperature}."
                 )
 
     config: Config
@@ -147,13 +145,14 @@ class Redistribute(Component):
         check_aligned(trajectories, rewards)
         check_aligned(trajectories, credit)
         check_segments(trajectories, segments, values)
-        settings, tokens = self.config, trajectories.response_tokens
+        settings = self.config
+        tokens = trajectories.response_tokens
         segment = segment_of_token(segments.ends, tokens)
-        trained = torch.zeros(len(segments.ends.values), dtype=torch.int64).index_add_(
-            0, segment, credit.mask.values.long()
-        )
+        trained = torch.zeros(len(segments.ends.values), dtype=torch.int64)
+        trained.index_add_(0, segment, credit.mask.values.long())
         sizes = segments.ends.with_values(trained)
         parts = redistributed_rewards(values.values, rewards.value, settings.residual)
+        # A trajectory counts as punished by the sign of its summed credit.
         sign = torch.ones(len(trajectories), dtype=torch.float64)
         if settings.negative == "flipped":
             sign[credit.advantage.sum() < 0] = -1.0

@@ -11,35 +11,29 @@ from torch import Tensor
 from components.advantage.group import (
     GROUP_METRICS,
     Normalize,
+    Outputs,
     group_advantage,
     group_metrics,
-    training_mask,
+    trajectory_credit,
     zero_groups,
 )
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The same advantage and KL weight on every token of an attempt."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
 def first_of(trajectories: Trajectories) -> Tensor:
     """int64 [N]: the row of each second attempt's first attempt, −1 for first attempts (`parent` −1)."""
-    out = torch.full_like(trajectories.uid, -1)
+    first = torch.full_like(trajectories.uid, -1)
     second = trajectories.parent >= 0
-    out[second] = trajectories.index_of(trajectories.parent[second])
-    return out
+    first[second] = trajectories.index_of(trajectories.parent[second])
+    return first
 
 
 def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     """R(y2) + α (R(y2) − R(y1)) for second attempts and R(y1) for first ones, [N]; and which of them are valid.
 
-    A second attempt whose first one could not be judged is invalid too.
+    A second attempt whose first one could not be verified is invalid too.
 
     Args:
         reward: float [N].
@@ -48,31 +42,33 @@ def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: floa
         alpha: weight of the improvement.
     """
     second = first >= 0
+    # Row 0 in place of −1 for first attempts, whose value is not used.
     before = first.clamp(min=0)
     shaped = torch.where(second, reward + alpha * (reward - reward[before]), reward)
     return shaped, valid & (~second | valid[before])
 
 
 class RetryAdvantage(Component):
-    """Stage I: R(y2) on second attempts, a strong KL alone on first ones. Stage II: R(y2) + α(R(y2) − R(y1)), and R(y1) on first ones.
+    """Credits second attempts y2 with R(y2) in stage I, and with R(y2) + α (R(y2) − R(y1)) in stage II.
 
-    Rewards are normalised within the group of their turn. Column "kl_weight" multiplies the objective's
-    `kl.coefficient` per token: in stage I it is `first_kl_weight` on first attempts, which have advantage 0 and stay in
-    the mask [S]; everywhere else 1. Stage I takes the first `stage_one_iterations` iterations of the run. The paper
-    trains both attempts in stage II [S]; that each is credited with its own turn's reward, and that baselines are per
-    turn, is our reading [R].
+    Stage I takes the first `stage_one_iterations` iterations of the run. First attempts y1 have advantage 0 in it, stay
+    in the mask, and get a strong KL term alone: column "kl_weight" multiplies the objective's `kl.coefficient` per
+    token, by `first_kl_weight` on them and by 1 everywhere else (second-hand). In stage II they are credited with
+    R(y1). Rewards are normalised within the group of their turn.
 
-    Without KL term at the learner stage I leaves first attempts untrained. α = 0 gives plain rewards.
+    The paper trains both attempts in stage II (second-hand); that each is credited with its own turn's reward, and that
+    baselines are per turn, is our reading. Without a KL term at the learner stage I leaves first attempts untrained.
+    α = 0 gives plain rewards.
     """
 
     paper = "2409.12917"
     metrics = (
         Metric("stage", "number", "1 or 2: the stage of training"),
         *GROUP_METRICS,
-        Metric("first_correct", "share", "first attempts that are right"),
-        Metric("second_correct", "share", "second attempts that are right"),
-        Metric("turned_right", "share", "pairs that went from wrong to right"),
-        Metric("turned_wrong", "share", "pairs that went from right to wrong"),
+        Metric("first_correct", "share", "first attempts that are correct"),
+        Metric("second_correct", "share", "second attempts that are correct"),
+        Metric("turned_right", "share", "pairs that went from wrong to correct"),
+        Metric("turned_wrong", "share", "pairs that went from correct to wrong"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -80,8 +76,7 @@ class RetryAdvantage(Component):
         """Stages, improvement bonus, normalisation."""
 
         stage_one_iterations: int = 0
-        """iterations of stage I at the start of the run; 0 is stage II from the start, as many as the run has is stage
-        I alone"""
+        """iterations of stage I at the start of the run; 0 is stage II alone"""
         alpha: float = 10.0
         """α, weight of the improvement R(y2) − R(y1) in stage II; 0 gives plain rewards"""
         first_kl_weight: float = 10.0
@@ -89,17 +84,15 @@ class RetryAdvantage(Component):
         train_first: bool = True
         """credit first attempts with R(y1) in stage II; false leaves them to the KL term"""
         normalize: Normalize = "mean"
-        """of the rewards within their turn's group, see advantage.group; "mean" keeps α's scale, "std" divides it out
-        again"""
+        """of the rewards within their turn's group, see advantage.group; "std" divides out the scale of α"""
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
 
         def __post_init__(self) -> None:
-            if self.stage_one_iterations < 0 or self.alpha < 0 or self.first_kl_weight < 0:
+            if min(self.stage_one_iterations, self.alpha, self.first_kl_weight) < 0:
                 raise ValueError(
-                    f"stage_one_iterations {self.stage_one_iterations}, alpha {self.alpha}, first_kl_weight "
-                    f"{self.first_kl_weight}; "
-                    "wanted 0 or more for each."
+                    "expected stage_one_iterations, alpha and first_kl_weight ≥ 0, got "
+                    f"{self.stage_one_iterations}, {self.alpha} and {self.first_kl_weight}."
                 )
 
     config: Config
@@ -107,7 +100,8 @@ class RetryAdvantage(Component):
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Credits one batch in the stage of the present iteration."""
         check_aligned(trajectories, rewards)
-        settings, group = self.config, trajectories.group
+        settings = self.config
+        group = trajectories.group
         stage_one = self.context.iteration < settings.stage_one_iterations
         first = first_of(trajectories)
         second = first >= 0
@@ -116,26 +110,20 @@ class RetryAdvantage(Component):
         if stage_one or not settings.train_first:
             advantage = torch.where(second, advantage, 0.0)
         weight = torch.where(second, 1.0, settings.first_kl_weight if stage_one else 1.0)
-        tokens = trajectories.response_tokens
         self.context.log(
             stage=1.0 if stage_one else 2.0,
             **group_metrics(rewards.replace(value=shaped, valid=valid), group, zero_groups(advantage, group)),
             **turn_metrics(rewards, first),
         )
-        credit = Credit(
-            uid=trajectories.uid,
-            advantage=tokens.spread(advantage),
-            mask=training_mask(tokens, trajectories.inherited),
-            columns={"kl_weight": tokens.spread(weight)},
-        )
-        return Outputs(credit=credit)
+        return Outputs(credit=trajectory_credit(trajectories, advantage, kl_weight=weight))
 
 
 def turn_metrics(rewards: Rewards, first: Tensor) -> dict[str, float]:
-    """Accuracy of both turns, and the shares of pairs that turn right and wrong; over pairs with two verdicts."""
+    """Accuracy of both turns, and the shares of pairs that turn correct and wrong; over pairs with two verdicts."""
     second = (first >= 0) & rewards.valid & rewards.valid[first.clamp(min=0)]
     count = max(int(second.sum()), 1)
-    after, before = rewards.correct[second], rewards.correct[first[second]]
+    after = rewards.correct[second]
+    before = rewards.correct[first[second]]
     return {
         "first_correct": float(before.sum()) / count,
         "second_correct": float(after.sum()) / count,

@@ -9,26 +9,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.advantage.group import training_mask
-from components.advantage.segments import check_segments, increments, segment_of_token, with_final
+from components.advantage.group import Outputs, training_mask
+from components.rollouts.segments import check_segments, increments, segment_of_token, with_final
 from pipeline.core.component import Component, identity_sum, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """One advantage per segment, on each of its tokens."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
-
-
 def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
-    """Advantage of each segment: A_k = δ_k + λ A_{k+1}, δ_k = v(s_{k+1}) − v(s_k), with v = `reward` [N] at the end of the response.
+    """Advantage of each segment: A_k = δ_k + λ A_{k+1}, δ_k = v(s_{k+1}) − v(s_k), the last v being the `reward` [N].
 
-    λ = 0: A_k = v(s_{k+1}) − v(s_k), which telescopes to r − v(s_0) (VinePPO, 2410.01679). λ = 1: A_k = r − v(s_k). γ =
-    1.
+    λ = 0: A_k = v(s_{k+1}) − v(s_k), which telescopes to r − v(s_0) (VinePPO, 2410.01679). λ = 1: A_k = r − v(s_k). The
+    discount γ is 1.
 
     Args:
         values: float, segments + 1 entries per row; the last one is not used.
@@ -39,13 +32,14 @@ def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
     if lam == 0 or not len(delta.values):
         return delta
     padded = delta.to_padded(0.0).double()
+    # From the last segment backwards, all responses at once; padding after the end is 0.
     for k in range(padded.shape[1] - 2, -1, -1):
         padded[:, k] += lam * padded[:, k + 1]
     return delta.with_values(padded[delta.row_ids, delta.positions].to(delta.values.dtype))
 
 
 def whitened(advantage: Jagged, mask: Jagged, all_sum: Callable[[Tensor], Tensor] = identity_sum) -> Jagged:
-    """(A − mean) / (std + 1e-8) with mean and (unbiased) std over the trained tokens of the whole batch; 0 elsewhere. Float32.
+    """(A − mean) / (std + 1e-8), float32, over the trained tokens of the whole batch; 0 elsewhere. The std is unbiased.
 
     `all_sum` adds up [count, Σ A, Σ (A − mean)²] over replicas.
     """
@@ -57,9 +51,9 @@ def whitened(advantage: Jagged, mask: Jagged, all_sum: Callable[[Tensor], Tensor
 
 
 class TDAdvantage(Component):
-    """A_k = v(s_{k+1}) − v(s_k) for each segment k, the outcome reward being the value at the end; no group is needed.
+    """Credits each segment k with the difference of values A_k = v(s_{k+1}) − v(s_k), the last value being the reward.
 
-    An invalid reward gives zero credit to its whole trajectory.
+    No group is needed. An invalid reward gives zero credit to its whole trajectory.
     """
 
     paper = "2410.01679"
@@ -77,12 +71,11 @@ class TDAdvantage(Component):
         mask_prefix: bool = True
         """leaves inherited prefix tokens out of the loss"""
         whiten: bool = False
-        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does; credits no
-        longer telescope"""
+        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:
-                raise ValueError(f"lam is {self.lam}; wanted 0 to 1.")
+                raise ValueError(f"expected 0 ≤ lam ≤ 1, got {self.lam}.")
 
     config: Config
 
@@ -99,12 +92,12 @@ class TDAdvantage(Component):
         check_segments(trajectories, segments, values)
         per_segment = td_advantage(values.values, rewards.value, self.config.lam)
         tokens = trajectories.response_tokens
-        advantage = tokens.with_values(per_segment.values[segment_of_token(segments.ends, tokens)].float())
-        advantage = advantage.with_values(torch.where(rewards.valid[tokens.row_ids], advantage.values, 0.0))
+        valid = rewards.valid[tokens.row_ids]
+        per_token = per_segment.values[segment_of_token(segments.ends, tokens)].float()
+        advantage = tokens.with_values(torch.where(valid, per_token, 0.0))
         mask = training_mask(tokens, trajectories.inherited, self.config.mask_prefix)
         if self.config.whiten:
-            trained = mask.with_values(mask.values & rewards.valid[tokens.row_ids])
-            advantage = whitened(advantage, trained, self.context.all_sum)
+            advantage = whitened(advantage, mask.with_values(mask.values & valid), self.context.all_sum)
         size = per_segment.values.abs()
         self.context.log(
             advantage_size=float(size.mean()) if len(size) else 0.0,

@@ -1,9 +1,9 @@
-"""Trees of trajectories: nodes, leaves and values, from the lineage that trajectories carry.
+"""Trees of trajectories: nodes, leaves and values, derived from `parent` and `inherited`.
 
 A tree needs no payload of its own. Each row is a leaf; `parent` and `inherited` say where it left which other row. A
 *node* is a run of response tokens between two places where rows part, sampled once and shared by all leaves under it.
-Above the first nodes is the *root*, the
-prompt: all rows of one group. A branch that added no tokens is an empty node, still a leaf with a reward.
+The *root*, above the first nodes, is the prompt: all rows of one group. A branch that added no tokens is an empty node,
+still a leaf with a reward.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from components.advantage.group import group_sum
+from components.advantage.group import Outputs, group_sum
+from pipeline.core.component import Component
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories
+from pipeline.core.payloads import Credit, Rewards, Trajectories
 
 ValueOf = Literal["leaves", "children"]
-
 
 TREE_METRICS = (
     Metric("nodes", "nodes", "segments per tree, shared ones once"),
@@ -60,13 +60,14 @@ class Tree:
     def spread(self, per_node: Tensor) -> Tensor:
         """Repeats one number per node [K] over the response tokens of all leaves [total tokens]."""
         sizes = self.ends.values.diff(prepend=self.ends.values.new_zeros(1))
-        sizes[self.ends.positions == 0] = self.ends.values[self.ends.positions == 0]
+        first = self.ends.positions == 0
+        sizes[first] = self.ends.values[first]
         return torch.repeat_interleave(per_node[self.path.values], sizes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Values:
-    """Values of nodes and roots, float64, and numbers of valid leaves, int64; without a valid leaf both are 0."""
+    """Values of nodes [K] and roots [R], float64, and valid leaves per node, int64 [K]; 0 without a valid leaf."""
 
     node: Tensor
     root: Tensor
@@ -80,34 +81,12 @@ def tree_of(trajectories: Trajectories) -> Tree:
         AlignmentError: a parent is missing from the batch, or belongs to another group.
     """
     place = {uid: row for row, uid in enumerate(trajectories.uid.tolist())}
-    parents = trajectories.parent.tolist()
-    missing = [row for row, uid in enumerate(parents) if uid >= 0 and uid not in place]
-    if missing:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[missing[0]])} continues "
-            f"{parents[missing[0]]}, "
-            f"which is not in the batch ({len(missing)} such rows); wanted whole trees. Wire all trajectories of the "
-            "node that grew them."
-        )
-    above = [place.get(uid, -1) for uid in parents]
-    group, length = trajectories.group, trajectories.response_tokens.lengths.tolist()
+    above = [place.get(uid, -1) for uid in trajectories.parent.tolist()]
     inherited = trajectories.inherited.tolist()
-    foreign = [row for row, over in enumerate(above) if over >= 0 and int(group[row]) != int(group[over])]
-    if foreign:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[foreign[0]])} is in another "
-            "group than the one it "
-            "continues; wanted one group per tree. Wire trajectories of expander.tree."
-        )
-    beyond = [row for row, over in enumerate(above) if over >= 0 and inherited[row] > min(length[row], length[over])]
-    if beyond:
-        raise AlignmentError(
-            f"{trajectories.origin or 'trajectories'}: trajectory {int(trajectories.uid[beyond[0]])} inherits "
-            f"{inherited[beyond[0]]} "
-            "tokens, more than it or the one it continues has; wanted a shared prefix. Leave responses of a tree uncut."
-        )
+    length = trajectories.response_tokens.lengths.tolist()
+    _check_lineage(trajectories, above, inherited, length)
     paths, ends, parent, owner = lineage_paths(above, inherited, length)
-    root = torch.unique(group, return_inverse=True)[1]
+    root = torch.unique(trajectories.group, return_inverse=True)[1]
     path = Jagged.from_rows(paths, torch.int64)
     depth = torch.zeros(len(parent), dtype=torch.int64)
     depth[path.values] = path.positions + 1
@@ -118,6 +97,30 @@ def tree_of(trajectories: Trajectories) -> Tree:
         root=root[torch.tensor(owner, dtype=torch.int64)],
         depth=depth,
     )
+
+
+def _check_lineage(trajectories: Trajectories, above: list[int], inherited: list[int], length: list[int]) -> None:
+    origin = trajectories.origin or "trajectories"
+    uid = trajectories.uid.tolist()
+    parent = trajectories.parent.tolist()
+    group = trajectories.group.tolist()
+    missing = [row for row, over in enumerate(above) if over < 0 <= parent[row]]
+    if missing:
+        raise AlignmentError(
+            f"{origin}: expected whole trees, but trajectory {uid[missing[0]]} continues {parent[missing[0]]}, which "
+            f"is not in the batch ({len(missing)} such rows). Wire all trajectories of the node that grew them."
+        )
+    for row, over in enumerate(above):
+        if over >= 0 and group[row] != group[over]:
+            raise AlignmentError(
+                f"{origin}: expected one group per tree, but trajectory {uid[row]} is in another group than the one it "
+                "continues. Wire trajectories of expander.tree."
+            )
+        if over >= 0 and inherited[row] > min(length[row], length[over]):
+            raise AlignmentError(
+                f"{origin}: expected a shared prefix, but trajectory {uid[row]} inherits {inherited[row]} tokens, more "
+                "than it or the one it continues has. Leave responses of a tree uncut."
+            )
 
 
 def lineage_paths(
@@ -134,8 +137,10 @@ def lineage_paths(
         Node path of each row, exclusive ends along it, and for each node its parent (−1 for none) and the row that
         sampled it.
     """
-    order, anchor, cuts = _by_lineage(above), list(above), [{n} for n in length]
-    continued = [False] * len(above)  # others go on where the row ends: its own leaf is an empty node beside them
+    order = _by_lineage(above)
+    anchor = list(above)  # the row that sampled the tokens before the place where each row leaves
+    cuts = [{n} for n in length]
+    continued = [False] * len(above)  # others go on where the row ends: its own leaf is then an empty node
     for row in order:
         over = above[row]
         while over >= 0 and inherited[row] <= inherited[over]:
@@ -149,14 +154,16 @@ def lineage_paths(
     parent: list[int] = []
     owner: list[int] = []
     for row in order:
-        start, over = inherited[row] if anchor[row] >= 0 else 0, anchor[row]
+        over = anchor[row]
+        start = inherited[row] if over >= 0 else 0
         if over >= 0:
             kept = sum(end <= start for end in ends[over][: len(ends[over]) - continued[over]])
-            paths[row], ends[row] = paths[over][:kept], ends[over][:kept]
-        for end in [
-            *sorted(end for end in cuts[row] if end > start),
-            *([length[row]] if continued[row] or length[row] == start else []),
-        ]:
+            paths[row] = paths[over][:kept]
+            ends[row] = ends[over][:kept]
+        new_ends = sorted(end for end in cuts[row] if end > start)
+        if continued[row] or length[row] == start:
+            new_ends.append(length[row])
+        for end in new_ends:
             parent.append(paths[row][-1] if paths[row] else -1)
             owner.append(row)
             paths[row].append(len(parent) - 1)
@@ -177,7 +184,8 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
         value: the form.
     """
     reward = torch.where(valid, reward.double(), 0.0)
-    rows, nodes = tree.path.row_ids, tree.path.values
+    rows = tree.path.row_ids
+    nodes = tree.path.values
     count = int(tree.root.max()) + 1 if len(tree) else 0
     last = tree.path.offsets[1:] - 1
     of_root = tree.root[nodes[last]]
@@ -189,11 +197,9 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
         return Values(node=total / leaves.clamp(min=1), root=at_root / root_leaves.clamp(min=1), leaves=leaves)
     # Places beyond K are the roots; a level of the tree at a time, from the deepest.
     above = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
-    total, parts = (
-        torch.zeros(len(tree) + count, dtype=torch.float64),
-        torch.zeros(len(tree) + count, dtype=torch.float64),
-    )
+    total = torch.zeros(len(tree) + count, dtype=torch.float64)
     total.index_add_(0, nodes[last], reward)
+    parts = torch.zeros(len(tree) + count, dtype=torch.float64)
     parts.index_add_(0, nodes[last], valid.double())
     for depth in range(int(tree.depth.max()) if len(tree) else 0, 0, -1):
         level = ((tree.depth == depth) & (leaves > 0)).nonzero(as_tuple=True)[0]
@@ -211,6 +217,7 @@ def parent_values(tree: Tree, values: Values) -> Tensor:
 def sibling_advantage(tree: Tree, values: Values) -> Tensor:
     """A = V − mean V of the node's siblings, itself included; float64 [K], 0 for a node without a valid leaf."""
     known = values.leaves > 0
+    # Nodes below a root are siblings of each other: roots are numbered after the nodes.
     family = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
     total, place = group_sum(torch.where(known, values.node, 0.0), family)
     size = group_sum(known, family)[0].clamp(min=1)
@@ -226,15 +233,17 @@ def path_advantage(tree: Tree, values: Values) -> Tensor:
 
 def once_mask(tree: Tree, valid: Tensor) -> Tensor:
     """bool [total tokens]: True in one leaf per node, the first valid one [N] (the first one where none is)."""
-    rows, nodes, count = tree.path.row_ids, tree.path.values, len(valid)
+    rows = tree.path.row_ids
+    count = len(valid)
+    # Invalid leaves rank after all valid ones.
     rank = rows + torch.where(valid[rows], 0, count)
-    first = torch.full((len(tree),), 2 * count, dtype=torch.int64).scatter_reduce(0, nodes, rank, "amin")
-    row_of_token = torch.repeat_interleave(torch.arange(count), _lengths(tree))
+    first = torch.full((len(tree),), 2 * count, dtype=torch.int64).scatter_reduce(0, tree.path.values, rank, "amin")
+    row_of_token = torch.repeat_interleave(torch.arange(count), tree.ends.values[tree.ends.offsets[1:] - 1])
     return tree.spread(first % max(count, 1)) == row_of_token
 
 
 def tree_metrics(tree: Tree, advantage: Tensor, mask: Jagged) -> dict[str, float]:
-    """Size and shape of the trees, share of nodes without signal, and of response tokens trained on."""
+    """Values of `TREE_METRICS`."""
     roots = max(int(tree.root.max()) + 1 if len(tree) else 0, 1)
     return {
         "nodes": len(tree) / roots,
@@ -248,14 +257,11 @@ def tree_metrics(tree: Tree, advantage: Tensor, mask: Jagged) -> dict[str, float
     }
 
 
-def _lengths(tree: Tree) -> Tensor:
-    return tree.ends.values[tree.ends.offsets[1:] - 1]
-
-
 def _by_lineage(above: list[int]) -> list[int]:
     """Rows ordered so that each comes after the row it continues."""
     steps = [-1] * len(above)
     for row in range(len(above)):
+        # Without recursion: a lineage may be longer than the stack.
         chain = []
         while row >= 0 and steps[row] < 0:
             chain.append(row)
@@ -264,3 +270,28 @@ def _by_lineage(above: list[int]) -> list[int]:
         for count, link in enumerate(reversed(chain), 1):
             steps[link] = base + count
     return sorted(range(len(above)), key=lambda row: (steps[row], row))
+
+
+class TreeAdvantage(Component):
+    """Base of advantages of tree nodes."""
+
+    metrics = TREE_METRICS
+
+    def outputs(
+        self, trajectories: Trajectories, rewards: Rewards, tree: Tree, per_node: Tensor, trained: Tensor
+    ) -> Outputs:
+        """Spreads each node's advantage [K] over its tokens, 0 where the reward is invalid.
+
+        Args:
+            trajectories: the leaves.
+            rewards: of the leaves.
+            tree: their tree.
+            per_node: float64 [K].
+            trained: bool [total tokens], tokens that are trained on.
+        """
+        tokens = trajectories.response_tokens
+        valid = rewards.valid[tokens.row_ids]
+        advantage = tokens.with_values(torch.where(valid, tree.spread(per_node), 0.0).float())
+        mask = tokens.with_values(trained)
+        self.context.log(**tree_metrics(tree, per_node, mask))
+        return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))

@@ -7,28 +7,22 @@ from typing import Annotated, Literal
 
 import torch
 
-from components.advantage.tree import TREE_METRICS, node_values, once_mask, path_advantage, tree_metrics, tree_of
-from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from components.advantage.group import Outputs
+from components.advantage.tree import TreeAdvantage, node_values, once_mask, path_advantage, tree_of
+from pipeline.core.component import same_rows
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """One advantage per node, on each of its tokens."""
+class TreePaths(TreeAdvantage):
+    """Credits each tree node s with [(V(s) − V(root)) + (V(s) − V(parent))] / √(leaves under s).
 
-    credit: Annotated[Credit, same_rows("trajectories")]
-
-
-class TreePaths(Component):
-    """R(s) = [(V(s) − V(root)) + (V(s) − V(parent))] / √(leaves under s), with V the mean reward of the leaves below.
-
-    A tree of depth 1 gives 2 (r − mean). Every leaf is a training sequence of its whole path, so a node with n leaves
-    occurs n times; the √n damps that, it does not undo it. An invalid reward is left out of values and leaf counts, and
-    its trajectory gets zero credit. Whole trees must arrive together.
+    V(s) is the mean reward of the leaves below s. A tree of depth 1 gives 2 (r − mean). Every leaf is a training
+    sequence of its whole path, so a node with n leaves occurs n times; the √n damps that, it does not undo it. An
+    invalid reward is left out of values and leaf counts, and its trajectory gets zero credit. Whole trees must arrive
+    together.
     """
 
     paper = "2506.11902"
-    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -42,13 +36,9 @@ class TreePaths(Component):
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Spreads each node's advantage over its tokens."""
         check_aligned(trajectories, rewards)
-        tokens, valid = trajectories.response_tokens, rewards.valid
         tree = tree_of(trajectories)
-        per_node = path_advantage(tree, node_values(tree, rewards.value, valid))
-        advantage = torch.where(valid[tokens.row_ids], tree.spread(per_node), 0.0)
-        trained = (
-            once_mask(tree, valid) if self.config.shared == "once" else torch.ones_like(advantage, dtype=torch.bool)
-        )
-        mask = tokens.with_values(trained)
-        self.context.log(**tree_metrics(tree, per_node, mask))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))
+        per_node = path_advantage(tree, node_values(tree, rewards.value, rewards.valid))
+        trained = torch.ones(len(trajectories.response_tokens.values), dtype=torch.bool)
+        if self.config.shared == "once":
+            trained = once_mask(tree, rewards.valid)
+        return self.outputs(trajectories, rewards, tree, per_node, trained)

@@ -6,30 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
-
-from components.advantage.tree import (
-    TREE_METRICS,
-    ValueOf,
-    node_values,
-    once_mask,
-    sibling_advantage,
-    tree_metrics,
-    tree_of,
-)
-from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from components.advantage.group import EXACT_ZERO, Outputs
+from components.advantage.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
+from pipeline.core.component import same_rows
+from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """One advantage per node, on each of its tokens."""
-
-    credit: Annotated[Credit, same_rows("trajectories")]
-
-
-class TreeSiblings(Component):
-    """A(node) = V(node) − mean V of its siblings, on the tokens that the policy was not sure of (π_old < 0.9).
+class TreeSiblings(TreeAdvantage):
+    """Credits each tree node with V(node) − mean V of its siblings, on tokens of probability below `max_probability`.
 
     V(node) = mean reward of the leaves below. A tree of depth 1 gives r − mean (GRPO without the standard deviation).
     Each node is trained on in one leaf only, the first whose reward is valid, so shared tokens count once however many
@@ -38,40 +22,34 @@ class TreeSiblings(Component):
     """
 
     paper = "2505.23564"
-    metrics = TREE_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         """Values and masks."""
 
         value: ValueOf = "leaves"
-        """V of a node: mean over its leaves, or over its children as in the released code; they differ where branches end early"""
+        """V of a node: mean over its leaves, or over its children as in the released code (branches may end early)"""
         max_probability: float = 0.9
-        """tokens that the sampling policy gave at least this probability leave the loss; 1 keeps all"""
+        """tokens with at least this probability under the sampling policy leave the loss; 1 keeps all"""
         drop_zero: bool = False
         """takes nodes without signal out of the loss denominator too"""
 
         def __post_init__(self) -> None:
             if not 0 < self.max_probability <= 1:
-                raise ValueError(
-                    f"max_probability is {self.max_probability}; wanted a probability above 0, 1 to train on every "
-                    "token."
-                )
+                raise ValueError(f"expected 0 < max_probability ≤ 1 (1 keeps all tokens), got {self.max_probability}.")
 
     config: Config
 
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Spreads each node's advantage over its tokens."""
         check_aligned(trajectories, rewards)
-        settings, tokens = self.config, trajectories.response_tokens
+        settings = self.config
         tree = tree_of(trajectories)
         per_node = sibling_advantage(tree, node_values(tree, rewards.value, rewards.valid, settings.value))
-        advantage = torch.where(rewards.valid[tokens.row_ids], tree.spread(per_node), 0.0)
         trained = once_mask(tree, rewards.valid)
         if settings.max_probability < 1:
             trained &= trajectories.engine_logprobs.values < math.log(settings.max_probability)
         if settings.drop_zero:
-            trained &= advantage.abs() >= 1e-8
-        mask = tokens.with_values(trained)
-        self.context.log(**tree_metrics(tree, per_node, mask))
-        return Outputs(credit=Credit(uid=trajectories.uid, advantage=tokens.with_values(advantage.float()), mask=mask))
+            valid = rewards.valid[trajectories.response_tokens.row_ids]
+            trained &= valid & (tree.spread(per_node).abs() >= EXACT_ZERO)
+        return self.outputs(trajectories, rewards, tree, per_node, trained)

@@ -1,4 +1,4 @@
-"""Joins trajectories from several nodes into the population that is trained on."""
+"""Joins trajectories of several nodes into the batch that is trained on."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Outputs:
 
 
 class Merge(Component):
-    """Rows of all wires, in the order of the wires; a part without rows adds nothing."""
+    """Concatenates the trajectories of all wires, in the order of the wires; an empty batch adds nothing."""
 
     metrics = (
-        Metric("trajectories", "rows", "trajectories handed on"),
+        Metric("trajectories", "rows", "trajectories of all wires"),
         Metric("groups", "groups", "groups among them"),
     )
 
     def run(self, *, trajectories: list[Trajectories]) -> Outputs:
-        """Stacks the parts; raises AlignmentError when a trajectory arrives on two wires."""
+        """Concatenates the batches; raises AlignmentError when a trajectory arrives on two wires."""
         merged = Trajectories.concat(trajectories)
         repeated = len(merged) - len(torch.unique(merged.uid))
         if repeated:
             origins = ", ".join(part.origin or f"part {i}" for i, part in enumerate(trajectories))
             raise AlignmentError(
-                f"node '{self.context.node}': {repeated} trajectories arrive more than once from {origins}; "
-                "wanted each trajectory on one wire only. Remove the wire that repeats them."
+                f"node '{self.context.node}': expected each trajectory on one wire only, got {repeated} more than once "
+                f"from {origins}. Remove the wire that repeats them."
             )
         self.context.log(trajectories=Count(len(merged)), groups=Count(len(torch.unique(merged.group))))
         return Outputs(trajectories=merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from components.data.card import LOADING_METRICS
 from components.data.loading import load_data, make_prompts
 from components.models.load import load_tokenizer
-from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_fresh
+from components.rollouts.requests import SamplingSettings, sample_groups
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.metric import Metric
@@ -32,7 +33,7 @@ class Outputs:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples is right, from num_correct of num_samples right ones.
+    """Unbiased estimate of the probability that at least one of k samples is correct, given num_correct of num_samples.
 
     1 − C(n − c, k) / C(n, k), as the product 1 − Π_{i=n−c+1}^{n} (1 − k/i), which overflows for no n. Source:
     2107.03374.
@@ -41,7 +42,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     0.5
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
-        raise ValueError(f"pass_at_k: n={num_samples}, c={num_correct}, k={k}; wanted 1 ≤ k ≤ n and 0 ≤ c ≤ n.")
+        raise ValueError(f"pass_at_k: expected 1 ≤ k ≤ n and 0 ≤ c ≤ n, got n={num_samples}, c={num_correct}, k={k}.")
     if num_samples - num_correct < k:
         return 1.0
     missed = 1.0
@@ -53,28 +54,28 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str, float]:
     """mean@n, and pass@k for k = 2, 4, 8 … up to n and for n itself, averaged over problems."""
     count = max(len(correct_counts), 1)
-    ks = sorted(
-        {2**i for i in range(1, num_samples.bit_length()) if 2**i <= num_samples}
-        | ({num_samples} if num_samples > 1 else set())
-    )
-    found = {f"pass_at_{k}": sum(pass_at_k(num_samples, c, k) for c in correct_counts) / count for k in ks}
-    return {f"mean_at_{num_samples}": sum(correct_counts) / (num_samples * count), **found}
+    powers = [2**i for i in range(1, num_samples.bit_length())]
+    ks = sorted({k for k in (*powers, num_samples) if 1 < k <= num_samples})
+    passes = {f"pass_at_{k}": sum(pass_at_k(num_samples, c, k) for c in correct_counts) / count for k in ks}
+    return {f"mean_at_{num_samples}": sum(correct_counts) / (num_samples * count), **passes}
 
 
 class Accuracy(Component):
-    """Judges the policy on fixed held-out problems before training, every `every` iterations, and after training.
+    """Evaluates the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
     Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone. With
-    several replicas each judges its share of the problems, and counts are summed.
+    several replicas each evaluates its share of the problems, and counts are summed.
     """
 
     paper = "2107.03374"
     metrics = (
         Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
-        Metric("problems", "problems", "held-out problems asked"),
+        Metric("problems", "problems", "held-out problems"),
         *LOADING_METRICS,
-        Metric("mean_at_<n>", "share", "right answers among n samples per problem"),
-        Metric("pass_at_<k>", "share", "unbiased estimate that at least one of k samples is right"),
+        Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
+        Metric(
+            "pass_at_<k>", "share", "unbiased estimate of the probability that at least one of k samples is correct"
+        ),
     )
     final_pass: ClassVar[bool] = True
 
@@ -94,9 +95,14 @@ class Accuracy(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if min(self.every, self.num_problems, self.samples) < 0:
-                raise ValueError("every, num_problems and samples must be 0 or more.")
+                raise ValueError(
+                    f"expected every, num_problems and samples ≥ 0, got {self.every}, {self.num_problems} and "
+                    f"{self.samples}."
+                )
             if self.samples and self.temperature == 0:
-                raise ValueError("samples at temperature 0 are all equal; set a temperature above 0 or samples to 0.")
+                raise ValueError(
+                    f"expected temperature > 0 with samples {self.samples}, got 0, at which all samples are equal."
+                )
 
     config: Config
 
@@ -107,42 +113,44 @@ class Accuracy(Component):
         if split not in context.data:
             known = did_you_mean(split, context.data)
             raise ConfigError(
-                f"node '{context.node}': the configuration has no data.{split}; wanted held-out problems.{known} "
-                "Add the section or remove the node."
+                f"node '{context.node}': expected held-out problems in data.{split}, but the configuration has no such "
+                f"section.{known} Add it or remove the node."
             )
         tokenizer = load_tokenizer(context.model)
         loaded = load_data(context.data[split], context, tokenizer, place=f"data.{split}")
         rows = loaded.rows[: self.config.num_problems or None]
         first = (_HELD_OUT << 39) | (context.node_index << 32)
-        self._count, mine = len(rows), context.ranks.share(len(rows))
+        self._count = len(rows)
+        mine = context.ranks.share(len(rows))
         self._prompts = make_prompts(rows[mine], tokenizer, torch.arange(first, first + len(rows))[mine])
 
     def due(self) -> bool:
         """Whether this iteration evaluates."""
-        iteration, every = self.context.iteration, self.config.every
+        iteration = self.context.iteration
+        every = self.config.every
         return iteration == 0 or iteration >= self.context.iterations or (every > 0 and iteration % every == 0)
 
     def run(self, *, policy: Policy, verifier: Verifier) -> Outputs:
         """Evaluates when due."""
         if not self.due():
             return Outputs(report=TrainReport(metrics={}, seconds={}))
-        started = time.perf_counter()
-        count, samples = self._count, self.config.samples
-        greedy = self._judged(policy, verifier, Sampling(**{**vars(self.config.sampling()), "temperature": 0.0}), 1)
-        right = self.context.all_sum(greedy.correct.sum().double())
-        metrics = {"accuracy": float(right) / max(count, 1), "problems": float(count)}
+        start = time.perf_counter()
+        samples = self.config.samples
+        sampling = self.config.sampling()
+        greedy = self._verdicts(policy, verifier, dataclasses.replace(sampling, temperature=0.0), 1)
+        num_correct = self.context.all_sum(greedy.correct.sum().double())
+        metrics = {"accuracy": float(num_correct) / max(self._count, 1), "problems": float(self._count)}
         if samples:
-            drawn = self._judged(policy, verifier, self.config.sampling(), samples)
-            # How many problems have 0, 1 … `samples` right answers, of all replicas.
-            histogram = torch.bincount(drawn.correct.view(-1, samples).sum(1), minlength=samples + 1)
+            verdicts = self._verdicts(policy, verifier, sampling, samples)
+            # How many problems have 0, 1 … `samples` correct responses, over all replicas.
+            histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
             metrics |= sample_metrics(counts.tolist(), samples)
         self.context.log(**metrics)
-        return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - started}))
+        return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
-    def _judged(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
-        rows = torch.arange(len(self._prompts)).repeat_interleave(samples)
+    def _verdicts(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
+        # Keyed without the iteration, so that every evaluation draws the same random numbers.
         stream = Stream(self.context.seed, self.context.node, "evaluation")
-        seed = keyed_seeds(stream, self._prompts.uid, 0, samples).reshape(-1)
-        responses = sample_fresh(policy, self._prompts, rows, seed, sampling, self.context.uids(len(rows)))
+        responses = sample_groups(self.context, policy, self._prompts, samples, sampling, stream=stream)
         return verifier.verify(self._prompts, responses)

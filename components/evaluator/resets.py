@@ -1,8 +1,9 @@
-"""How good resets are: localisation quality and correction rates."""
+"""How good resets are: accuracy of the localised steps, and correction rates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -23,7 +24,7 @@ class Outputs:
 
 
 def mean_where(values: Tensor, rows: Tensor) -> float | None:
-    """Mean of values [N] over the rows [N bool]; None without rows, for a share of nothing is not 0."""
+    """Mean of values [N] over the rows [N bool]; None without rows, because a share of nothing is not 0."""
     return float(values[rows].double().mean()) if bool(rows.any()) else None
 
 
@@ -32,22 +33,23 @@ def reset_metrics(
 ) -> dict[str, float]:
     """Shares over failures [S] and their suffixes [N]; a share of nothing is left out.
 
-    clean: failures whose step is at or before the true first error, so that the prefix holds no error; exact: equal to it.
-    correction: suffixes that end right; corrected: failures with at least one such suffix (pass@b). Both also for clean
-    and for erroneous prefixes alone [2605.25507, figure 2].
+    clean: failures whose step is at or before the true first error, so that the prefix holds no error; exact: equal to
+    it. correction: suffixes that end correct; corrected: failures with at least one such suffix (pass@b). Both also for
+    clean and for erroneous prefixes alone (2605.25507, figure 2).
 
     Args:
         step: int64 [S], localised step, 1-based.
         count: int64 [S], number of thoughts.
         correct: bool [N], outcome of each suffix.
-        failure_row: int64 [N], the seed of each suffix.
-        true_step: int64 [S], true first error, or None when the task does not tell.
+        failure_row: int64 [N], the failure of each suffix.
+        true_step: int64 [S], true first error, or None when the task does not know it.
     """
     failures = torch.ones(len(step), dtype=torch.bool)
-    has_suffix, corrected = torch.zeros_like(failures), torch.zeros_like(failures)
+    has_suffix = torch.zeros_like(failures)
     has_suffix[failure_row] = True
+    corrected = torch.zeros_like(failures)
     corrected[failure_row[correct]] = True
-    found: dict[str, float | None] = {
+    shares: dict[str, float | None] = {
         "failures": Count(len(step)),
         "step_fraction": mean_where((step - 1) / count.clamp(min=1), failures),
         "correction": mean_where(correct, failures[failure_row]),
@@ -55,15 +57,15 @@ def reset_metrics(
     }
     if true_step is not None:
         clean = step <= true_step
-        found |= {"clean": mean_where(clean, failures), "exact": mean_where(step == true_step, failures)}
+        shares |= {"clean": mean_where(clean, failures), "exact": mean_where(step == true_step, failures)}
         for name, kind in (("clean", clean), ("erroneous", ~clean)):
-            found[f"correction_{name}"] = mean_where(correct, kind[failure_row])
-            found[f"corrected_{name}"] = mean_where(corrected, has_suffix & kind)
-    return {name: value for name, value in found.items() if value is not None}
+            shares[f"correction_{name}"] = mean_where(correct, kind[failure_row])
+            shares[f"corrected_{name}"] = mean_where(corrected, has_suffix & kind)
+    return {name: value for name, value in shares.items() if value is not None}
 
 
 class Resets(Component):
-    """Logs, for the suffixes of each failure, how often they end right, and how often the step they were reset to was a good one.
+    """Logs how often suffixes of failures end correct, and how often their reset step is at or before the first error.
 
     The latter needs the true first error: on tasks without an oracle only the former is logged. Suffixes whose reward
     is invalid do not count.
@@ -72,17 +74,23 @@ class Resets(Component):
     paper = "2605.25507"
     metrics = (
         Metric("failures", "failures", "failures with a localised step"),
-        *STEP_FRACTION,
-        Metric("correction", "share", "suffixes that end right"),
-        Metric("corrected", "share", "failures with a suffix that ends right"),
-        Metric("clean", "share", "failures reset at or before their true first error, so that the prefix holds none"),
+        STEP_FRACTION,
+        Metric("correction", "share", "suffixes that end correct"),
+        Metric("corrected", "share", "failures with a suffix that ends correct"),
+        Metric(
+            "clean", "share", "failures reset at or before their true first error, so that the prefix holds no error"
+        ),
         Metric("exact", "share", "failures reset at their true first error"),
         Metric("correction_clean", "share", "`correction` of clean prefixes"),
         Metric("corrected_clean", "share", "`corrected` of clean prefixes"),
         Metric("correction_erroneous", "share", "`correction` of prefixes that hold an error"),
         Metric("corrected_erroneous", "share", "`corrected` of prefixes that hold an error"),
     )
-    _tokenizer: Any = None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the model, loaded when it is first used."""
+        return load_tokenizer(self.context.model)
 
     def run(
         self,
@@ -93,8 +101,9 @@ class Resets(Component):
         trajectories: Trajectories,
         rewards: Rewards,
     ) -> Outputs:
-        """Takes the expander's trajectories and the rewards of any batch that holds them."""
+        """Compares failures with the expander's `trajectories`; `rewards` are those of any batch that holds them."""
         check_aligned(failures, errors)
+        # Rewards may be those of a larger batch, which base groups are part of.
         rows = rewards.index_of(trajectories.uid)
         suffixes = (trajectories.parent >= 0) & rewards.valid[rows]
         metrics = reset_metrics(
@@ -110,6 +119,4 @@ class Resets(Component):
     def _true_steps(self, prompts: Prompts, failures: Trajectories) -> Tensor | None:
         if not len(failures) or not has_oracle(prompts):
             return None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.context.model)
-        return true_first_errors(prompts, failures, self._tokenizer)
+        return true_first_errors(prompts, failures, self.tokenizer)

@@ -1,4 +1,4 @@
-"""Resets: new chains from the thoughts before a failed chain's first error."""
+"""Resets: new responses from the thoughts before a failure's first error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.core.streams import keys_within
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """`suffixes` rows per failure; the group of each is its seed."""
+    """`suffixes` rows per failure; the group of each is its failure."""
 
     trajectories: Trajectories
 
@@ -34,26 +34,25 @@ def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
 
     Step 1 and rows without thoughts give 0: the reset state is then the prompt.
     """
-    count = thought_ends.lengths
-    before = torch.minimum(step, count).clamp(min=1) - 1
-    length = torch.zeros_like(count)
+    before = torch.minimum(step, thought_ends.lengths).clamp(min=1) - 1
+    length = torch.zeros_like(before)
     cut = before > 0
     length[cut] = thought_ends.values[thought_ends.offsets[:-1][cut] + before[cut] - 1].to(torch.int64)
     return length
 
 
 class Reset(Component):
-    """Continues each failure `suffixes` times from the thoughts before its first error, h*.
+    """Continues each failure `suffixes` times from the thoughts before its localised step h*.
 
-    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error; h* = 1 has an empty prefix:
-    fresh rollouts that still form their own group. Use the sampling settings of the sampler that made the failures.
+    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error. h* = 1 has an empty prefix:
+    fresh responses that still form their own group. Use the sampling settings of the sampler that made the failures.
     """
 
     paper = "2605.25507"
     metrics = (
         *LENGTH_METRICS,
         Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
-        Metric("prefix_share", "share", "kept part of a seed, mean"),
+        Metric("prefix_share", "share", "kept part of a failure, mean"),
         Metric("empty_prefix_share", "share", "failures of which nothing is kept"),
     )
 
@@ -62,7 +61,7 @@ class Reset(Component):
         """Sampling settings and the number of suffixes."""
 
         mode: Literal["plain", "thought"] = "thought"
-        """thought by thought, as the failures were made"""
+        """thought by thought, as the failures were sampled"""
         temperature: float = 0.7
         """of the draw; the sampler's"""
         top_p: float = 0.95
@@ -73,7 +72,7 @@ class Reset(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.suffixes < 1:
-                raise ValueError(f"suffixes is {self.suffixes}; wanted at least 1.")
+                raise ValueError(f"expected suffixes ≥ 1, got {self.suffixes}.")
 
     config: Config
 
@@ -82,23 +81,19 @@ class Reset(Component):
     ) -> Outputs:
         """Samples all suffixes in one request batch; equal prefixes share their prefill."""
         check_aligned(failures, errors)
-        count = self.config.suffixes
-        rows = torch.arange(len(failures)).repeat_interleave(count)
+        suffixes = self.config.suffixes
+        rows = torch.arange(len(failures)).repeat_interleave(suffixes)
         length = reset_length(failures.thought_ends, errors.step)
-        request_seed = keyed_seeds(self.context.rng(), keys_within(failures.prompt_uid), 0, count).reshape(-1)
-        made = sample_from_prefix(
-            policy,
-            failures.select(rows),
-            length[rows],
-            request_seed,
-            self.config.sampling(),
-            self.context.uids(len(rows)),
-        )
+        seed = keyed_seeds(self.context.rng(), keys_within(failures.prompt_uid), 0, suffixes).reshape(-1)
+        uid = self.context.uids(len(rows))
+        continued = sample_from_prefix(policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid)
+        count = max(len(failures), 1)
+        # An empty failure has no tokens to share.
         whole = failures.response_tokens.lengths.clamp(min=1)
         self.context.log(
-            **length_metrics(made),
-            inherited_tokens=Count(made.inherited.sum()),
-            prefix_share=float((length / whole).sum()) / max(len(failures), 1),
-            empty_prefix_share=float((length == 0).sum()) / max(len(failures), 1),
+            **length_metrics(continued),
+            inherited_tokens=Count(continued.inherited.sum()),
+            prefix_share=float((length / whole).sum()) / count,
+            empty_prefix_share=float((length == 0).sum()) / count,
         )
-        return Outputs(trajectories=made)
+        return Outputs(trajectories=continued)

@@ -35,9 +35,9 @@ class Tree(Component):
         *LENGTH_METRICS,
         Metric("leaves", "leaves", "responses per prompt"),
         Metric("fewest_leaves", "leaves", "responses of the prompt with the fewest"),
-        Metric("inherited_tokens", "tokens", "tokens shared with a leaf before"),
-        Metric("discarded_tokens", "tokens", "sampled tokens of no leaf"),
-        Metric("missed_branches", "branches", "branches that were wanted and found no place"),
+        Metric("inherited_tokens", "tokens", "tokens shared with an earlier leaf"),
+        Metric("discarded_tokens", "tokens", "sampled tokens that belong to no leaf"),
+        Metric("missed_branches", "branches", "branches of the rule for which no token was left"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,7 @@ class Tree(Component):
         """Sampling settings and the rule."""
 
         rule: Literal["segments", "uncertain"] = "segments"
-        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens of whole responses
-        (TreeRL)"""
+        """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens (TreeRL)"""
         segments: SegmentRule = field(default_factory=SegmentRule)
         """settings of rule `segments`"""
         uncertain: UncertainRule = field(default_factory=UncertainRule)
@@ -54,34 +53,29 @@ class Tree(Component):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.rule == "segments" and self.segments.tokens * (len(self.segments.branching) - 1) >= self.max_tokens:
-                cuts = len(self.segments.branching) - 1
+            cuts = len(self.segments.branching) - 1
+            if self.rule == "segments" and self.segments.tokens * cuts >= self.max_tokens:
                 raise ValueError(
-                    f"segments.tokens is {self.segments.tokens} with {cuts + 1} levels, but max_tokens is "
-                    f"{self.max_tokens}: the last "
-                    f"level would have no budget; wanted {cuts}·segments.tokens below max_tokens."
+                    f"expected segments.tokens · {cuts} < max_tokens, so that the last of {cuts + 1} levels has a "
+                    f"budget, got segments.tokens {self.segments.tokens} and max_tokens {self.max_tokens}."
                 )
 
     config: Config
 
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Grows all trees level by level, or round by round, each in one request batch."""
-        settings, sampling = self.config, self.config.sampling()
+        settings = self.config
         if settings.rule == "segments":
-            grown = grow_segments(prompts, policy, settings.segments, sampling, self.context)
+            grown = grow_segments(prompts, policy, settings.segments, settings.sampling(), self.context)
         else:
-            grown = grow_uncertain(prompts, policy, settings.uncertain, sampling, self.context)
-        leaves, count = grown.leaves, max(len(prompts), 1)
+            grown = grow_uncertain(prompts, policy, settings.uncertain, settings.sampling(), self.context)
+        leaves = grown.leaves
+        per_prompt = torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts))
         metrics = length_metrics(leaves)
         metrics["sampled_tokens"] += grown.discarded_tokens
-        per_prompt = (
-            torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts))
-            if len(prompts)
-            else torch.zeros(0)
-        )
         self.context.log(
             **metrics,
-            leaves=len(leaves) / count,
+            leaves=len(leaves) / max(len(prompts), 1),
             fewest_leaves=float(per_prompt.min()) if len(prompts) else 0.0,
             inherited_tokens=float(leaves.inherited.sum()),
             discarded_tokens=grown.discarded_tokens,

@@ -1,14 +1,16 @@
 """Two ways to grow trees of trajectories: by segments of fixed length (SPO-Tree) and at uncertain tokens (TreeRL).
 
-Both give leaves whose `parent` and `inherited` tell the tree (`components.advantage.tree` reads it): `parent` is a leaf
-that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other. Every draw is keyed
-by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the other prompts.
+Both return leaves whose `parent` and `inherited` describe the tree (`components.advantage.tree` reads it): `parent` is
+a leaf that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other. Every draw is
+keyed by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the other prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor
 
 from components.expander.tree_thoughts import in_last_thought, with_closed_ends, with_whole_thoughts
 from components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_prefix
-from components.segmenter.entropy_cuts import rank_in_row
-from components.segmenter.thought import ends_of_stop, token_pieces
+from components.rollouts.segments import rank_in_row
+from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.component import Context
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, known_entropies
@@ -30,22 +32,21 @@ class SegmentRule:
     """SPO-Tree (2505.23564): a level of branches every `tokens` tokens."""
 
     branching: tuple[int, ...] = (6, 6, 6)
-    """branches at the prompt, at the end of the first segment, …; the last level runs to the end. Leaves are at most
-    their product"""
+    """branches at the prompt, at the end of the first segment, …; the last level runs to the end of the response"""
     tokens: int = 64
     """M, tokens per segment"""
 
     def __post_init__(self) -> None:
         if not self.branching or min(self.branching) < 1 or self.tokens < 1:
             raise ValueError(
-                f"branching is {list(self.branching)}, tokens {self.tokens}; wanted one or more levels of at least 1, "
-                "and tokens ≥ 1."
+                f"expected one or more levels of branching ≥ 1 and tokens ≥ 1, got branching {list(self.branching)} "
+                f"and tokens {self.tokens}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UncertainRule:
-    """TreeRL's EPTree (M, N, L, T) (2506.11902): M (1 + N L T) leaves per prompt, unless responses have fewer tokens than branches."""
+    """TreeRL's EPTree (M, N, L, T) (2506.11902): M (1 + N L T) leaves per prompt, fewer where responses are short."""
 
     chains: int = 6
     """M, whole responses that trees begin with, per prompt"""
@@ -63,9 +64,8 @@ class UncertainRule:
     def __post_init__(self) -> None:
         if min(self.chains, self.points, self.branches) < 1 or self.rounds < 0:
             raise ValueError(
-                f"chains {self.chains}, points {self.points}, rounds {self.rounds}, branches {self.branches}; wanted "
-                "at least 1 of each, "
-                "and rounds 0 (chains only) or more."
+                f"expected chains, points and branches ≥ 1 and rounds ≥ 0 (0 is chains only), got chains "
+                f"{self.chains}, points {self.points}, branches {self.branches}, rounds {self.rounds}."
             )
 
 
@@ -87,30 +87,31 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, _slots(rule.branching))
     done: list[Trajectories] = []
     discarded = 0
-    rows, place = torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.int64)
+    rows = torch.arange(len(prompts))  # the prompt of each running branch
+    place = torch.zeros(len(prompts), dtype=torch.int64)  # its place among all branches of its level in a full tree
     running: Trajectories | None = None
     for level, width in enumerate(rule.branching):
-        budget = (
-            sampling.max_tokens
-            if level == len(rule.branching) - 1
-            else min((level + 1) * rule.tokens, sampling.max_tokens)
-        )
+        last = level == len(rule.branching) - 1
+        budget = sampling.max_tokens if last else min((level + 1) * rule.tokens, sampling.max_tokens)
         here = dataclasses.replace(sampling, max_tokens=budget)
-        rows, place = rows.repeat_interleave(width), _children(place, width)
-        seed, uid = seeds[rows, _slots(rule.branching[:level]) + place], context.uids(len(rows))
+        rows = rows.repeat_interleave(width)
+        place = (place[:, None] * width + torch.arange(width)).reshape(-1)
+        seed = seeds[rows, _slots(rule.branching[:level]) + place]
+        uid = context.uids(len(rows))
         if running is None:
-            made = sample_fresh(policy, prompts, rows, seed, here, uid)
+            grown = sample_fresh(policy, prompts, rows, seed, here, uid)
         else:
-            branch = torch.arange(len(running)).repeat_interleave(width)
-            made, lost = _continue(
-                policy, running.select(branch), running.response_tokens.lengths[branch], seed, here, uid
-            )
-            made, discarded = _first_keeps_row(made, running.select(branch), width), discarded + lost
+            parents = running.select(torch.arange(len(running)).repeat_interleave(width))
+            grown, lost = _continue(policy, parents, parents.response_tokens.lengths, seed, here, uid)
+            grown = _first_keeps_row(grown, parents, width)
+            discarded += lost
         # A shorter row that ran out of budget filled the model's context.
-        ended = torch.tensor([reason != "length" for reason in made.finish_reason], dtype=torch.bool)
-        ended |= (made.response_tokens.lengths < budget) | (budget >= sampling.max_tokens)
-        done.append(made.select(ended))
-        running, rows, place = made.select(~ended), rows[~ended], place[~ended]
+        ended = torch.tensor([reason != "length" for reason in grown.finish_reason], dtype=torch.bool)
+        ended |= (grown.response_tokens.lengths < budget) | (budget >= sampling.max_tokens)
+        done.append(grown.select(ended))
+        running = grown.select(~ended)
+        rows = rows[~ended]
+        place = place[~ended]
         if sampling.thoughts is not None:
             running = with_closed_ends(running, sampling.thoughts, policy.tokenizer)
     return Grown(leaves=_by_prompt(Trajectories.concat(done), prompts), discarded_tokens=discarded)
@@ -119,29 +120,36 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
 def grow_uncertain(
     prompts: Prompts, policy: Policy, rule: UncertainRule, sampling: Sampling, context: Context
 ) -> Grown:
-    """Per round, each tree (a first chain with all that branched from it) is branched at its most uncertain tokens.
+    """Per round, each tree (a first response with all that branched from it) is branched at its most uncertain tokens.
 
-    A branch inherits what is before the token and samples that token anew. A token is branched at in one round only: a
-    reconstruction, the released code would let later rounds come back to it.
+    A branch inherits what is before the token and samples that token anew. A token is branched at in one round only
+    (our reading; the released code would let later rounds come back to it).
     """
     per_round = rule.points * rule.branches
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, rule.chains * (1 + rule.rounds * per_round))
-    rows = torch.arange(len(prompts)).repeat_interleave(rule.chains)
-    chain = torch.arange(rule.chains).repeat(len(prompts))
-    leaves = sample_fresh(policy, prompts, rows, seeds[rows, chain], sampling, context.uids(len(rows)))
-    tree, used, discarded, missed = torch.arange(len(rows)), _closed_tokens(leaves, rule, policy), 0, 0
+    prompt_of_tree = torch.arange(len(prompts)).repeat_interleave(rule.chains)
+    chain_of_tree = torch.arange(rule.chains).repeat(len(prompts))
+    num_trees = len(prompt_of_tree)
+    seed = seeds[prompt_of_tree, chain_of_tree]
+    leaves = sample_fresh(policy, prompts, prompt_of_tree, seed, sampling, context.uids(num_trees))
+    tree = torch.arange(num_trees)  # of each leaf
+    closed = _closed_tokens(leaves, rule, policy)
+    discarded = 0
+    missed = 0
     for number in range(rule.rounds):
-        row, token, rank = most_uncertain(uncertainty(leaves, rule.measure), used, tree, rule.points)
-        used.values[used.offsets[row] + token] = True
-        missed += (len(rows) * rule.points - len(row)) * rule.branches
+        row, token, rank = most_uncertain(uncertainty(leaves, rule.measure), closed, tree, rule.points)
+        closed.values[closed.offsets[row] + token] = True
+        missed += (num_trees * rule.points - len(row)) * rule.branches
         branch = torch.arange(rule.branches).repeat(len(row))
         row, token, rank = (x.repeat_interleave(rule.branches) for x in (row, token, rank))
-        slot = rule.chains + (number * rule.chains + chain[tree[row]]) * per_round + rank * rule.branches + branch
-        seed, uid = seeds[rows[tree[row]], slot], context.uids(len(row))
-        made, lost = _continue(policy, leaves.select(row), token, seed, sampling, uid)
-        made, discarded = made.replace(group=made.prompt_uid.clone()), discarded + lost
-        leaves, tree = Trajectories.concat([leaves, made]), torch.cat([tree, tree[row]])
-        used = Jagged.concat([used, _closed_tokens(made, rule, policy)])
+        parent_tree = tree[row]
+        first_slot = rule.chains + (number * rule.chains + chain_of_tree[parent_tree]) * per_round
+        seed = seeds[prompt_of_tree[parent_tree], first_slot + rank * rule.branches + branch]
+        grown, lost = _continue(policy, leaves.select(row), token, seed, sampling, context.uids(len(row)))
+        discarded += lost
+        leaves = Trajectories.concat([leaves, grown.replace(group=grown.prompt_uid.clone())])
+        tree = torch.cat([tree, parent_tree])
+        closed = Jagged.concat([closed, _closed_tokens(grown, rule, policy)])
     return Grown(leaves=_by_prompt(leaves, prompts), discarded_tokens=discarded, missed_branches=missed)
 
 
@@ -151,10 +159,10 @@ def uncertainty(trajectories: Trajectories, measure: Measure) -> Jagged:
     Rows of a tree often repeat each other, and their equal scores differ by rounding, which depends on the batch. In
     steps they are ties.
     """
-    entropies = trajectories.entropies.values
-    values = (
-        known_entropies(entropies, "expander.tree") if measure == "entropy" else -trajectories.engine_logprobs.values
-    )
+    if measure == "entropy":
+        values = known_entropies(trajectories.entropies.values, "expander.tree")
+    else:
+        values = -trajectories.engine_logprobs.values
     return trajectories.entropies.with_values((values * 1000).round() / 1000)
 
 
@@ -181,16 +189,15 @@ def most_uncertain(score: Jagged, closed: Jagged, tree: Tensor, points: int) -> 
 
 
 def _closed_tokens(trajectories: Trajectories, rule: UncertainRule, policy: Policy) -> Jagged:
-    """Bool over response tokens: inherited ones (they belong to another row), and what follows a string of `not_after`."""
+    """Bool over response tokens: those of another row (inherited), and those after a string of `not_after`."""
     tokens = trajectories.response_tokens
     closed = tokens.positions < trajectories.inherited[tokens.row_ids]
     if rule.not_after:
-        ends = [
-            [min(ends_of_stop(pieces, s)[:1] or [len(pieces)]) for s in rule.not_after]
-            for pieces in token_pieces(policy.tokenizer, tokens)
+        limits = [
+            min([len(pieces), *(end for text in rule.not_after for end in ends_of_stop(pieces, text))])
+            for pieces in token_texts(policy.tokenizer, tokens)
         ]
-        limit = torch.tensor([min(row) for row in ends], dtype=torch.int64)
-        closed |= tokens.positions >= limit[tokens.row_ids]
+        closed |= tokens.positions >= torch.tensor(limits, dtype=torch.int64)[tokens.row_ids]
     return tokens.with_values(closed)
 
 
@@ -205,38 +212,28 @@ def _continue(
     to_stop = dataclasses.replace(sampling, thoughts=None, stop=(sampling.thoughts.stop,))
     parts = [
         sample_from_prefix(policy, parents.select(rows), prefix[rows], seed[rows], how, uid[rows])
-        for rows, how in (
-            ((~closing).nonzero(as_tuple=True)[0], sampling),
-            (closing.nonzero(as_tuple=True)[0], to_stop),
-        )
+        for rows, how in ((~closing, sampling), (closing, to_stop))
     ]
-    made = Trajectories.concat(parts).select(torch.argsort(torch.argsort(closing.long(), stable=True)))
-    whole = with_whole_thoughts(made, sampling.thoughts, policy.tokenizer)
-    return whole, int(made.response_tokens.lengths.sum() - whole.response_tokens.lengths.sum())
+    # The rank of each row in the order of the parts, which undoes their split.
+    in_order = torch.argsort(torch.argsort(closing.long(), stable=True))
+    grown = Trajectories.concat(parts).select(in_order)
+    whole = with_whole_thoughts(grown, sampling.thoughts, policy.tokenizer)
+    return whole, int(grown.response_tokens.lengths.sum() - whole.response_tokens.lengths.sum())
 
 
-def _first_keeps_row(made: Trajectories, parents: Trajectories, width: int) -> Trajectories:
-    first = torch.arange(len(made)) % width == 0
-    return made.replace(
-        uid=torch.where(first, parents.uid, made.uid),
+def _first_keeps_row(grown: Trajectories, parents: Trajectories, width: int) -> Trajectories:
+    first = torch.arange(len(grown)) % width == 0
+    return grown.replace(
+        uid=torch.where(first, parents.uid, grown.uid),
         parent=torch.where(first, parents.parent, parents.uid),
-        inherited=torch.where(first, parents.inherited, made.inherited),
-        group=made.prompt_uid.clone(),
+        inherited=torch.where(first, parents.inherited, grown.inherited),
+        group=grown.prompt_uid.clone(),
     )
-
-
-def _children(place: Tensor, width: int) -> Tensor:
-    """Place of each child among all of its level, from its parent's."""
-    return (place[:, None] * width + torch.arange(width)).reshape(-1)
 
 
 def _slots(branching: tuple[int, ...]) -> int:
     """Branches in a full tree."""
-    total, level = 0, 1
-    for width in branching:
-        level *= width
-        total += level
-    return total
+    return sum(accumulate(branching, operator.mul))
 
 
 def _by_prompt(leaves: Trajectories, prompts: Prompts) -> Trajectories:

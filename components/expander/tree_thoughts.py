@@ -1,8 +1,8 @@
 """Thought ends of responses that were sampled in pieces, cut in the middle of a thought.
 
 An engine begins a new thought where a request begins. When the prefix ends inside one, the first thought it reports is
-only the rest of that thought: a stop or final string across the cut, the final string before it, and the tokens already
-in the thought go unseen. Token limits never insert tokens, so the ends can be found again from the tokens, and a
+only the rest of that thought: it does not see a stop or final string across the cut, a final string before it, and the
+tokens already in the thought. Token limits never insert tokens, so the ends can be derived again from the tokens, and a
 response that went on too long is cut where it would have ended.
 """
 
@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.segmenter.thought import token_pieces
-from components.text.stops import decode_rows
+from components.text.stops import decode_rows, token_texts
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import ThoughtLimits, Trajectories
 
 
 def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int], str]:
-    """Exclusive token ends of the thoughts closed by the stop string or by their token limit, and why no thought follows.
+    """Exclusive token ends of thoughts closed by the stop string or by their token limit, and why no thought follows.
 
     Args:
         pieces: text of each token of the response.
         limits: the thought limits.
 
     Returns:
-        The ends, up to the one that ends the response; "final", "thoughts", or "" when the response goes on.
+        The ends, up to the one that ends the response; "final", "thoughts", or "" when the response continues.
 
     >>> closed_thoughts(["a", ".", "b", "!", ".", "c"], ThoughtLimits(stop=".", final="!"))
     ([2, 5], 'final')
     """
-    text, bounds = "".join(pieces), [0, *accumulate(len(piece) for piece in pieces)]
+    text = "".join(pieces)
+    bounds = [0, *accumulate(len(piece) for piece in pieces)]
     ends: list[int] = []
     start = 0
     while start < len(pieces):
@@ -54,39 +54,41 @@ def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int]
 
 def in_last_thought(parents: Trajectories, prefix: Tensor, limits: ThoughtLimits, tokenizer: Any) -> Tensor:
     """bool [N]: the first `prefix` [N] tokens end inside a thought that already holds the final string."""
-    found = []
-    for pieces, length in zip(token_pieces(tokenizer, parents.response_tokens), prefix.tolist(), strict=True):
-        ends, ended = closed_thoughts(pieces[:length], limits)
-        found.append(
-            not ended and bool(limits.final) and limits.final in "".join(pieces[ends[-1] if ends else 0 : length])
-        )
-    return torch.tensor(found, dtype=torch.bool)
+    if not limits.final:
+        return torch.zeros(len(parents), dtype=torch.bool)
+    inside = []
+    for pieces, length in zip(token_texts(tokenizer, parents.response_tokens), prefix.tolist(), strict=True):
+        ends, reason = closed_thoughts(pieces[:length], limits)
+        open_thought = "".join(pieces[ends[-1] if ends else 0 : length])
+        inside.append(not reason and limits.final in open_thought)
+    return torch.tensor(inside, dtype=torch.bool)
 
 
 def with_closed_ends(trajectories: Trajectories, limits: ThoughtLimits, tokenizer: Any) -> Trajectories:
     """Only thoughts that are closed count as ends: how a prefix that will be continued must look."""
-    ends = [closed_thoughts(pieces, limits)[0] for pieces in token_pieces(tokenizer, trajectories.response_tokens)]
+    ends = [closed_thoughts(pieces, limits)[0] for pieces in token_texts(tokenizer, trajectories.response_tokens)]
     return trajectories.replace(thought_ends=Jagged.from_rows(ends, torch.int32))
 
 
 def with_whole_thoughts(trajectories: Trajectories, limits: ThoughtLimits, tokenizer: Any) -> Trajectories:
-    """Responses as an engine would have left them that had sampled each in one go: ends found again, what came too late cut off."""
+    """Responses as if sampled in one go: thought ends derived again, and tokens after the true end cut off."""
     ends, lengths, reasons = [], [], []
-    rows = zip(token_pieces(tokenizer, trajectories.response_tokens), trajectories.finish_reason, strict=True)
+    rows = zip(token_texts(tokenizer, trajectories.response_tokens), trajectories.finish_reason, strict=True)
     for pieces, reason in rows:
         closed, ended = closed_thoughts(pieces, limits)
         size = closed[-1] if ended else len(pieces)
         if not ended and (not closed or closed[-1] < size) and size:
             # An end-of-text token alone belongs to the thought before it.
-            closed = [*(closed[:-1] if reason == "eos" and closed and closed[-1] == size - 1 else closed), size]
+            eos_alone = reason == "eos" and closed and closed[-1] == size - 1
+            closed = [*(closed[:-1] if eos_alone else closed), size]
         ends.append(closed)
         lengths.append(size)
         reasons.append(ended or reason)
-    length, start = torch.tensor(lengths, dtype=torch.int64), torch.zeros(len(lengths), dtype=torch.int64)
+    length = torch.tensor(lengths, dtype=torch.int64)
+    start = torch.zeros_like(length)
     tokens = trajectories.response_tokens.slice_rows(start, length)
-    cut = length < trajectories.response_tokens.lengths
+    shortened = (length < trajectories.response_tokens.lengths).nonzero(as_tuple=True)[0]
     texts = list(trajectories.text)
-    shortened = cut.nonzero(as_tuple=True)[0]
     for row, text in zip(shortened.tolist(), decode_rows(tokenizer, tokens.select(shortened).to_lists()), strict=True):
         texts[row] = text
     return trajectories.replace(

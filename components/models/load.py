@@ -1,4 +1,4 @@
-"""Finding and loading tokenizers and models, with errors a user can act on. transformers is imported when something is loaded."""
+"""Loads tokenizers and models, with errors that name the next step; transformers is imported when first needed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def resolve_model_path(path: str) -> str:
     if folder.is_dir():
         return str(folder)
     if folder.exists():
-        raise DataError(
-            f"model.path '{path}': a file; wanted a folder in Hugging Face layout (config.json, tokenizer, "
-            "safetensors)."
-        )
+        raise DataError(f"model.path '{path}': expected a folder in Hugging Face layout, got a file.")
+    # A hub name has at most one slash; anything else was meant as a folder.
     if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
         raise DataError(
-            f"model.path '{path}': no folder {folder}; wanted an existing folder, a hub name 'owner/name', or 'tiny'."
+            f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "
+            "not exist."
         )
     return path
 
@@ -44,7 +43,7 @@ def load_config(spec: ModelSpec) -> Any:
     path = resolve_model_path(spec.path)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise DataError(
-            f"model folder {path}: no config.json; wanted a folder written by save_pretrained. Correct model.path."
+            f"model folder {path}: no config.json; expected a folder written by save_pretrained. Correct model.path."
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
@@ -59,22 +58,18 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     path = resolve_model_path(spec.path)
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
         raise DataError(
-            f"model folder {path}: no tokenizer (looked for {', '.join(_TOKENIZER_FILES[:3])}, …); wanted the "
-            "tokenizer that the model "
-            "was trained with. Copy its files into the folder or run tokenizer.save_pretrained on it."
+            f"model folder {path}: expected the tokenizer that the model was trained with, but there is none of "
+            f"{', '.join(_TOKENIZER_FILES[:3])}, …. Copy its files into the folder or run tokenizer.save_pretrained."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code, use_fast=True)
     except Exception as error:  # the hub client, tokenizers and transformers each raise their own types
         raise _failure("tokenizer", spec.path, error) from error
     if not tokenizer.is_fast:
-        raise DataError(
-            f"model '{spec.path}': only a slow tokenizer; wanted a fast one (tokenizer.json). Convert it with "
-            "transformers."
-        )
+        raise DataError(f"model '{spec.path}': expected a fast tokenizer (tokenizer.json), got a slow one. Convert it.")
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"model '{spec.path}': its tokenizer names no end-of-text token; set eos_token in tokenizer_config.json."
+            f"model '{spec.path}': the tokenizer has no end-of-text token. Set eos_token in tokenizer_config.json."
         )
     return tokenizer
 
@@ -87,15 +82,12 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     config = load_config(spec)
     if Path(path).is_dir() and not any(True for pattern in _WEIGHT_PATTERNS for _ in Path(path).glob(pattern)):
         raise DataError(
-            f"model folder {path}: no weights (*.safetensors); wanted a complete model. Copy them there or correct "
-            "model.path."
+            f"model folder {path}: expected a complete model, but it has no weights (*.safetensors). Copy them there "
+            "or correct model.path."
         )
     if not spec.trust_remote_code and type(config) not in _causal_configs():
         kind = getattr(config, "model_type", "unknown")
-        raise DataError(
-            f"model '{spec.path}': type '{kind}' is not a causal language model; wanted one that transformers loads as "
-            "causal LM."
-        )
+        raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
     check_context(spec, config)
     try:
         with _quiet_unless_watched():
@@ -129,22 +121,18 @@ def context_length(spec: ModelSpec) -> int:
 
 def check_context(spec: ModelSpec, config: Any, needed: int = 1) -> int:
     """Returns the context length; raises DataError when the model cannot hold `spec.max_context` or `needed` tokens."""
-    own = (
-        getattr(config, "max_position_embeddings", None)
-        or getattr(config, "n_positions", None)
-        or spec.max_context
-        or 1 << 30
-    )
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    own = next((limit for limit in limits if limit), spec.max_context or 1 << 30)
     if spec.max_context > own:
         raise DataError(
-            f"model '{spec.path}': model.max_context is {spec.max_context}, but the model holds {own} tokens. "
-            f"Lower model.max_context to at most {own} or take a model with a longer context."
+            f"model '{spec.path}': expected model.max_context ≤ {own}, the context of the model, got "
+            f"{spec.max_context}. Lower it or use a model with a longer context."
         )
     length = spec.max_context or own
     if length < needed:
         raise DataError(
-            f"model '{spec.path}': context of {length} tokens; wanted at least {needed} for prompt and response. "
-            "Lower the response budget, filter long prompts, or take a model with a longer context."
+            f"model '{spec.path}': expected a context of at least {needed} tokens for prompt and response, got "
+            f"{length}. Lower the response budget, filter long prompts, or use a model with a longer context."
         )
     return int(length)
 
@@ -158,13 +146,12 @@ def _causal_configs() -> set[type]:
 
 def _failure(what: str, path: str, error: Exception) -> DataError:
     folder = Path(resolve_model_path(path))
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if folder.is_dir():
         return DataError(
-            f"model folder {folder}: its {what} cannot be loaded ({first}). Wanted a folder in Hugging Face layout."
+            f"model folder {folder}: its {what} cannot be loaded ({first}). Expected a folder in Hugging Face layout."
         )
     return DataError(
-        f"model '{path}': its {what} cannot be had from the Hugging Face hub ({first}). Check the name, the network "
-        "and access rights. "
-        f"{LOCAL_ALTERNATIVE}"
+        f"model '{path}': its {what} cannot be loaded from the Hugging Face hub ({first}). Check the name, the network "
+        f"and access rights. {LOCAL_ALTERNATIVE}"
     )

@@ -1,4 +1,4 @@
-"""Counterfactual comparison: the policy revises its wrong chains beside sibling chains of the same problem (IBPO)."""
+"""Counterfactual comparison: the policy revises its wrong responses, given siblings of the same problem (IBPO)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.localizer.self_localizer import question_of
-from components.rewards.outcome import finite_rewards
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics
-from components.rollouts.second_turn import second_turn, unended
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, unended
+from components.rollouts.rewards import finite_rewards
+from components.rollouts.second_turn import problem_of, second_turn
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import revise_prompt
 from pipeline.core.component import Component, same_rows
@@ -53,7 +52,8 @@ def pair_up(
     taken cyclically from the row after it, so that a group's wrong trajectories do not all see the same sibling.
     Invalid rows are neither revised nor shown.
 
-    >>> wrong, shown = pair_up(torch.tensor([1, 1, 1, 2]), torch.tensor([True, False, False, False]), torch.ones(4, dtype=torch.bool), 2)
+    >>> correct = torch.tensor([True, False, False, False])
+    >>> wrong, shown = pair_up(torch.tensor([1, 1, 1, 2]), correct, torch.ones(4, dtype=torch.bool), 2)
     >>> wrong.tolist(), shown.tolist()
     ([1, 1, 2, 2], [0, 2, 0, 1])
     """
@@ -67,9 +67,9 @@ def pair_up(
         for place, row in enumerate(rows):
             if right[row]:
                 continue
-            siblings = rows[place + 1 :] + rows[:place]
-            ordered = [r for r in siblings if right[r]] + [r for r in siblings if not right[r] and not only_correct]
-            pairs += [(row, r) for r in ordered[:most]]
+            siblings = [r for r in rows[place + 1 :] + rows[:place] if right[r] or not only_correct]
+            siblings.sort(key=lambda r: not right[r])  # stable: each kind stays in cyclic order
+            pairs += [(row, r) for r in siblings[:most]]
     # Trajectory order, whatever the order of groups; the sort is stable, so references keep theirs.
     pairs.sort(key=lambda pair: pair[0])
     table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
@@ -77,12 +77,13 @@ def pair_up(
 
 
 class Compare(Component):
-    """Pairs each wrong trajectory y with sibling references, and lets the policy write a revision ŷ from (x; y, y_ref) per reference [S].
+    """Samples, for each wrong trajectory y and sibling y_ref, a revision ŷ from a prompt with the problem, y and y_ref.
 
-    The revision's `parent` is y, its `prompt_uid` the original problem, its `prompt_tokens` the revision prompt. Use
-    the sampler's mode and limits, so that y and ŷ end alike. Defined cases: a wrong trajectory without a sibling gets
-    no revision; without a correct sibling it is shown wrong ones [R], or none under `only_correct`; a revision that
-    does not end counts as wrong whatever it holds; one that could not be judged stays invalid. All are counted.
+    That each pair gives one revision is second-hand. The revision's `parent` is y, its `prompt_uid` the original
+    problem, its `prompt_tokens` the revision prompt. Use the sampler's mode and limits, so that y and ŷ end alike.
+    A wrong trajectory without a sibling gets no revision; without a correct sibling it is shown wrong ones (our
+    reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it holds; one that
+    could not be verified stays invalid. All are counted.
     """
 
     paper = "2605.16302"
@@ -90,12 +91,12 @@ class Compare(Component):
         *LENGTH_METRICS,
         Metric("revisions", "rows", "revisions sampled"),
         Metric("unrevised_share", "share", "wrong trajectories without a revision"),
-        Metric("no_correct_sibling_share", "share", "wrong trajectories of groups without a right one"),
-        Metric("correct_reference_share", "share", "revisions that were shown a right reference"),
+        Metric("no_correct_sibling_share", "share", "wrong trajectories of groups without a correct one"),
+        Metric("correct_reference_share", "share", "revisions that were shown a correct reference"),
         Metric("unended_share", "share", "revisions without an end"),
-        Metric("invalid", "rows", "revisions without a usable verdict"),
-        Metric("repaired_share", "share", "revisions that are right"),
-        Metric("repaired_by_correct", "share", "the same among those shown a right reference"),
+        Metric("invalid", "rows", "revisions that could not be verified"),
+        Metric("repaired_share", "share", "revisions that are correct"),
+        Metric("repaired_by_correct", "share", "the same among those shown a correct reference"),
         Metric("repaired_by_wrong", "share", "the same among those shown a wrong one"),
     )
 
@@ -111,7 +112,7 @@ class Compare(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.references < 1:
-                raise ValueError(f"references is {self.references}; wanted at least 1 sibling per wrong trajectory.")
+                raise ValueError(f"expected references ≥ 1 (siblings per wrong trajectory), got {self.references}.")
 
     config: Config
 
@@ -124,69 +125,36 @@ class Compare(Component):
         policy: Policy,
         verifier: Verifier,
     ) -> Outputs:
-        """Samples all revisions in one request batch, then judges them."""
+        """Samples all revisions in one request batch, then verifies them."""
         check_aligned(trajectories, rewards)
         settings = self.config
         wrong, shown = pair_up(
             trajectories.group, rewards.correct, rewards.valid, settings.references, settings.only_correct
         )
         firsts = trajectories.select(wrong)
-        asked = _asked(prompts, trajectories, wrong.tolist(), shown.tolist(), policy)
+        steps = thought_texts(trajectories, policy.tokenizer)
+        prompt_rows = prompts.index_of(firsts.prompt_uid).tolist()
+        texts = [
+            revise_prompt(*problem_of(prompts, row), steps[bad], steps[sibling], policy.tokenizer)
+            for row, bad, sibling in zip(prompt_rows, wrong.tolist(), shown.tolist(), strict=True)
+        ]
         # One keyed draw per reference place: a revision does not depend on what else is revised.
         place = torch.arange(len(wrong)) - torch.searchsorted(wrong, wrong)
-        table = keyed_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), 0, settings.references)
+        seeds = keyed_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), 0, settings.references)
         uid = self.context.uids(len(wrong))
-        made = second_turn(policy, prompts, firsts, asked, table[wrong, place], settings.sampling(), uid)
-        verdicts = _ended_only(finite_rewards(verifier.verify(prompts, made)), made)
+        revisions = second_turn(policy, prompts, firsts, texts, seeds[wrong, place], settings.sampling(), uid)
+        verdicts = _unended_as_wrong(finite_rewards(verifier.verify(prompts, revisions)), unended(revisions))
         for row in (~verdicts.valid).nonzero(as_tuple=True)[0].tolist():
             self.context.reject({"revision": int(uid[row]), "trajectory": int(firsts.uid[row])}, verdicts.detail[row])
-        self._count(trajectories, rewards, wrong, shown, made, verdicts)
-        references = References(uid=uid, reference=trajectories.uid[shown], correct=rewards.correct[shown])
-        return Outputs(revisions=made, rewards=verdicts, references=references)
-
-    def _count(
-        self,
-        trajectories: Trajectories,
-        rewards: Rewards,
-        wrong: Tensor,
-        shown: Tensor,
-        made: Trajectories,
-        verdicts: Rewards,
-    ) -> None:
-        is_wrong = rewards.valid & ~rewards.correct
-        has_right = torch.isin(trajectories.group, trajectories.group[rewards.valid & rewards.correct])
-        asked = torch.zeros(len(trajectories), dtype=torch.bool).index_fill_(0, wrong, True)
-        count, total = max(int(is_wrong.sum()), 1), max(len(made), 1)
-        to_right = rewards.correct[shown]
         self.context.log(
-            **length_metrics(made),
-            revisions=len(made),
-            unrevised_share=float((is_wrong & ~asked).sum()) / count,
-            no_correct_sibling_share=float((is_wrong & ~has_right).sum()) / count,
-            correct_reference_share=float(to_right.sum()) / total,
-            unended_share=float(unended(made).sum()) / total,
-            invalid=float((~verdicts.valid).sum()),
-            repaired_share=float(verdicts.correct.sum()) / total,
-            repaired_by_correct=float((verdicts.correct & to_right).sum()) / max(int(to_right.sum()), 1),
-            repaired_by_wrong=float((verdicts.correct & ~to_right).sum()) / max(int((~to_right).sum()), 1),
+            **length_metrics(revisions),
+            **_metrics(trajectories.group, rewards, wrong, shown, unended(revisions), verdicts),
         )
+        references = References(uid=uid, reference=trajectories.uid[shown], correct=rewards.correct[shown])
+        return Outputs(revisions=revisions, rewards=verdicts, references=references)
 
 
-def _asked(
-    prompts: Prompts, trajectories: Trajectories, wrong: list[int], shown: list[int], policy: Policy
-) -> list[str]:
-    steps = thought_texts(trajectories, policy.tokenizer)
-    rows = prompts.index_of(trajectories.prompt_uid).tolist()
-    return [
-        revise_prompt(
-            prompts.metadata[rows[bad]], question_of(prompts, rows[bad]), steps[bad], steps[sibling], policy.tokenizer
-        )
-        for bad, sibling in zip(wrong, shown, strict=True)
-    ]
-
-
-def _ended_only(rewards: Rewards, made: Trajectories) -> Rewards:
-    cut = unended(made)
+def _unended_as_wrong(rewards: Rewards, cut: Tensor) -> Rewards:
     detail = [NOT_ENDED if is_cut else text for is_cut, text in zip(cut.tolist(), rewards.detail, strict=True)]
     return rewards.replace(
         value=rewards.value.masked_fill(cut, 0.0),
@@ -194,3 +162,25 @@ def _ended_only(rewards: Rewards, made: Trajectories) -> Rewards:
         valid=rewards.valid | cut,
         detail=detail,
     )
+
+
+def _metrics(
+    group: Tensor, rewards: Rewards, wrong: Tensor, shown: Tensor, cut: Tensor, verdicts: Rewards
+) -> dict[str, float]:
+    is_wrong = rewards.valid & ~rewards.correct
+    has_correct_sibling = torch.isin(group, group[rewards.valid & rewards.correct])
+    revised = torch.zeros(len(group), dtype=torch.bool).index_fill_(0, wrong, True)
+    shown_correct = rewards.correct[shown]
+    num_wrong = max(int(is_wrong.sum()), 1)
+    num_revisions = max(len(verdicts), 1)
+    return {
+        "revisions": len(verdicts),
+        "unrevised_share": float((is_wrong & ~revised).sum()) / num_wrong,
+        "no_correct_sibling_share": float((is_wrong & ~has_correct_sibling).sum()) / num_wrong,
+        "correct_reference_share": float(shown_correct.sum()) / num_revisions,
+        "unended_share": float(cut.sum()) / num_revisions,
+        "invalid": float((~verdicts.valid).sum()),
+        "repaired_share": float(verdicts.correct.sum()) / num_revisions,
+        "repaired_by_correct": float((verdicts.correct & shown_correct).sum()) / max(int(shown_correct.sum()), 1),
+        "repaired_by_wrong": float((verdicts.correct & ~shown_correct).sum()) / max(int((~shown_correct).sum()), 1),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from components.rollouts.overlong import overlong_punishment
+from components.rollouts.rewards import overlong_punishment
 from pipeline.core.component import Component, same_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
@@ -19,11 +19,11 @@ class Outputs:
 
 
 class Overlong(Component):
-    """r_i + soft overlong punishment of |y_i|; `correct` is left as it is, and so are invalid rewards."""
+    """Adds to each valid reward a punishment of overlong responses, from 0 down to −1; `correct` stays as it is."""
 
     paper = "2503.14476"
     metrics = (
-        Metric("punished_share", "share", "trajectories that got a punishment"),
+        Metric("punished_share", "share", "trajectories that are punished"),
         Metric("punishment", "reward", "mean punishment of a trajectory, 0 or less"),
     )
 
@@ -38,12 +38,12 @@ class Overlong(Component):
 
         def __post_init__(self) -> None:
             if not 0 <= self.buffer <= self.max_length:
-                raise ValueError(f"buffer is {self.buffer}; wanted 0 to max_length ({self.max_length}) tokens.")
+                raise ValueError(f"expected 0 ≤ buffer ≤ max_length ({self.max_length}), got {self.buffer}.")
 
     config: Config
 
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
-        """Adds the punishment to each valid reward."""
+        """Punishes every row."""
         check_aligned(trajectories, rewards)
         added = overlong_punishment(trajectories.response_tokens.lengths, self.config.max_length, self.config.buffer)
         added = added.masked_fill(~rewards.valid, 0.0)

@@ -1,4 +1,4 @@
-"""Rollouts that are not finished: their state between iterations, and how they go on."""
+"""Rollouts that take several iterations: their state between iterations, and how they continue."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import join_rows, scatter_rows
+from components.rollouts.requests import join_rows, scatter_rows, unsampled
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Progress, Prompts, Requests, Sampling, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Groups between two iterations, with whatever rollouts of theirs have ended.
+    """Groups between two iterations, with those of their rollouts that have ended.
 
     Attributes:
         prompts: P of them.
-        rows: one per rollout [N], prompt by prompt; one that has not ended has the finish reason "" and no text.
+        rows: one per rollout [N], prompt by prompt; an unfinished one has the finish reason "" and no text.
         seed: int64 [N], of the rollout's random stream.
     """
 
@@ -41,14 +41,10 @@ class InFlight:
         """bool [N]: rollouts that have not ended."""
         return torch.tensor([not reason for reason in self.rows.finish_reason], dtype=torch.bool)
 
-    def waiting(self) -> Tensor:
-        """bool [P]: prompts with an unfinished rollout."""
-        return self.any_of_prompt(self.unfinished)
-
     def any_of_prompt(self, flags: Tensor) -> Tensor:
         """bool [P]: prompts of which any rollout's flag [N] holds."""
-        counted = torch.zeros(len(self.prompts), dtype=torch.int64)
-        return counted.index_add(0, self.prompts.index_of(self.rows.prompt_uid), flags.to(torch.int64)) > 0
+        counts = torch.zeros(len(self.prompts), dtype=torch.int64)
+        return counts.index_add(0, self.prompts.index_of(self.rows.prompt_uid), flags.to(torch.int64)) > 0
 
     def in_order(self) -> InFlight:
         """The groups by the uid of their prompts, which is the order in which they began."""
@@ -64,50 +60,24 @@ class InFlight:
         return InFlight(prompts=self.prompts.select(chosen), rows=self.rows.select(rows), seed=self.seed[rows])
 
 
-def begin(prompts: Prompts, row: Tensor, seed: Tensor, uid: Tensor, version: int, temperature: float) -> InFlight:
-    """Rollouts without any token yet.
-
-    Args:
-        prompts: the problems.
-        row: int64 [N], the prompt row of each rollout, ascending.
-        seed: int64 [N], request seeds.
-        uid: int64 [N], ids of the trajectories.
-        version: of the weights that will sample their first tokens.
-        temperature: see `Trajectories`.
-    """
-    count, prompt_uid = len(row), prompts.uid[row]
-    none = Jagged.from_lengths(torch.zeros(0), torch.zeros(count, dtype=torch.int64))
-    rows = Trajectories(
-        uid=uid,
-        prompt_uid=prompt_uid,
-        group=prompt_uid.clone(),
-        parent=torch.full_like(uid, -1),
-        prompt_tokens=prompts.tokens.select(row),
-        response_tokens=none.to(torch.int32),
-        inherited=torch.zeros_like(uid),
-        engine_logprobs=none,
-        entropies=none,
-        thought_ends=none.to(torch.int32),
-        policy_version=torch.full_like(uid, version),
-        finish_reason=[""] * count,
-        text=[""] * count,
-        temperature=temperature,
-        token_versions=none.to(torch.int32),
-    )
-    return InFlight(prompts=prompts, rows=rows, seed=seed)
+def begin(prompts: Prompts, rows: Tensor, seed: Tensor, uid: Tensor, version: int, temperature: float) -> InFlight:
+    """Rollouts without a token yet, with int64 [N] request seeds; see `unsampled` for the other arguments."""
+    empty = unsampled(prompts, rows, uid, version, temperature)
+    return InFlight(prompts=prompts, rows=empty.replace(token_versions=empty.response_tokens), seed=seed)
 
 
-def grown(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tensor | None) -> tuple[InFlight, Tensor]:
-    """Lets every unfinished rollout go on; also returns int64 [N], the tokens that each has got.
+def continued(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tensor | None) -> tuple[InFlight, Tensor]:
+    """Continues every unfinished rollout; also returns int64 [N], the new tokens of each.
 
     Args:
         flight: the groups.
-        policy: what samples; `continues` must hold of it when there is a pause.
+        policy: what samples; with a pause, one whose `continues` is true.
         sampling: how tokens are drawn; its limits count whole rollouts.
         pause: int64 [N], new tokens after which a rollout is left unfinished; None finishes rollouts that have just
             begun.
     """
-    rows, count = flight.rows, len(flight.rows)
+    rows = flight.rows
+    count = len(rows)
     index = flight.unfinished.nonzero()[:, 0]
     if not len(index):
         return flight, torch.zeros(count, dtype=torch.int64)
@@ -121,40 +91,43 @@ def grown(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tensor | 
             pause=None if pause is None else pause[index],
         )
     )
-    fresh = scatter_rows(done.tokens, index, count)
-    reasons, texts = list(rows.finish_reason), list(rows.text)
-    for place, reason, text, begun in zip(
-        index.tolist(), done.finish_reason, done.text, part.response_tokens.lengths.tolist(), strict=True
-    ):
+    new_tokens = scatter_rows(done.tokens, index, count)
+    new_versions = new_tokens.with_values(torch.full_like(new_tokens.values, policy.version))
+    # Engines return all thought ends of a row that went on, so they replace the earlier ones.
+    ends_from = torch.arange(count)
+    ends_from[index] = count + torch.arange(len(index))
+    reasons = list(rows.finish_reason)
+    texts = list(rows.text)
+    lengths_before = part.response_tokens.lengths.tolist()
+    for place, reason, text, before in zip(index.tolist(), done.finish_reason, done.text, lengths_before, strict=True):
         reasons[place] = "" if reason == "paused" else reason
-        texts[place] = text if reasons[place] and not begun else ""
-    ends = torch.arange(count)
-    ends[index] = count + torch.arange(len(index))
-    rows = rows.replace(
-        response_tokens=join_rows(rows.response_tokens, fresh),
+        # The engine decodes new tokens alone, which is the text of the row only if it had none before.
+        texts[place] = text if reasons[place] and not before else ""
+    grown = rows.replace(
+        response_tokens=join_rows(rows.response_tokens, new_tokens),
         engine_logprobs=join_rows(rows.engine_logprobs, scatter_rows(done.logprobs, index, count)),
         entropies=join_rows(rows.entropies, scatter_rows(done.entropies, index, count)),
-        thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(ends),
-        token_versions=join_rows(
-            rows.versions_by_token(), fresh.with_values(torch.full_like(fresh.values, policy.version))
-        ),
+        thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(ends_from),
+        token_versions=join_rows(rows.versions_by_token(), new_versions),
         finish_reason=reasons,
         text=texts,
     )
-    return InFlight(prompts=flight.prompts, rows=rows, seed=flight.seed), fresh.lengths
+    return InFlight(prompts=flight.prompts, rows=grown, seed=flight.seed), new_tokens.lengths
 
 
 def rescored(rows: Trajectories, policy: Policy) -> tuple[Trajectories, int]:
-    """Log-probs and entropies of the present weights for tokens that older ones sampled; also returns how many those are."""
+    """Replaces log-probs and entropies of tokens of older weights by those of `policy`; also returns their number."""
     stale = rows.versions_by_token().values < policy.version
-    late = (rows.response_tokens.with_values(stale).sum() > 0).nonzero()[:, 0]
-    if not len(late):
+    has_stale = rows.response_tokens.with_values(stale).sum() > 0
+    if not bool(has_stale.any()):
         return rows, 0
-    part = rows.select(late)
+    part = rows.select(has_stale)
     scores = policy.score(part.prompt_tokens, part.response_tokens, rows.temperature)
-    mine = part.versions_by_token().values < policy.version  # the same tokens in the same order
-    logprobs, entropies = rows.engine_logprobs.values.clone(), rows.entropies.values.clone()
-    logprobs[stale], entropies[stale] = scores.logprobs.values[mine], scores.entropies.values[mine]
+    stale_in_part = part.versions_by_token().values < policy.version  # the same tokens in the same order
+    logprobs = rows.engine_logprobs.values.clone()
+    logprobs[stale] = scores.logprobs.values[stale_in_part]
+    entropies = rows.entropies.values.clone()
+    entropies[stale] = scores.entropies.values[stale_in_part]
     changed = rows.replace(
         engine_logprobs=rows.engine_logprobs.with_values(logprobs), entropies=rows.entropies.with_values(entropies)
     )

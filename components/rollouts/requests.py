@@ -1,4 +1,4 @@
-"""From prompts and prefixes to trajectories: the part that every sampling component shares."""
+"""Sampling trajectories: from prompts, and from prefixes of earlier trajectories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from components.text.stops import decode_rows
-from pipeline.core.component import Count
+from pipeline.core.component import Context, Count
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Completions, Policy, Prompts, Requests, Sampling, ThoughtLimits, Trajectories
@@ -29,7 +29,7 @@ class SamplingSettings:
     mode: Literal["plain", "thought"] = "plain"
     """plain: one response up to EOS or a stop string; thought: thought by thought, under the limits of `thoughts`"""
     temperature: float = 1.0
-    """of the draw; log-probs and entropies are those at this temperature, and the learner recomputes them there"""
+    """of the draw, 0 is greedy; the learner computes its log-probs and entropies at the same temperature"""
     top_p: float = 1.0
     """keeps the smallest set of tokens with this probability; 1 switches it off"""
     top_k: int = 0
@@ -43,14 +43,14 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; wanted 0 (greedy) or more.")
+            raise ValueError(f"expected temperature ≥ 0 (0 is greedy), got {self.temperature}.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; wanted a number above 0 and at most 1 (1 switches it off).")
+            raise ValueError(f"expected 0 < top_p ≤ 1 (1 switches it off), got {self.top_p}.")
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; wanted at least 1.")
+            raise ValueError(f"expected max_tokens ≥ 1, got {self.max_tokens}.")
 
     def sampling(self) -> Sampling:
-        """What the engine is asked for."""
+        """These settings as the engine takes them."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -80,6 +80,37 @@ def join_rows(left: Jagged, right: Jagged) -> Jagged:
     return Jagged.from_lengths(both.select(interleaved).values, left.lengths + right.lengths)
 
 
+def unsampled(prompts: Prompts, rows: Tensor, uid: Tensor, version: int, temperature: float) -> Trajectories:
+    """Trajectories without a token yet, one per entry of `rows` [N]; the group of each is its prompt.
+
+    Args:
+        prompts: the problems.
+        rows: int64 [N], the prompt row of each trajectory.
+        uid: int64 [N], ids of the trajectories.
+        version: of the weights that will sample their first tokens.
+        temperature: of the sampling; greedy sampling has log-probs at temperature 1.
+    """
+    prompt_uid = prompts.uid[rows]
+    no_floats = Jagged.from_lengths(torch.zeros(0), torch.zeros_like(uid))
+    no_ints = no_floats.to(torch.int32)
+    return Trajectories(
+        uid=uid,
+        prompt_uid=prompt_uid,
+        group=prompt_uid.clone(),
+        parent=torch.full_like(uid, -1),
+        prompt_tokens=prompts.tokens.select(rows),
+        response_tokens=no_ints,
+        inherited=torch.zeros_like(uid),
+        engine_logprobs=no_floats,
+        entropies=no_floats,
+        thought_ends=no_ints,
+        policy_version=torch.full_like(uid, version),
+        finish_reason=[""] * len(uid),
+        text=[""] * len(uid),
+        temperature=temperature or 1.0,
+    )
+
+
 def sample_fresh(
     policy: Policy, prompts: Prompts, rows: Tensor, seed: Tensor, sampling: Sampling, uid: Tensor
 ) -> Trajectories:
@@ -93,25 +124,41 @@ def sample_fresh(
         sampling: how tokens are drawn.
         uid: int64 [N], ids of the new trajectories.
     """
-    tokens = prompts.tokens.select(rows)
-    done = _generate(policy, Requests(tokens=tokens, seed=seed, sampling=sampling))
-    prompt_uid = prompts.uid[rows]
-    return Trajectories(
-        uid=uid,
-        prompt_uid=prompt_uid,
-        group=prompt_uid.clone(),
-        parent=torch.full_like(uid, -1),
-        prompt_tokens=tokens,
+    empty = unsampled(prompts, rows, uid, policy.version, sampling.temperature)
+    done = _generate(policy, Requests(tokens=empty.prompt_tokens, seed=seed, sampling=sampling))
+    return empty.replace(
         response_tokens=done.tokens,
-        inherited=torch.zeros_like(uid),
         engine_logprobs=done.logprobs,
         entropies=done.entropies,
         thought_ends=done.thought_ends,
-        policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,
         text=done.text,
-        temperature=sampling.temperature or 1.0,
     )
+
+
+def sample_groups(
+    context: Context,
+    policy: Policy,
+    prompts: Prompts,
+    size: int,
+    sampling: Sampling,
+    first: int = 0,
+    stream: Stream | None = None,
+) -> Trajectories:
+    """Samples `size` responses to each prompt, prompt by prompt, in one request batch.
+
+    Args:
+        context: of the node that samples; gives ids and, without `stream`, the random stream.
+        policy: what samples.
+        prompts: the problems, P in number.
+        size: responses per prompt; the result has P · size rows.
+        sampling: how tokens are drawn.
+        first: number of the first draw of each prompt, so that later calls take other random numbers.
+        stream: random stream, keyed by (prompt uid, draw).
+    """
+    rows = torch.arange(len(prompts)).repeat_interleave(size)
+    seed = keyed_seeds(stream or context.rng(), prompts.uid, first, size).reshape(-1)
+    return sample_fresh(policy, prompts, rows, seed, sampling, context.uids(len(rows)))
 
 
 def sample_from_prefix(
@@ -124,99 +171,54 @@ def sample_from_prefix(
     The group of each is its parent's uid.
     """
     start = torch.zeros_like(prefix_length)
+    ends = parents.thought_ends
+    # Ends increase within a row, so those inside the prefix are the first ones.
+    num_thoughts = ends.with_values((ends.values <= prefix_length[ends.row_ids]).to(torch.int64)).sum()
     prefix = parents.response_tokens.slice_rows(start, prefix_length)
-    num_thoughts = _ends_within(parents.thought_ends, prefix_length)
-    tokens_left = sampling.max_tokens - prefix_length
-    thoughts_left = None if sampling.thoughts is None else sampling.thoughts.max_thoughts - num_thoughts
     done = _generate(
         policy,
         Requests(
             tokens=join_rows(parents.prompt_tokens, prefix),
             seed=seed,
             sampling=sampling,
-            max_tokens=tokens_left,
-            max_thoughts=thoughts_left,
+            max_tokens=sampling.max_tokens - prefix_length,
+            max_thoughts=None if sampling.thoughts is None else sampling.thoughts.max_thoughts - num_thoughts,
         ),
     )
     tokens = join_rows(prefix, done.tokens)
-    ends = join_rows(
-        parents.thought_ends.slice_rows(start, num_thoughts),
-        done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids]),
-    )
-    return Trajectories(
+    new_ends = done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids])
+    return parents.replace(
         uid=uid,
-        prompt_uid=parents.prompt_uid,
         group=parents.uid.clone(),
         parent=parents.uid.clone(),
-        prompt_tokens=parents.prompt_tokens,
         response_tokens=tokens,
         inherited=prefix_length.clone(),
         engine_logprobs=join_rows(parents.engine_logprobs.slice_rows(start, prefix_length), done.logprobs),
         entropies=join_rows(parents.entropies.slice_rows(start, prefix_length), done.entropies),
-        thought_ends=ends,
+        thought_ends=join_rows(ends.slice_rows(start, num_thoughts), new_ends),
         policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,
         # Decoded as a whole: two decoded halves need not join to the decoding of their tokens.
         text=decode_rows(policy.tokenizer, tokens.to_lists()),
         temperature=sampling.temperature or 1.0,
+        token_versions=None,
     )
+
+
+def unended(trajectories: Trajectories) -> Tensor:
+    """bool [N]: rows that ran out of tokens or thoughts before they ended."""
+    return torch.tensor([reason in ("length", "thoughts") for reason in trajectories.finish_reason], dtype=torch.bool)
 
 
 def length_metrics(trajectories: Trajectories) -> dict[str, float]:
-    """Sampled tokens (inherited ones excluded), mean response length, and the share that ran out of budget."""
-    lengths, count = trajectories.response_tokens.lengths, max(len(trajectories), 1)
-    cut = sum(reason in ("length", "thoughts") for reason in trajectories.finish_reason)
+    """Values of `LENGTH_METRICS` for a batch."""
+    lengths = trajectories.response_tokens.lengths
+    count = max(len(trajectories), 1)
     return {
         "sampled_tokens": Count((lengths - trajectories.inherited).sum()),
         "response_length": float(lengths.sum()) / count,
-        "cut_share": cut / count,
+        "cut_share": float(unended(trajectories).sum()) / count,
     }
-
-
-def _generate(policy: Policy, requests: Requests) -> Completions:
-    """`policy.generate` for the rows that have budget; the others get an empty completion."""
-    count = len(requests.seed)
-    open_rows = torch.ones(count, dtype=torch.bool)
-    if requests.max_tokens is not None:
-        open_rows &= requests.max_tokens > 0
-    if requests.max_thoughts is not None:
-        open_rows &= requests.max_thoughts > 0
-    if bool(open_rows.all()) and count:
-        return policy.generate(requests)
-    kept = open_rows.nonzero(as_tuple=True)[0]
-    reasons = [
-        "thoughts" if requests.max_tokens is None or int(requests.max_tokens[i]) > 0 else "length" for i in range(count)
-    ]
-    texts = [""] * count
-    empty = Jagged.from_lengths(torch.zeros(0), torch.zeros(count, dtype=torch.int64))
-    if not len(kept):
-        return Completions(
-            tokens=empty.to(torch.int32),
-            logprobs=empty,
-            entropies=empty,
-            thought_ends=empty.to(torch.int32),
-            finish_reason=reasons,
-            text=texts,
-        )
-    part = policy.generate(
-        Requests(
-            tokens=requests.tokens.select(kept),
-            seed=requests.seed[kept],
-            sampling=requests.sampling,
-            max_tokens=None if requests.max_tokens is None else requests.max_tokens[kept],
-            max_thoughts=None if requests.max_thoughts is None else requests.max_thoughts[kept],
-        )
-    )
-    for place, row in enumerate(kept.tolist()):
-        reasons[row], texts[row] = part.finish_reason[place], part.text[place]
-    return Completions(
-        tokens=scatter_rows(part.tokens, kept, count),
-        logprobs=scatter_rows(part.logprobs, kept, count),
-        entropies=scatter_rows(part.entropies, kept, count),
-        thought_ends=scatter_rows(part.thought_ends, kept, count),
-        finish_reason=reasons,
-        text=texts,
-    )
 
 
 def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
@@ -226,6 +228,41 @@ def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
     return Jagged.from_lengths(part.values, lengths)
 
 
-def _ends_within(ends: Jagged, limit: Tensor) -> Tensor:
-    """int64 [N]: number of entries of each row that are at most `limit` [N]."""
-    return ends.with_values((ends.values <= limit[ends.row_ids]).to(torch.int64)).sum()
+def _generate(policy: Policy, requests: Requests) -> Completions:
+    """`policy.generate` for the rows that have budget; the others get an empty completion."""
+    count = len(requests.seed)
+    has_tokens = torch.ones(count, dtype=torch.bool) if requests.max_tokens is None else requests.max_tokens > 0
+    has_budget = has_tokens if requests.max_thoughts is None else has_tokens & (requests.max_thoughts > 0)
+    rows = has_budget.nonzero(as_tuple=True)[0]
+    if 0 < count == len(rows):
+        return policy.generate(requests)
+    if len(rows):
+        part = policy.generate(
+            Requests(
+                tokens=requests.tokens.select(rows),
+                seed=requests.seed[rows],
+                sampling=requests.sampling,
+                max_tokens=None if requests.max_tokens is None else requests.max_tokens[rows],
+                max_thoughts=None if requests.max_thoughts is None else requests.max_thoughts[rows],
+            )
+        )
+    else:
+        # Engines take no empty request batch.
+        no_floats = Jagged.from_rows([], torch.float32)
+        no_ints = Jagged.from_rows([], torch.int32)
+        part = Completions(
+            tokens=no_ints, logprobs=no_floats, entropies=no_floats, thought_ends=no_ints, finish_reason=[], text=[]
+        )
+    reasons = ["thoughts" if left else "length" for left in has_tokens.tolist()]
+    texts = [""] * count
+    for row, reason, text in zip(rows.tolist(), part.finish_reason, part.text, strict=True):
+        reasons[row] = reason
+        texts[row] = text
+    return Completions(
+        tokens=scatter_rows(part.tokens, rows, count),
+        logprobs=scatter_rows(part.logprobs, rows, count),
+        entropies=scatter_rows(part.entropies, rows, count),
+        thought_ends=scatter_rows(part.thought_ends, rows, count),
+        finish_reason=reasons,
+        text=texts,
+    )

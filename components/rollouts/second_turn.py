@@ -1,8 +1,9 @@
-"""Second turns: the policy answers a problem again, with earlier attempts in its prompt."""
+"""Second turns: the policy is shown earlier attempts at a problem and writes a response about them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +13,33 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories
 
 
+def problem_of(prompts: Prompts, row: int) -> tuple[dict[str, Any], str]:
+    """Metadata of a prompt, and its question without instructions: the first two arguments of a prompt template."""
+    metadata = prompts.metadata[row]
+    return metadata, str(metadata.get("question", prompts.text[row]))
+
+
+def encoded(tokenizer: Any, texts: Sequence[str]) -> Jagged:
+    """Jagged int32: the tokens of each text, without special tokens added."""
+    return Jagged.from_rows([tokenizer.encode(text, add_special_tokens=False) for text in texts], torch.int32)
+
+
 def second_turn(
     policy: Policy,
     prompts: Prompts,
     firsts: Trajectories,
-    asked: Sequence[str],
+    texts: Sequence[str],
     seed: Tensor,
     sampling: Sampling,
     uid: Tensor,
 ) -> Trajectories:
-    """Samples one response per row of `firsts` [N] to the text `asked` [N].
+    """Samples one response per row of `firsts` [N] to the prompt `texts` [N].
 
     The new rows keep the prompt they were sampled from as their `prompt_tokens`, so a learner conditions on what the
-    policy saw. Their `prompt_uid` is the original problem, which they are judged by; `parent` is the first attempt,
-    nothing is inherited; the group is the first attempt's.
+    policy saw. Their `prompt_uid` is the original problem, against which they are verified; `parent` is the first
+    attempt, nothing is inherited; the group is the first attempt's.
     """
-    encoded = [policy.tokenizer.encode(text, add_special_tokens=False) for text in asked]
-    rows = prompts.select(prompts.index_of(firsts.prompt_uid))
-    rows = rows.replace(tokens=Jagged.from_rows(encoded, torch.int32), text=list(asked))
-    made = sample_fresh(policy, rows, torch.arange(len(firsts)), seed, sampling, uid)
-    return made.replace(parent=firsts.uid.clone(), group=firsts.group.clone())
-
-
-def unended(trajectories: Trajectories) -> Tensor:
-    """bool [N]: rows that ran out of tokens or thoughts before they ended."""
-    return torch.tensor([reason in ("length", "thoughts") for reason in trajectories.finish_reason], dtype=torch.bool)
+    shown = prompts.select(prompts.index_of(firsts.prompt_uid))
+    shown = shown.replace(tokens=encoded(policy.tokenizer, texts), text=list(texts))
+    responses = sample_fresh(policy, shown, torch.arange(len(firsts)), seed, sampling, uid)
+    return responses.replace(parent=firsts.uid.clone(), group=firsts.group.clone())

@@ -1,4 +1,4 @@
-"""What localizers share: thoughts as text, the number of them, the true first error where a task knows it."""
+"""Thoughts of trajectories: their number, their text, and the first wrong one where the task knows it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from components.text.stops import decode_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
 
-STEP_FRACTION = (
-    Metric("step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"),
+STEP_FRACTION = Metric(
+    "step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"
 )
 
 
@@ -25,27 +25,26 @@ def num_thoughts(trajectories: Trajectories) -> Tensor:
 
 def thought_texts(trajectories: Trajectories, tokenizer: Any) -> list[list[str]]:
     """The thoughts of each row as text, stop strings kept; at least one per row, which may be empty."""
-    out = []
+    texts = []
     for tokens, ends in zip(trajectories.response_tokens.to_lists(), trajectories.thought_ends.to_lists(), strict=True):
         bounds = [0, *(ends or [len(tokens)])]
-        out.append(decode_rows(tokenizer, [tokens[a:b] for a, b in pairwise(bounds)]))
-    return out
+        texts.append(decode_rows(tokenizer, [tokens[a:b] for a, b in pairwise(bounds)]))
+    return texts
 
 
 def has_oracle(prompts: Prompts) -> bool:
-    """Whether the first wrong step of every problem's chains is known."""
+    """Whether the first wrong step of every response to these prompts can be told."""
     return all(row.get("task") == "chains" for row in prompts.metadata)
 
 
 def true_first_errors(prompts: Prompts, trajectories: Trajectories, tokenizer: Any) -> Tensor:
-    """int64 [N], 1-based: the first wrong thought of each chain, in [1, number of thoughts].
+    """int64 [N], 1-based: the first wrong thought of each response, in [1, number of thoughts].
 
-    A chain that ends too early, or has no wrong thought at all, has its error at its last thought.
+    A response that ends too early, or has no wrong thought at all, has its error at its last thought.
     """
     rows = prompts.index_of(trajectories.prompt_uid).tolist()
-    found = [
-        first_error(prompts.metadata[row], steps)
-        for row, steps in zip(rows, thought_texts(trajectories, tokenizer), strict=True)
-    ]
-    step, count = torch.tensor(found, dtype=torch.int64), num_thoughts(trajectories)
+    texts = thought_texts(trajectories, tokenizer)
+    errors = [first_error(prompts.metadata[row], steps) for row, steps in zip(rows, texts, strict=True)]
+    step = torch.tensor(errors, dtype=torch.int64)
+    count = num_thoughts(trajectories)
     return torch.where(step > 0, torch.minimum(step, count), count)

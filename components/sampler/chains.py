@@ -1,12 +1,10 @@
-"""Fresh chains: a group of independent responses per prompt."""
+"""Groups of independent responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component
 from pipeline.core.payloads import Policy, Prompts, Trajectories
 
@@ -19,7 +17,7 @@ class Outputs:
 
 
 class Chains(Component):
-    """Samples `group_size` responses per prompt; the group of each is its prompt.
+    """Samples `group_size` independent responses per prompt; the group of each is its prompt.
 
     A sample depends on (seed, node, iteration, prompt uid, place in the group) and on nothing else in the batch.
     """
@@ -37,15 +35,12 @@ class Chains(Component):
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.group_size < 1:
-                raise ValueError(f"group_size is {self.group_size}; wanted at least 1.")
+                raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
 
     config: Config
 
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Samples the groups of all prompts in one request batch."""
-        size = self.config.group_size
-        rows = torch.arange(len(prompts)).repeat_interleave(size)
-        seed = keyed_seeds(self.context.rng(), prompts.uid, 0, size).reshape(-1)
-        trajectories = sample_fresh(policy, prompts, rows, seed, self.config.sampling(), self.context.uids(len(rows)))
+        trajectories = sample_groups(self.context, policy, prompts, self.config.group_size, self.config.sampling())
         self.context.log(**length_metrics(trajectories))
         return Outputs(trajectories=trajectories)

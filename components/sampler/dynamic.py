@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component
-from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
 
+# Rewards that differ by less count as equal.
 _FLAT = 1e-8
 
 
@@ -28,8 +27,7 @@ class Outputs:
 
 
 def has_signal(rewards: Rewards, num_prompts: int) -> Tensor:
-    """bool [P]: whether the valid rewards of each prompt's group differ. Rows come group by group, equally many
-    each."""
+    """bool [P]: whether the valid rewards of each group differ; rows come group by group, equally many each."""
     value = rewards.value.view(num_prompts, -1)
     valid = rewards.valid.view(num_prompts, -1)
     low = value.masked_fill(~valid, math.inf).amin(1)
@@ -38,13 +36,13 @@ def has_signal(rewards: Rewards, num_prompts: int) -> Tensor:
 
 
 class Dynamic(Component):
-    """Samples groups in waves until `groups` prompts have rewards that differ; the others give no gradient and are dropped.
+    """Samples groups in waves until `groups` prompts have rewards that differ, and drops the other groups.
 
-    Takes more prompts than it needs. Prompts that were not sampled, and surplus ones of the last wave, wait in a
-    backlog that goes first in the next iteration and is part of the checkpoint, so no prompt is lost. Set the batch of
-    prompts near groups / (share of groups with a signal): a larger one lets the backlog grow (`backlog` tells). When
-    prompts or waves run out, the iteration goes on with the groups there are, and `missing_groups` says how many it
-    lacks.
+    Groups whose rewards are all equal give no gradient. The node takes more prompts than it needs. Prompts that were
+    not sampled, and surplus ones of the last wave, wait in a backlog that goes first in the next iteration and is part
+    of the checkpoint, so no prompt is lost. Set the batch of prompts near groups / (share of groups with a signal): a
+    larger one lets the backlog grow (metric `backlog`). When prompts or waves run out, the iteration goes on with the
+    groups there are, and `missing_groups` is the number it lacks.
     """
 
     paper = "2503.14476"
@@ -52,15 +50,15 @@ class Dynamic(Component):
         *LENGTH_METRICS,
         Metric("waves", "waves", "waves of sampling"),
         Metric("signal_share", "share", "sampled prompts whose rewards differ"),
-        Metric("groups", "groups", "groups handed on"),
-        Metric("missing_groups", "groups", "groups that were wanted and not found"),
-        Metric("surplus_groups", "groups", "groups with a signal beyond those wanted; their prompts wait"),
+        Metric("groups", "groups", "groups that are trained on"),
+        Metric("missing_groups", "groups", "groups short of `groups`"),
+        Metric("surplus_groups", "groups", "groups with a signal beyond `groups`; their prompts wait"),
         Metric("backlog", "prompts", "prompts that wait for the next iteration"),
     )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SamplingSettings):
-        """Sampling settings, group size, and how many groups are wanted."""
+        """Sampling settings, the group size, and the number of groups."""
 
         group_size: int = 8
         """responses per prompt"""
@@ -71,10 +69,10 @@ class Dynamic(Component):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.group_size < 2 or self.groups < 1 or self.max_waves < 1:
-                raise ValueError(
-                    "group_size must be at least 2 (one response has no variance), groups and max_waves at least 1."
-                )
+            if self.group_size < 2:
+                raise ValueError(f"expected group_size ≥ 2 (one response has no variance), got {self.group_size}.")
+            if self.groups < 1 or self.max_waves < 1:
+                raise ValueError(f"expected groups and max_waves ≥ 1, got {self.groups} and {self.max_waves}.")
 
     config: Config
 
@@ -84,73 +82,48 @@ class Dynamic(Component):
 
     def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples in waves over the backlog and the new prompts."""
-        wanted = self.config.groups
+        target = self.config.groups
+        size = self.config.group_size
         pool = prompts if self._backlog is None else Prompts.concat([self._backlog, prompts])
         waves: list[Trajectories] = []
-        kept: list[Tensor] = []  # rows of the pool with a signal
-        kept_rows: list[Tensor] = []  # their rows of the joined waves
-        tried, found, start = 0, 0, 0
-        while not waves or (found < wanted and tried < len(pool) and len(waves) < self.config.max_waves):
-            share = found / tried if found else 1.0
-            rows = torch.arange(tried, min(tried + math.ceil((wanted - found) / share), len(pool)))
-            wave, signal = self._wave(pool, rows, policy, verifier)
+        signals: list[Tensor] = []  # bool, for the prompts sampled so far, which are the first of the pool
+        sampled = 0
+        with_signal = 0
+        while not waves or (with_signal < target and sampled < len(pool) and len(waves) < self.config.max_waves):
+            share = with_signal / sampled if with_signal else 1.0
+            end = min(sampled + math.ceil((target - with_signal) / share), len(pool))
+            wave, signal = self._wave(pool.select(torch.arange(sampled, end)), policy, verifier)
             waves.append(wave)
-            kept.append(rows[signal])
-            kept_rows.append(
-                start + torch.arange(len(wave)).view(len(rows), self.config.group_size)[signal].reshape(-1)
-            )
-            tried, found, start = tried + len(rows), found + int(signal.sum()), start + len(wave)
-        used, rows_of_waves = torch.cat(kept), torch.cat(kept_rows)
-        waiting = torch.cat([used[wanted:], torch.arange(tried, len(pool))])
-        self._backlog = pool.select(waiting) if len(waiting) else None
+            signals.append(signal)
+            sampled = end
+            with_signal += int(signal.sum())
         fresh = Trajectories.concat(waves)
+        used = torch.cat(signals).nonzero()[:, 0]
+        rows = torch.arange(len(fresh)).view(sampled, size)[used[:target]].reshape(-1)
+        waiting = torch.cat([used[target:], torch.arange(sampled, len(pool))])
+        self._backlog = pool.select(waiting) if len(waiting) else None
         self.context.log(
             **length_metrics(fresh),
             waves=len(waves),
-            signal_share=found / max(tried, 1),
-            groups=min(found, wanted),
-            missing_groups=max(wanted - found, 0),
-            surplus_groups=max(found - wanted, 0),
+            signal_share=with_signal / max(sampled, 1),
+            groups=min(with_signal, target),
+            missing_groups=max(target - with_signal, 0),
+            surplus_groups=max(with_signal - target, 0),
             backlog=len(waiting),
         )
-        return Outputs(
-            trajectories=fresh.select(rows_of_waves[: wanted * self.config.group_size]),
-            prompts=pool.select(used[:wanted]),
-        )
+        return Outputs(trajectories=fresh.select(rows), prompts=pool.select(used[:target]))
 
-    def _wave(self, pool: Prompts, rows: Tensor, policy: Policy, verifier: Verifier) -> tuple[Trajectories, Tensor]:
-        """One group for each of these rows of the pool, and which groups carry a signal."""
-        size = self.config.group_size
-        seed = keyed_seeds(self.context.rng(), pool.uid[rows], 0, size).reshape(-1)
-        repeated = rows.repeat_interleave(size)
-        wave = sample_fresh(policy, pool, repeated, seed, self.config.sampling(), self.context.uids(len(repeated)))
-        if not len(rows):
+    def _wave(self, prompts: Prompts, policy: Policy, verifier: Verifier) -> tuple[Trajectories, Tensor]:
+        """One group for each of these prompts, and which groups carry a signal."""
+        wave = sample_groups(self.context, policy, prompts, self.config.group_size, self.config.sampling())
+        if not len(prompts):
             return wave, torch.zeros(0, dtype=torch.bool)
-        return wave, has_signal(verifier.verify(pool, wave), len(rows))
+        return wave, has_signal(verifier.verify(prompts, wave), len(prompts))
 
     def state_dict(self) -> dict[str, Any]:
         """The backlog."""
-        if self._backlog is None:
-            return {}
-        waiting = self._backlog
-        return {
-            "uid": waiting.uid,
-            "tokens": waiting.tokens.values,
-            "lengths": waiting.tokens.lengths,
-            "text": waiting.text,
-            "answer": waiting.answer,
-            "metadata": [json.dumps(row) for row in waiting.metadata],
-        }
+        return {} if self._backlog is None else {"backlog": self._backlog}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the backlog back."""
-        if not state:
-            self._backlog = None
-            return
-        self._backlog = Prompts(
-            uid=state["uid"],
-            tokens=Jagged.from_lengths(state["tokens"], state["lengths"]),
-            text=list(state["text"]),
-            answer=list(state["answer"]),
-            metadata=[json.loads(row) for row in state["metadata"]],
-        )
+        self._backlog = state.get("backlog")

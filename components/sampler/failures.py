@@ -1,15 +1,14 @@
-"""Base groups and failures for resets (RRPO, SRPO)."""
+"""Base groups, and failed responses to reset (RRPO, SRPO)."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, sample_fresh
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component, Count
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier
@@ -19,7 +18,7 @@ _SPLIT = re.compile(r"^(\d+)x(\d+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What is trained on directly, and the failed chains whose prefixes are reset to."""
+    """The base groups, which are trained on directly, and the failures, whose prefixes are continued."""
 
     trajectories: Trajectories
     failures: Trajectories
@@ -27,7 +26,7 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A prompt's trained trajectories: a base group, and `num_failures` failed chains with `num_suffixes` suffixes each."""
+    """A prompt's trained trajectories: a base group, and `num_failures` failures with `num_suffixes` suffixes each."""
 
     base: int
     num_failures: int
@@ -40,55 +39,68 @@ class Split:
 
     @property
     def fewest(self) -> int:
-        """Fresh chains that are needed when the first ones fail as wanted."""
+        """Fewest responses a prompt needs: its base group and its failures."""
         return self.base + self.num_failures
 
 
+class Choice(NamedTuple):
+    """Places of a prompt's base group and failures among its responses."""
+
+    base: list[int]
+    failures: list[int]
+
+
 def parse_split(split: str, group_size: int) -> Split:
-    """ "1x4" of 8 → one seed, four suffixes, base group of four; raises ValueError for what cannot be."""
+    """Reads "AxB"; raises ValueError for a split that `group_size` has no room for.
+
+    >>> parse_split("1x4", 8)
+    Split(base=4, num_failures=1, num_suffixes=4)
+    """
     match = _SPLIT.match(split)
     if not match or not int(match[1]) or not int(match[2]):
         raise ValueError(
-            f"split is '{split}'; wanted 'AxB', A failures with B suffixes each, such as '1x4', '2x4' or '1x8'."
+            f"expected a split 'AxB' (A failures with B suffixes each, such as '1x4', '2x4' or '1x8'), got '{split}'."
         )
-    failures, suffixes = int(match[1]), int(match[2])
+    failures = int(match[1])
+    suffixes = int(match[2])
     if failures * suffixes > group_size:
         raise ValueError(
-            f"split '{split}' makes {failures * suffixes} suffixes, but group_size is {group_size}; wanted at most that "
-            "many."
+            f"expected a split with at most group_size ({group_size}) suffixes, got '{split}' with "
+            f"{failures * suffixes}."
         )
     return Split(base=group_size - failures * suffixes, num_failures=failures, num_suffixes=suffixes)
 
 
-def choose(failed: list[bool], split: Split) -> tuple[list[int], list[int]] | None:
-    """Picks (base, failures) among the fresh chains of one prompt, as places in attempt order; None while failures are missing.
+def choose(failed: list[bool], split: Split) -> Choice | None:
+    """Picks base group and failures among a prompt's responses; None while there are too few.
 
-    The first `num_failures` failed chains are the failures; the first other chains, before or after them, fill the base
-    group.
+    The first `num_failures` failed responses, in the order of sampling, are the failures; the first other responses,
+    before or after them, fill the base group.
     """
     failures = [i for i, bad in enumerate(failed) if bad][: split.num_failures]
     if len(failures) < split.num_failures:
         return None
     base = [i for i in range(len(failed)) if i not in failures][: split.base]
-    return (base, failures) if len(base) == split.base else None
+    return Choice(base, failures) if len(base) == split.base else None
 
 
 class Failures(Component):
-    """Samples fresh chains until enough of them have failed; the first ones are what resets start from.
+    """Samples responses until enough of them have failed; resets start from the first failures of each prompt.
 
-    Per prompt and split AxB of G = `group_size`: A failures, which are only localised in, and a base group of G − A·B
-    other fresh chains. When fewer than A of `max_attempts` fresh chains fail, the prompt falls back to its first G
-    fresh chains in one group and has no seed. Attempts come in waves (the first just large enough, then doubling); what
-    is chosen is fixed by the order of attempts, not by the waves. A chain that could not be judged is no seed.
+    Per prompt and split AxB of G = `group_size`: A failures, which are localised in but not trained on, and a base
+    group of G − A·B other responses. When fewer than A of `max_attempts` responses fail, the prompt falls back to its
+    first G responses in one group and has no failure. Responses are sampled in waves, the first just large enough and
+    later ones doubling; what is chosen depends on the order of responses, not on the waves. A response that could not
+    be verified is no failure.
     """
 
     paper = "2605.25507"
     metrics = (
         *LENGTH_METRICS,
-        Metric("attempts", "responses", "chains sampled per prompt"),
-        Metric("discarded", "responses", "chains that are neither in a base group nor a seed"),
-        Metric("fallback_share", "share", "prompts that failed too seldom for failures and got a larger group instead"),
-        Metric("failures", "responses", "failed chains given to the localizer"),
+        Metric("attempts", "responses", "responses sampled per prompt"),
+        Metric("discarded", "responses", "responses that are neither in a base group nor a failure"),
+        Metric("fallback_share", "share", "prompts with too few failures, which got a larger base group instead"),
+        Metric("failures", "responses", "failures whose prefixes are continued"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -96,7 +108,7 @@ class Failures(Component):
         """Sampling settings, the split, and the limit of attempts."""
 
         mode: Literal["plain", "thought"] = "thought"
-        """resets need thought boundaries; plain chains have one thought and are reset to the prompt"""
+        """resets need thought boundaries; plain responses have one thought and are reset to the prompt"""
         temperature: float = 0.7
         """of the draw"""
         top_p: float = 0.95
@@ -106,63 +118,59 @@ class Failures(Component):
         group_size: int = 8
         """trained trajectories per prompt, suffixes included; the base group is what AxB leaves"""
         max_attempts: int = 12
-        """fresh chains per prompt before it falls back to a plain group"""
+        """responses per prompt before it falls back to a plain group"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            split = parse_split(self.split, self.group_size)
-            if self.max_attempts < max(split.fewest, self.group_size):
+            fewest = max(parse_split(self.split, self.group_size).fewest, self.group_size)
+            if self.max_attempts < fewest:
                 raise ValueError(
-                    f"max_attempts is {self.max_attempts}; wanted at least {max(split.fewest, self.group_size)}, "
-                    "so that base group, failures and the fallback group can be filled."
+                    f"expected max_attempts ≥ {fewest}, so that base group, failures and fallback group can be filled, "
+                    f"got {self.max_attempts}."
                 )
 
     config: Config
 
     def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples in waves, then chooses per prompt."""
-        split, count = parse_split(self.config.split, self.config.group_size), len(prompts)
+        split = parse_split(self.config.split, self.config.group_size)
+        count = len(prompts)
         waves: list[Trajectories] = []
-        attempts: list[list[int]] = [[] for _ in range(count)]  # rows of the joined waves, in attempt order
-        failed: list[list[bool]] = [[] for _ in range(count)]
-        chosen: list[tuple[list[int], list[int]] | None] = [None] * count
-        open_rows, done, size, start = torch.arange(count), 0, split.fewest, 0
-        while len(open_rows) or not waves:
-            wave, bad = self._wave(prompts, open_rows, policy, verifier, done, size)
-            for place, row in enumerate(open_rows.tolist()):
-                attempts[row] += range(start + place * size, start + (place + 1) * size)
-                failed[row] += bad[place * size : (place + 1) * size]
-                chosen[row] = choose(failed[row], split)
+        rows: list[list[int]] = [[] for _ in range(count)]  # of each prompt in the joined waves, in the order sampled
+        failed: list[list[bool]] = [[] for _ in range(count)]  # whether each of them is known to be wrong
+        choices: list[Choice | None] = [None] * count
+        open_prompts = list(range(count))
+        total = 0  # responses in all waves
+        attempts = 0  # responses of each open prompt so far
+        size = split.fewest
+        while open_prompts or not waves:
+            # Only prompts that still lack failures are sampled again.
+            selected = prompts.select(torch.tensor(open_prompts, dtype=torch.int64))
+            wave = sample_groups(self.context, policy, selected, size, self.config.sampling(), first=attempts)
+            rewards = verifier.verify(prompts, wave)
+            bad = (rewards.valid & ~rewards.correct).tolist()
+            for place, prompt in enumerate(open_prompts):
+                rows[prompt] += range(total + place * size, total + (place + 1) * size)
+                failed[prompt] += bad[place * size : (place + 1) * size]
+                choices[prompt] = choose(failed[prompt], split)
             waves.append(wave)
-            start, done = start + len(wave), done + size
-            size = min(done, self.config.max_attempts - done)
-            open_rows = torch.tensor(
-                [r for r in open_rows.tolist() if chosen[r] is None and size > 0], dtype=torch.int64
-            )
+            total += len(wave)
+            attempts += size
+            size = min(attempts, self.config.max_attempts - attempts)
+            open_prompts = [prompt for prompt in open_prompts if choices[prompt] is None and size > 0]
+        # Prompts that failed too seldom: their first responses, as in a plain group.
+        fallback = Choice(list(range(split.group_size)), [])
+        base = [rows[i][k] for i in range(count) for k in (choices[i] or fallback).base]
+        failures = [rows[i][k] for i in range(count) for k in (choices[i] or fallback).failures]
         fresh = Trajectories.concat(waves)
-        fallback = [i for i in range(count) if chosen[i] is None]
-        for i in fallback:
-            chosen[i] = (list(range(split.group_size)), [])
-        base = [attempts[i][k] for i in range(count) for k in (chosen[i] or ([], []))[0]]
-        failures = [attempts[i][k] for i in range(count) for k in (chosen[i] or ([], []))[1]]
         self.context.log(
             **length_metrics(fresh),
-            attempts=len(fresh) / max(count, 1),
-            discarded=Count(len(fresh) - len(base) - len(failures)),
-            fallback_share=len(fallback) / max(count, 1),
+            attempts=total / max(count, 1),
+            discarded=Count(total - len(base) - len(failures)),
+            fallback_share=choices.count(None) / max(count, 1),
             failures=Count(len(failures)),
         )
         return Outputs(
             trajectories=fresh.select(torch.tensor(base, dtype=torch.int64)),
             failures=fresh.select(torch.tensor(failures, dtype=torch.int64)),
         )
-
-    def _wave(
-        self, prompts: Prompts, open_rows: Tensor, policy: Policy, verifier: Verifier, done: int, size: int
-    ) -> tuple[Trajectories, list[bool]]:
-        """`size` further attempts for each open prompt, and which of them are known to be wrong."""
-        rows = open_rows.repeat_interleave(size)
-        seed = keyed_seeds(self.context.rng(), prompts.uid[open_rows], done, size).reshape(-1)
-        wave = sample_fresh(policy, prompts, rows, seed, self.config.sampling(), self.context.uids(len(rows)))
-        rewards = verifier.verify(prompts, wave)
-        return wave, (rewards.valid & ~rewards.correct).tolist()

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from components.segmenter.thought import SEGMENT_METRICS
-from pipeline.core.component import Component, same_rows
+from components.segmenter.base import Outputs, Segmenter
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, Trajectories
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Boundaries of each response."""
-
-    segments: Annotated[Segments, same_rows("trajectories")]
+from pipeline.core.payloads import Trajectories
 
 
 def fixed_ends(length: Tensor, tokens: int) -> Jagged:
@@ -28,11 +19,10 @@ def fixed_ends(length: Tensor, tokens: int) -> Jagged:
     return ends.with_values(torch.minimum((ends.positions + 1) * tokens, length[ends.row_ids]).to(torch.int32))
 
 
-class Fixed(Component):
-    """A cut after every `tokens` tokens; the last segment is what remains."""
+class Fixed(Segmenter):
+    """Ends a segment after every `tokens` tokens; the last segment is what remains."""
 
     paper = "2505.23564"
-    metrics = SEGMENT_METRICS
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -43,12 +33,10 @@ class Fixed(Component):
 
         def __post_init__(self) -> None:
             if self.tokens < 1:
-                raise ValueError(f"tokens is {self.tokens}; wanted at least 1 per segment.")
+                raise ValueError(f"expected tokens ≥ 1, got {self.tokens}.")
 
     config: Config
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""
-        ends = fixed_ends(trajectories.response_tokens.lengths, self.config.tokens)
-        self.context.log(segments=len(ends.values) / max(len(ends), 1))
-        return Outputs(segments=Segments(uid=trajectories.uid, ends=ends))
+        return self.outputs(trajectories, fixed_ends(trajectories.response_tokens.lengths, self.config.tokens))

@@ -1,32 +1,24 @@
-"""Segments cut at keywords and merged by entropy (RREDCoT)."""
+"""Segments that end at keywords and are merged by entropy (RREDCoT)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
 
 import numpy as np
 import torch
 
-from components.models.load import load_tokenizer
-from components.segmenter.thought import SEGMENT_METRICS, close_segments, ends_of_stop, token_pieces
-from pipeline.core.component import Component, same_rows
+from components.rollouts.segments import close_segments
+from components.segmenter.base import Outputs, Segmenter
+from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Segments, Trajectories, known_entropies
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Boundaries of each response."""
-
-    segments: Annotated[Segments, same_rows("trajectories")]
+from pipeline.core.payloads import Trajectories, known_entropies
 
 
 def merge_lowest(ends: Sequence[int], entropies: Sequence[float], segments: int) -> list[int]:
-    """Merges adjacent segments until at most `segments` remain: each time the pair with the lowest summed token entropy.
+    """Merges adjacent segments, each time the pair of lowest summed token entropy, until at most `segments` remain.
 
     Of equal pairs the first is merged.
 
@@ -34,24 +26,24 @@ def merge_lowest(ends: Sequence[int], entropies: Sequence[float], segments: int)
     [1, 4]
     """
     total = np.concatenate([[0.0], np.cumsum(np.asarray(entropies, dtype=np.float64))])
-    left = list(ends)
-    sums = np.array([total[b] - total[a] for a, b in pairwise([0, *left])])
-    while len(left) > segments:
+    merged = list(ends)
+    sums = np.array([total[b] - total[a] for a, b in pairwise([0, *merged])])
+    while len(merged) > segments:
         k = int(np.argmin(sums[:-1] + sums[1:]))
         sums[k + 1] += sums[k]
         sums = np.delete(sums, k)
-        del left[k]
-    return left
+        del merged[k]
+    return merged
 
 
-class KeywordEntropy(Component):
-    """Splits after every keyword, then merges the most certain neighbours until at most `segments` remain.
+class KeywordEntropy(Segmenter):
+    """Ends a segment at every keyword, then merges neighbours of low entropy until at most `segments` remain.
 
-    Second-hand: the paper splits at keywords, newline among them; the list and the number of segments are ours.
+    Second-hand: the paper splits at keywords, newline among them. The list and the number of segments are ours.
     """
 
     paper = "2606.06475"
-    metrics = (*SEGMENT_METRICS, Metric("splits", "segments", "segments per response before merging"))
+    metrics = (*Segmenter.metrics, Metric("splits", "segments", "segments per response before merging"))
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -63,28 +55,24 @@ class KeywordEntropy(Component):
         """most segments per response"""
 
         def __post_init__(self) -> None:
-            if self.segments < 1 or not self.keywords or not all(self.keywords):
-                raise ValueError("segments must be at least 1, and keywords a list of strings that are not empty.")
+            if self.segments < 1:
+                raise ValueError(f"expected segments ≥ 1, got {self.segments}.")
+            if not self.keywords or not all(self.keywords):
+                raise ValueError(f"expected one or more non-empty keywords, got {list(self.keywords)}.")
 
     config: Config
-    _tokenizer: Any = None
 
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""
-        if self._tokenizer is None and len(trajectories):
-            self._tokenizer = load_tokenizer(self.context.model)
-        found = [
-            sorted({end for keyword in self.config.keywords for end in ends_of_stop(pieces, keyword)})
-            for pieces in token_pieces(self._tokenizer, trajectories.response_tokens)
-        ]
-        split = close_segments(Jagged.from_rows(found, torch.int32), trajectories.response_tokens.lengths)
+        tokens = trajectories.response_tokens
+        # An empty batch must not load a tokenizer.
+        pieces = token_texts(self.tokenizer, tokens) if len(tokens) else []
+        ends = [sorted({end for word in self.config.keywords for end in ends_of_stop(row, word)}) for row in pieces]
+        split = close_segments(Jagged.from_rows(ends, torch.int32), tokens.lengths)
         known_entropies(trajectories.entropies.values, "segmenter.keyword_entropy")
-        entropies = trajectories.entropies.to_lists()
         merged = [
-            merge_lowest(row, entropy, self.config.segments)
-            for row, entropy in zip(split.to_lists(), entropies, strict=True)
+            merge_lowest(row, entropies, self.config.segments)
+            for row, entropies in zip(split.to_lists(), trajectories.entropies.to_lists(), strict=True)
         ]
-        ends = Jagged.from_rows(merged, torch.int32)
-        rows = max(len(ends), 1)
-        self.context.log(segments=len(ends.values) / rows, splits=len(split.values) / rows)
-        return Outputs(segments=Segments(uid=trajectories.uid, ends=ends))
+        self.context.log(splits=len(split.values) / max(len(split), 1))
+        return self.outputs(trajectories, Jagged.from_rows(merged, torch.int32))

@@ -1,22 +1,26 @@
-"""Stop strings as a table lookup per sampled token.
+"""Stop strings as a table lookup per sampled token, and the text of tokens.
 
-A tokenizer whose decoding is a concatenation of per-token byte strings (byte-level BPE, sentencepiece with byte
-fallback, word level) lets a stop string become a finite automaton over bytes, and the automaton a table [state, token]:
-strings that span tokens and characters that span tokens cost nothing extra. Other tokenizers decode the open thought of
-each row after every token: slow, right.
+With a tokenizer whose decoding is a concatenation of per-token byte strings (byte-level BPE, sentencepiece with byte
+fallback, word level), a stop string becomes a finite automaton over bytes, and the automaton a table [state, token]:
+strings and characters that span tokens cost nothing extra. With other tokenizers the open thought of each row is
+decoded after every token, which is slow but correct.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pipeline.core.jagged import Jagged
 
 _PROBES = (
     "x = 7; y </thought> \\boxed{42}.",
@@ -34,11 +38,11 @@ class Matcher(Protocol):
         ...
 
     def reset(self, rows: Tensor) -> None:
-        """Forgets what rows (bool [B]) have seen."""
+        """Resets rows, bool [B], to having seen nothing."""
         ...
 
     def keep(self, index: Tensor) -> None:
-        """Rows by index, in its order."""
+        """Keeps rows by index, in its order."""
         ...
 
 
@@ -56,7 +60,7 @@ class TokenText:
         self._tables: dict[tuple[str, ...], Tensor] = {}
         self.pieces: list[bytes] | None = token_pieces(tokenizer, vocab_size)
 
-    def matcher(self, strings: tuple[str, ...], rows: int, device: str) -> Matcher:
+    def matcher(self, strings: tuple[str, ...], rows: int, device: str | torch.device) -> Matcher:
         """A matcher for `rows` rows that have seen nothing yet."""
         if self.pieces is None:
             return DecodeMatcher(self._tokenizer, strings, rows)
@@ -66,7 +70,7 @@ class TokenText:
 
 
 class TableMatcher:
-    """Matcher by table [states, tokens]; the last state means found and is absorbing."""
+    """Matcher by table [states, tokens]; the last state, which is absorbing, means that a string has occurred."""
 
     def __init__(self, table: Tensor, rows: int) -> None:
         self._states, self._tokens = table.shape
@@ -74,16 +78,16 @@ class TableMatcher:
         self._state = torch.zeros(rows, dtype=torch.int64, device=table.device)
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Takes one token per row; whether a string has occurred."""
+        """See `Matcher.advance`."""
         self._state = self._table[self._state * self._tokens + tokens].to(torch.int64)
         return self._state == self._states - 1
 
     def reset(self, rows: Tensor) -> None:
-        """Forgets what rows have seen."""
+        """See `Matcher.reset`."""
         self._state = self._state.masked_fill(rows, 0)
 
     def keep(self, index: Tensor) -> None:
-        """Rows by index."""
+        """See `Matcher.keep`."""
         self._state = self._state[index]
 
 
@@ -91,23 +95,24 @@ class DecodeMatcher:
     """Matcher that decodes each row's tokens since its last reset."""
 
     def __init__(self, tokenizer: Any, strings: tuple[str, ...], rows: int) -> None:
-        self._tokenizer, self._strings = tokenizer, strings
+        self._tokenizer = tokenizer
+        self._strings = strings
         self._seen: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, tokens: Tensor) -> Tensor:
-        """Takes one token per row; whether a string has occurred."""
+        """See `Matcher.advance`."""
         for seen, token in zip(self._seen, tokens.tolist(), strict=True):
             seen.append(token)
-        found = [any(s in text for s in self._strings) for text in decode_rows(self._tokenizer, self._seen)]
-        return torch.tensor(found, dtype=torch.bool, device=tokens.device)
+        hits = [any(s in text for s in self._strings) for text in decode_rows(self._tokenizer, self._seen)]
+        return torch.tensor(hits, dtype=torch.bool, device=tokens.device)
 
     def reset(self, rows: Tensor) -> None:
-        """Forgets what rows have seen."""
+        """See `Matcher.reset`."""
         for row in rows.nonzero().flatten().tolist():
             self._seen[row] = []
 
     def keep(self, index: Tensor) -> None:
-        """Rows by index."""
+        """See `Matcher.keep`."""
         self._seen = [self._seen[i] for i in index.tolist()]
 
 
@@ -120,7 +125,7 @@ def decode_rows(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
 
 
 def byte_automaton(strings: Sequence[str]) -> NDArray[np.int16]:
-    """Aho-Corasick over bytes: next state [states, 256]; state 0 is the start, the last one "found" and absorbing."""
+    """Aho-Corasick over bytes: next state [states, 256]; state 0 is the start, the last one an absorbing match."""
     children: list[dict[int, int]] = [{}]
     terminal = [False]
     for string in strings:
@@ -132,9 +137,9 @@ def byte_automaton(strings: Sequence[str]) -> NDArray[np.int16]:
                 terminal.append(False)
             node = children[node][byte]
         terminal[node] = True
-    found = len(children)
-    delta = np.zeros((found + 1, 256), dtype=np.int16)
-    fallback = [0] * found
+    match = len(children)
+    delta = np.zeros((match + 1, 256), dtype=np.int16)
+    fallback = [0] * match  # the longest proper suffix of a node's string that is itself a node
     queue = [0]
     for node in queue:
         if node:
@@ -144,14 +149,15 @@ def byte_automaton(strings: Sequence[str]) -> NDArray[np.int16]:
             fallback[child] = int(delta[node][byte]) if node else 0
             delta[node][byte] = child
             queue.append(child)
-    delta[:found] = np.where(np.array([*terminal, True])[delta[:found]], found, delta[:found])
-    delta[found] = found
+    delta[:match] = np.where(np.array([*terminal, True])[delta[:match]], match, delta[:match])
+    delta[match] = match
     return delta
 
 
 def token_table(delta: NDArray[np.int16], pieces: Sequence[bytes]) -> NDArray[np.int16]:
     """Next state [states, tokens] of a byte automaton after a whole token."""
     states = len(delta)
+    # Tokens from the longest to the shortest, so that those with a byte at some place are the first of them.
     order = sorted(range(len(pieces)), key=lambda i: -len(pieces[i]))
     lengths = np.array([len(pieces[i]) for i in order])
     state = np.repeat(np.arange(states, dtype=np.int16)[:, None], len(pieces), axis=1)
@@ -183,8 +189,8 @@ def token_pieces(tokenizer: Any, vocab_size: int) -> list[bytes] | None:
 
 
 def _byte_level_pieces(names: dict[int, str], added: set[int]) -> dict[int, bytes] | None:
-    # The printable stand-ins of byte-level BPE (Radford et al. 2019): printable Latin-1 as itself, the rest from U+0100
-    # on.
+    # Byte-level BPE writes bytes as printable characters (Radford et al. 2019): printable Latin-1 as itself, the rest
+    # from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte_of = {chr(b): b for b in printable}
     byte_of.update({chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in printable)})
@@ -195,7 +201,8 @@ def _byte_level_pieces(names: dict[int, str], added: set[int]) -> dict[int, byte
 
 
 def _difference_pieces(backend: Any, names: dict[int, str], byte_fallback: bool) -> dict[int, bytes] | None:
-    # What a token adds behind an anchor: decoders may treat the first token of a text differently.
+    # What a token adds after an anchor: decoders may treat the first token of a text differently.
+    # A token of plain text, so that the decoder has something to put the next token after.
     anchor = next((i for i, t in sorted(names.items()) if t.isalnum()), min(names, default=0))
     ids = list(names)
     before = backend.decode([anchor], skip_special_tokens=False)
@@ -212,10 +219,11 @@ def _difference_pieces(backend: Any, names: dict[int, str], byte_fallback: bool)
 
 
 def _pieces_hold(tokenizer: Any, pieces: list[bytes], ids: list[int]) -> bool:
-    """Whether joined pieces equal the tokenizer's own decoding, on encoded probe texts and on arbitrary id sequences."""
+    """Whether joined pieces equal the tokenizer's own decoding, of encoded probe texts and of arbitrary ids."""
     whole = [i for i in ids if pieces[i] and b"\xef\xbf\xbd" not in pieces[i] and _is_text(pieces[i])]
     if not whole:
         return False
+    # About 500 tokens, spread over the vocabulary, in an order that repeats no neighbours.
     step = max(1, len(whole) // 499)
     spread = whole[::step]
     rows = [tokenizer.encode(p, add_special_tokens=False) for p in _PROBES]
@@ -235,3 +243,27 @@ def _is_text(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def token_texts(tokenizer: Any, tokens: Jagged) -> list[list[str]]:
+    """Each row as one string per token; every distinct token is decoded once."""
+    ids, place = torch.unique(tokens.values, return_inverse=True)
+    texts = decode_rows(tokenizer, ids[:, None].tolist())
+    return [[texts[i] for i in row] for row in tokens.with_values(place).to_lists()]
+
+
+def ends_of_stop(pieces: Sequence[str], stop: str) -> list[int]:
+    """Exclusive token ends of every occurrence of `stop` in a response given as one string per token.
+
+    >>> ends_of_stop(["a", "</tho", "ught>", "b"], "</thought>")
+    [3]
+    """
+    text = "".join(pieces)
+    bounds = [0, *accumulate(len(piece) for piece in pieces)]
+    ends = []
+    place = text.find(stop)
+    while place >= 0:
+        place += len(stop)
+        ends.append(bisect_left(bounds, place))
+        place = text.find(stop, place)
+    return ends

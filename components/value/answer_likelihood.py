@@ -1,4 +1,4 @@
-"""Value of a state = probability of reference answers or solutions behind it, without generation (RREDCoT)."""
+"""Value of a state = probability of reference answers or solutions after it, without generation (RREDCoT)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.models.load import context_length
-from components.value.bank import EMPTY_BANK_SHARE, AnswerSettings, Bank, answer_bank, continuation_bank
+from components.value.bank import AnswerEstimator, AnswerSettings, Bank, answer_bank, continuation_bank
 from components.value.boundaries import (
-    COST_METRICS,
     VALUE_METRICS,
     Boundaries,
     Outputs,
@@ -19,11 +17,26 @@ from components.value.boundaries import (
     branch_tokens,
     shared_sequences,
 )
-from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.component import same_rows
 from pipeline.core.errors import ConfigError
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Scored:
+    """Values of boundaries, and what they cost.
+
+    Attributes:
+        value: float64 [B], v̂ of each boundary.
+        known: bool [B], whether all of its references fit the context.
+        tokens: number of tokens run.
+    """
+
+    value: Tensor
+    known: Tensor
+    tokens: int
 
 
 def tail_probability(logprobs: Jagged, scored: Tensor, length_normalise: bool) -> Tensor:
@@ -34,7 +47,7 @@ def tail_probability(logprobs: Jagged, scored: Tensor, length_normalise: bool) -
 
 
 def pooled(probability: Tensor, reward: Tensor, place: Tensor, num_places: int, length_normalise: bool) -> Tensor:
-    """v̂ of each place, float64 [P]: Σ p ζ over its references, which are disjoint events, or their mean for normalised p.
+    """v̂ of each place, float64 [P]: Σ p ζ over its references, which are disjoint events; their mean for normalised p.
 
     Args:
         probability, reward: float64 [B], p and ζ of each reference.
@@ -47,39 +60,43 @@ def pooled(probability: Tensor, reward: Tensor, place: Tensor, num_places: int, 
 
 
 def carried(values: Tensor, known: Tensor, rows: Jagged) -> Tensor:
-    """`values` [B] with the last known value of the row repeated behind it; `known` bool [B] is True first, then False
-    in each row."""
+    """`values` [B] with the last known value of each row repeated after it.
+
+    `known` bool [B] is True up to some place of each row and False after it; a row without a known value gets 0.
+    """
     last = rows.with_values(known.long()).sum() - 1
     source = rows.offsets[:-1][rows.row_ids] + torch.minimum(rows.positions, last.clamp(min=0)[rows.row_ids])
     return torch.where(last[rows.row_ids] >= 0, values[source], 0.0)
 
 
-class AnswerLikelihood(Component):
-    """v̂(s) = Σ_{(u, y) in bank} w p(u, y | s) ζ(y), teacher-forced, all boundaries of a trajectory off one prefill.
+class AnswerLikelihood(AnswerEstimator):
+    """Estimates v̂(s) = Σ_{(u, y) in bank} w p(u, y | s) ζ(y) by scoring reference texts (u, y) after the state.
 
-    - `immediate` (default, reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit text).
-    - `continuation`: (u, y) is what a correct trajectory of the same problem writes behind as many thoughts as s holds.
-    At the end of
-      a response nothing follows: the value is ζ of a correct response, else 0. Cut boundaries at thoughts.
+    All boundaries of a trajectory are scored off one prefill.
+
+    - `immediate` (default, our reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit
+      text).
+    - `continuation`: (u, y) is what a correct trajectory of the same problem writes after as many thoughts as s holds.
+      At the end of a response nothing follows: the value is ζ of a correct response, else 0. End segments at thoughts.
     - `sum`: both, at most 1.
 
     Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories;
-    the formula. Reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric means),
-    the alignment by thoughts. Without normalisation `continuation` is biased low unless the bank holds every rewarded
-    continuation: E[v̂] ≤ v. Geometric means keep long answers comparable but are no bound. An empty bank gives 0
-    everywhere, hence no gains and uniform redistribution. A state that leaves no room for exit text and answer in the
-    context keeps the value before it.
+    the formula. Our reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric
+    means), the alignment by thoughts.
+
+    Without normalisation `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v.
+    Geometric means keep long answers comparable but are no bound. An empty bank gives 0 everywhere, hence no gains and
+    uniform redistribution. A state that leaves no room for exit text and answer in the context keeps the value before
+    it.
     """
 
-    paper = "2606.06475"
     metrics = (
         *VALUE_METRICS,
-        *COST_METRICS,
-        EMPTY_BANK_SHARE,
+        *AnswerEstimator.metrics,
         Metric(
             "no_room",
             "boundaries",
-            "boundaries after which the reference did not fit the context; they take the value before",
+            "boundaries without room for a reference in the context; they take the value before",
         ),
     )
 
@@ -92,11 +109,6 @@ class AnswerLikelihood(Component):
 
     config: Config
 
-    def setup(self, context: Context) -> None:
-        """Reads the model's context length."""
-        super().setup(context)
-        self._room = context_length(context.model)
-
     def run(
         self,
         *,
@@ -107,64 +119,53 @@ class AnswerLikelihood(Component):
         rewards: Annotated[Rewards, same_rows("trajectories")] | None = None,
     ) -> Outputs:
         """Scores all boundaries of all trajectories."""
-        bounds, settings = boundaries_of(trajectories, segments, rewards), self.config
-        total, tokens, empty = (
-            torch.zeros(len(bounds.owner), dtype=torch.float64),
-            0,
-            torch.ones(len(trajectories), dtype=torch.bool),
-        )
+        settings = self.config
+        bounds = boundaries_of(trajectories, segments, rewards)
+        value = torch.zeros(len(bounds.owner), dtype=torch.float64)
+        empty = torch.ones(len(trajectories), dtype=torch.bool)
+        tokens = 0
         if settings.value != "continuation":
             bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, settings)
-            reward = bank.entries.with_values(bank.reward).select(bounds.owner)
-            found, known, cost = self._scored(
-                policy, bounds, bank, bank.entries.select(bounds.owner), reward, trajectories.temperature
-            )
-            total += carried(found, known, bounds.place)
-            tokens, empty = tokens + cost, empty & (bank.entries.lengths == 0)
-            self.context.log(no_room=float((~known).sum()))
+            scored = self._score(policy, bounds, bank.select(bounds.owner), trajectories.temperature)
+            value += carried(scored.value, scored.known, bounds.place)
+            tokens += scored.tokens
+            empty &= bank.entries.lengths == 0
+            self.context.log(no_room=float((~scored.known).sum()))
         if settings.value != "immediate":
             if rewards is None:
                 raise ConfigError(
-                    f"node '{self.context.node}': value is '{settings.value}', which takes continuations from correct "
-                    "trajectories, but no "
-                    "rewards are wired; wanted an input 'rewards'. Wire rewards.rewards or set value to 'immediate'."
+                    f"node '{self.context.node}': value '{settings.value}' takes continuations from correct "
+                    "trajectories and expected an input 'rewards', but none is wired. Wire rewards.rewards, or set "
+                    "value to 'immediate'."
                 )
             bank = continuation_bank(trajectories, rewards, bounds.place, settings.references)
-            reward = bank.entries.with_values(bank.reward)
-            found, _, cost = self._scored(policy, bounds, bank, bank.entries, reward, trajectories.temperature)
+            scored = self._score(policy, bounds, bank, trajectories.temperature)
             ended = torch.where(rewards.correct & rewards.valid, rewards.value.double(), 0.0)[bounds.owner]
-            total += torch.where(bounds.last, ended, found)
-            held = torch.zeros(len(trajectories), dtype=torch.int64).index_add_(0, bounds.owner, bank.entries.lengths)
-            tokens, empty = tokens + cost, empty & (held == 0)
+            value += torch.where(bounds.last, ended, scored.value)
+            tokens += scored.tokens
+            num_entries = bounds.place.with_values(bank.entries.lengths).sum()
+            empty &= num_entries == 0
         if settings.value == "sum":
-            total = total.clamp(max=1.0)
-        count = max(len(total), 1)
-        self.context.log(
-            mean=float(total.sum()) / count,
-            boundaries=len(total),
-            scored_tokens=tokens,
-            generated_tokens=0,
-            empty_bank_share=float(empty.sum()) / max(len(empty), 1),
-        )
-        return Outputs(values=SegmentValues(uid=trajectories.uid, values=bounds.place.with_values(total.float())))
+            value = value.clamp(max=1.0)
+        self.log_cost(tokens, empty)
+        self.context.log(mean=float(value.sum()) / max(len(value), 1), boundaries=len(value))
+        return Outputs(values=SegmentValues(uid=trajectories.uid, values=bounds.place.with_values(value.float())))
 
-    def _scored(
-        self, policy: Policy, bounds: Boundaries, bank: Bank, entries: Jagged, reward: Jagged, temperature: float
-    ) -> tuple[Tensor, Tensor, int]:
-        """v̂ at each boundary [B], whether all its references fit the context [B], and the tokens run; `entries` has B
-        rows."""
-        place, entry = entries.row_ids, entries.values
-        row, at = bounds.owner[place], bounds.at[place]
-        fits = at + bank.tokens.lengths[entry] <= self._room
-        known = torch.ones(len(entries), dtype=torch.bool)
+    def _score(self, policy: Policy, bounds: Boundaries, bank: Bank, temperature: float) -> _Scored:
+        """Scores the references of each boundary; `bank.entries` has one row per boundary."""
+        place = bank.entries.row_ids
+        fits = bounds.at[place] + bank.tokens.lengths[bank.entries.values] <= self.room
+        known = torch.ones(len(bank.entries), dtype=torch.bool)
         known[place[~fits]] = False
-        row, at, entry = row[fits], at[fits], entry[fits]
+        row = bounds.owner[place[fits]]
+        at = bounds.at[place[fits]]
+        entry = bank.entries.values[fits]
+        # Responses of one prompt often begin alike: equal sequences are scored once.
         once, member = shared_sequences(bounds.trunk, row, at, bank.tokens.select(entry))
         tokens = bank.tokens.select(entry[once])
         scores = policy.score_branches(bounds.trunk, row[once], at[once], tokens, temperature)
+        normalise = self.config.length_normalise
         probability = torch.zeros(len(place), dtype=torch.float64)
-        probability[fits] = tail_probability(
-            scores.logprobs.select(member), bank.scored[entry], self.config.length_normalise
-        )
-        found = pooled(probability, reward.values, place, len(entries), self.config.length_normalise)
-        return found, known, branch_tokens(row[once], at[once], tokens)
+        probability[fits] = tail_probability(scores.logprobs.select(member), bank.scored[entry], normalise)
+        value = pooled(probability, bank.reward, place, len(bank.entries), normalise)
+        return _Scored(value=value, known=known, tokens=branch_tokens(row[once], at[once], tokens))

@@ -1,4 +1,4 @@
-"""What the estimators of values at segment boundaries share."""
+"""Segment boundaries, at which values are estimated, and what an estimate there costs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from components.rollouts.requests import join_rows
+from components.rollouts.segments import check_segments
 from pipeline.core.component import same_rows
-from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Segments, SegmentValues, Trajectories, check_aligned
@@ -20,8 +20,6 @@ VALUE_METRICS = (
     Metric("mean", "reward", "mean value over boundaries"),
     Metric("boundaries", "boundaries", "boundaries that got a value"),
 )
-
-
 COST_METRICS = (
     Metric("scored_tokens", "tokens", "tokens passed through the model to be scored, context included"),
     Metric("generated_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
@@ -30,7 +28,7 @@ COST_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A value at the start of each response and at each segment's end."""
+    """A value at the start of each response and at each segment end."""
 
     values: Annotated[SegmentValues, same_rows("trajectories")]
 
@@ -60,40 +58,40 @@ class Boundaries:
         return self.start[self.owner] + self.place.values
 
     @property
+    def ends(self) -> Jagged:
+        """Jagged: the segment ends of each response."""
+        return self.place.slice_rows(torch.ones_like(self.start), self.place.lengths)
+
+    @property
     def last(self) -> Tensor:
         """bool [B]: the end of a response."""
         return self.place.positions == (self.place.lengths - 1)[self.owner]
 
 
 def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewards | None = None) -> Boundaries:
-    """The boundaries of each response; raises AlignmentError when the inputs describe different rows or other responses."""
-    check_aligned(trajectories, segments)
+    """The boundaries of each response; raises AlignmentError when the inputs belong to other rows or responses."""
+    check_segments(trajectories, segments)
     if rewards is not None:
         check_aligned(trajectories, rewards)
-    ends, lengths = segments.ends, trajectories.response_tokens.lengths
-    place = join_rows(Jagged.from_rows([[0]] * len(trajectories), torch.int64), ends)
-    final = place.values[place.offsets[1:] - 1]
-    if not torch.equal(final, lengths):
-        row = int((final != lengths).nonzero()[0])
-        raise AlignmentError(
-            f"{segments.origin or 'segments'}: the last segment of trajectory {int(trajectories.uid[row])} ends at "
-            f"{int(final[row])}, "
-            f"its response has {int(lengths[row])} tokens; wanted segments that cover the response. "
-            "Wire segments made from the same trajectories."
-        )
-    trunk = join_rows(trajectories.prompt_tokens, trajectories.response_tokens)
-    return Boundaries(place=place, trunk=trunk, start=trajectories.prompt_tokens.lengths)
+    return Boundaries(
+        place=join_rows(Jagged.from_rows([[0]] * len(trajectories), torch.int64), segments.ends),
+        trunk=join_rows(trajectories.prompt_tokens, trajectories.response_tokens),
+        start=trajectories.prompt_tokens.lengths,
+    )
 
 
 def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
-    """Values whose differences are the given gains [one per segment] and whose last one is `final` [N]; float32."""
+    """Values whose differences are these gains [one per segment] and whose last one is `final` [N]; float32."""
     wide = gain.to(torch.float64)
     total = join_rows(Jagged.from_rows([[0.0]] * len(gain), torch.float64), wide.cumsum())
     return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())
 
 
 def shared_sequences(trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged) -> tuple[Tensor, Tensor]:
-    """Branches whose prefix and tokens together are the same sequence need one scoring: that of the longest of them.
+    """Finds branches whose prefix and tokens together are the same sequence, of which only one needs to be scored.
+
+    Of equal sequences the branch with the most tokens (the shortest prefix) is scored: its last tokens are those of the
+    others.
 
     Args:
         trunk: Jagged int32 [R rows].
@@ -103,20 +101,23 @@ def shared_sequences(trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged) -> 
     Returns:
         int64 [U], the branches to score; int64 [B], the place among them whose last tokens are those of each branch.
     """
-    prefixes, rest = trunk.values.numpy(), tokens.values.numpy()
-    begin, cut = trunk.offsets[row].tolist(), tokens.offsets.tolist()
+    prefixes = trunk.values.numpy()
+    suffixes = tokens.values.numpy()
+    begins = trunk.offsets[row].tolist()
+    lengths = at.tolist()
+    bounds = tokens.offsets.tolist()
     groups: dict[bytes, int] = {}
     chosen: list[int] = []
     member: list[int] = []
-    places = at.tolist()
-    for b, (first, length) in enumerate(zip(begin, places, strict=True)):
-        digest = hashlib.blake2b(prefixes[first : first + length].tobytes(), digest_size=16)
-        digest.update(rest[cut[b] : cut[b + 1]].tobytes())
+    for b, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        # A digest instead of the tokens: a key per boundary of every response would hold each prefix many times.
+        digest = hashlib.blake2b(prefixes[begin : begin + length].tobytes(), digest_size=16)
+        digest.update(suffixes[bounds[b] : bounds[b + 1]].tobytes())
         group = groups.setdefault(digest.digest(), len(groups))
         member.append(group)
         if group == len(chosen):
             chosen.append(b)
-        elif length < places[chosen[group]]:
+        elif length < lengths[chosen[group]]:
             chosen[group] = b
     return torch.tensor(chosen, dtype=torch.int64), torch.tensor(member, dtype=torch.int64)
 
@@ -126,5 +127,6 @@ def branch_tokens(row: Tensor, at: Tensor, tokens: Jagged) -> int:
     used = tokens.lengths > 0
     if not bool(used.any()):
         return 0
+    # A trunk runs as far as its last branch; the last token of a branch predicts nothing.
     reach = torch.zeros(int(row.max()) + 1, dtype=torch.int64).scatter_reduce(0, row[used], at[used], "amax")
     return int(reach.sum() + (tokens.lengths[used] - 1).sum())

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from components.rewards.outcome import finite_rewards
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
+from components.rollouts.rewards import finite_rewards
 from components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
@@ -18,23 +18,23 @@ from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentVa
 from pipeline.core.streams import Stream, keys_within
 
 
-def continuation_seeds(stream: Stream, uid: Tensor, place: Jagged, count: int) -> Tensor:
-    """int64 [B, count] request seeds of each boundary in `place`, keyed by (trajectory uid [N], boundary,
-    continuation)."""
-    out = torch.zeros(len(place.values), count, dtype=torch.int64)
+def continuation_seeds(stream: Stream, key: Tensor, place: Jagged, count: int) -> Tensor:
+    """int64 [B, count] request seeds of each boundary in `place`, keyed by (trajectory's `key` [N], boundary, draw)."""
+    seeds = torch.zeros(len(place.values), count, dtype=torch.int64)
     for k in range(int(place.lengths.max()) if len(place) else 0):
         here = place.positions == k
-        out[here] = keyed_seeds(stream, uid[place.row_ids[here]], k * count, count)
-    return out
+        # Boundary k has draws of its own, so other boundaries of the response do not shift them.
+        seeds[here] = keyed_seeds(stream, key[place.row_ids[here]], k * count, count)
+    return seeds
 
 
 class MonteCarlo(Component):
-    """v̂(s) = mean reward of K fresh continuations of s; at the end of a response it is that response's own reward.
+    """Estimates v̂(s) as the mean reward of K fresh continuations of s; at the end of a response it is its own reward.
 
     Continuations start from the exact token ids, under what is left of the budget (none left: the bare prefix is
-    judged), and are not trained on. Those without a valid verdict are left out of the mean; a boundary with none gets
-    0. Unbiased, with variance v(1 − v)/K for 0/1 rewards. Use the sampling settings of the sampler that made the
-    trajectories.
+    verified), and are not trained on. Those that could not be verified are left out of the mean; a boundary with none
+    gets 0. Unbiased, with variance v(1 − v)/K for 0/1 rewards. Use the sampling settings of the sampler that sampled
+    the trajectories.
     """
 
     paper = "2410.01679"
@@ -42,7 +42,7 @@ class MonteCarlo(Component):
         *VALUE_METRICS,
         *COST_METRICS,
         Metric("continuations", "responses", "continuations sampled"),
-        Metric("invalid", "responses", "continuations without a usable verdict; they do not count"),
+        Metric("invalid", "responses", "continuations that could not be verified; they do not count"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -50,14 +50,14 @@ class MonteCarlo(Component):
         """Sampling settings and the number of continuations."""
 
         mode: Literal["plain", "thought"] = "thought"
-        """thought by thought, as the trajectories were made"""
+        """thought by thought, as the trajectories were sampled"""
         continuations: int = 9
         """K, continuations per boundary"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.continuations < 1:
-                raise ValueError(f"continuations is {self.continuations}; wanted at least 1.")
+                raise ValueError(f"expected continuations ≥ 1, got {self.continuations}.")
 
     config: Config
 
@@ -71,27 +71,27 @@ class MonteCarlo(Component):
         verifier: Verifier,
         policy: Policy,
     ) -> Outputs:
-        """Samples and judges all continuations in one request batch."""
-        bounds, count = boundaries_of(trajectories, segments, rewards), self.config.continuations
-        open_places = (~bounds.last).nonzero(as_tuple=True)[0]
-        place = open_places.repeat_interleave(count)
-        seed = continuation_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), bounds.place, count)[
-            open_places
-        ].reshape(-1)
+        """Samples and verifies all continuations in one request batch."""
+        count = self.config.continuations
+        bounds = boundaries_of(trajectories, segments, rewards)
+        keys = keys_within(trajectories.prompt_uid)
+        seeds = continuation_seeds(self.context.rng(), keys, bounds.place, count)[~bounds.last].reshape(-1)
+        # The end of a response needs no continuation: its reward is known.
+        place = (~bounds.last).nonzero(as_tuple=True)[0].repeat_interleave(count)
         parents = trajectories.select(bounds.owner[place])
-        made = sample_from_prefix(
-            policy, parents, bounds.place.values[place], seed, self.config.sampling(), self.context.uids(len(place))
-        )
-        verdicts = finite_rewards(verifier.verify(prompts, made))
-        total, valid = torch.zeros(2, len(bounds.owner), dtype=torch.float64)
+        uid = self.context.uids(len(place))
+        continued = sample_from_prefix(policy, parents, bounds.place.values[place], seeds, self.config.sampling(), uid)
+        verdicts = finite_rewards(verifier.verify(prompts, continued))
+        valid = torch.zeros(len(bounds.owner), dtype=torch.float64)
         valid.index_add_(0, place, verdicts.valid.double())
+        total = torch.zeros(len(bounds.owner), dtype=torch.float64)
         total.index_add_(0, place, torch.where(verdicts.valid, verdicts.value.double(), 0.0))
         value = torch.where(bounds.last, rewards.value.double()[bounds.owner], total / valid.clamp(min=1))
         self.context.log(
             mean=float(value.sum()) / max(len(value), 1),
             boundaries=len(value),
             continuations=len(place),
-            generated_tokens=float((made.response_tokens.lengths - made.inherited).sum()),
+            generated_tokens=float((continued.response_tokens.lengths - continued.inherited).sum()),
             scored_tokens=0,
             invalid=float((~verdicts.valid).sum()),
         )

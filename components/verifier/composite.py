@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from components.rollouts.overlong import overlong_punishment
+from components.rollouts.rewards import overlong_punishment
 from components.verifier.base import Outputs, build_verifier, verifier_of
 from pipeline.core.component import Component, Context
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier

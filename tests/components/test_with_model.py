@@ -36,16 +36,16 @@ def fresh(tiny):
 
 
 @pytest.fixture(scope="module")
-def seeded(tiny, verifier):
+def sampled(tiny, verifier):
     return tiny.start(Failures, **LIMITS, top_p=1.0).run(prompts=tiny.prompts, policy=tiny.policy, verifier=verifier)
 
 
 @pytest.fixture(scope="module")
-def suffixes(tiny, seeded):
-    errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=seeded.failures, policy=tiny.policy).errors
+def suffixes(tiny, sampled):
+    errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=sampled.failures, policy=tiny.policy).errors
     made = (
         tiny.start(Reset, **LIMITS, top_p=1.0)
-        .run(failures=seeded.failures, errors=errors, policy=tiny.policy)
+        .run(failures=sampled.failures, errors=errors, policy=tiny.policy)
         .trajectories
     )
     return errors, made
@@ -84,13 +84,13 @@ def test_exact_and_math_agree_with_the_task(tiny, fresh, verifier):
             assert correct
 
 
-def test_seeded(tiny, seeded, verifier):
-    rewards = verifier.verify(tiny.prompts, seeded.failures)
+def test_failures(tiny, sampled, verifier):
+    rewards = verifier.verify(tiny.prompts, sampled.failures)
     assert len(rewards) > 0
     assert not rewards.correct.any()
-    with_seed = set(seeded.failures.prompt_uid.tolist())
+    with_failure = set(sampled.failures.prompt_uid.tolist())
     for uid in tiny.prompts.uid.tolist():
-        assert int((seeded.trajectories.prompt_uid == uid).sum()) == (4 if uid in with_seed else 8)
+        assert int((sampled.trajectories.prompt_uid == uid).sum()) == (4 if uid in with_failure else 8)
 
 
 def test_dynamic(tiny, verifier):
@@ -101,8 +101,8 @@ def test_dynamic(tiny, verifier):
     assert ((correct > 0) & (correct < 4)).all()
 
 
-def test_localizers(tiny, seeded):
-    failures, count = seeded.failures, seeded.failures.thought_ends.lengths
+def test_localizers(tiny, sampled):
+    failures, count = sampled.failures, sampled.failures.thought_ends.lengths
     for kind in (SelfLocalizer, UniformLocalizer, OracleLocalizer):
         settings = {"max_tokens": 120} if kind is SelfLocalizer else {}
         errors = tiny.start(kind, **settings).run(prompts=tiny.prompts, failures=failures, policy=tiny.policy).errors
@@ -110,21 +110,21 @@ def test_localizers(tiny, seeded):
         assert len(errors.source) == len(failures)
 
 
-def test_reset_prefixes_are_right_up_to_the_error(tiny, seeded, suffixes):
+def test_reset_prefixes_are_right_up_to_the_error(tiny, sampled, suffixes):
     errors, made = suffixes
-    parents = seeded.failures.index_of(made.parent)
+    parents = sampled.failures.index_of(made.parent)
     for i, row in enumerate(parents.tolist()):
         kept = int(made.inherited[i])
-        assert torch.equal(made.response_tokens.row(i)[:kept], seeded.failures.response_tokens.row(row)[:kept])
+        assert torch.equal(made.response_tokens.row(i)[:kept], sampled.failures.response_tokens.row(row)[:kept])
         problem = tiny.prompts.metadata[int(tiny.prompts.index_of(made.prompt_uid[i : i + 1]))]
         prefix = chains.split_thoughts(tiny.policy.tokenizer.decode(made.response_tokens.row(i)[:kept].tolist()))
         assert len(prefix) == int(errors.step[row]) - 1
         assert not 0 < chains.first_error(problem, prefix) <= len(prefix)
 
 
-def test_from_merge_to_credit(tiny, seeded, suffixes, verifier):
+def test_from_merge_to_credit(tiny, sampled, suffixes, verifier):
     errors, made = suffixes
-    merged = tiny.start(Merge).run(trajectories=[seeded.trajectories, made]).trajectories
+    merged = tiny.start(Merge).run(trajectories=[sampled.trajectories, made]).trajectories
     rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=merged, prompts=tiny.prompts).rewards
     shaped = tiny.start(Overlong, max_length=60, buffer=20).run(trajectories=merged, rewards=rewards).rewards
     assert (shaped.value <= rewards.value).all()
@@ -132,7 +132,7 @@ def test_from_merge_to_credit(tiny, seeded, suffixes, verifier):
     assert credit.mask.sum().tolist() == (merged.response_tokens.lengths - merged.inherited).tolist()
     report = (
         tiny.start(Resets)
-        .run(prompts=tiny.prompts, failures=seeded.failures, errors=errors, trajectories=made, rewards=rewards)
+        .run(prompts=tiny.prompts, failures=sampled.failures, errors=errors, trajectories=made, rewards=rewards)
         .report
     )
     assert report.metrics["clean"] == report.metrics["exact"] == 1

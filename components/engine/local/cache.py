@@ -13,38 +13,46 @@ class GroupCache:
     head.
 
     Args:
-        kv_heads: number of key heads H.
+        lengths: int64 [P], tokens of each prompt.
+        group: int64 [B], prompt of each row.
         room: most sampled tokens per row.
-        members: rows per entry, M.
-        keys, values: [layers, E, H, D, P] and [layers, E, H, P, D] of the prompts.
-        mask: additive [E, P], or None when all prompts have P tokens.
-        place: int64 [B], entry · M + member of each row.
-        positions: int64 [B], position of each row's next token.
+        layers, heads, dim: number of layers, of key heads H, and the size D of a head.
+        like: a tensor of the cache's dtype, on its device.
     """
 
     def __init__(
-        self,
-        kv_heads: int,
-        room: int,
-        members: int,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        place: Tensor,
-        positions: Tensor,
+        self, lengths: Tensor, group: Tensor, room: int, layers: int, heads: int, dim: int, like: Tensor
     ) -> None:
-        self.keys, self.values, self.mask, self.positions = keys, values, mask, positions
-        self.prompt_columns, self.filled = keys.shape[-1], 0
-        self._room, self._members, self._capacity = room, members, 0
-        self._heads = torch.arange(kv_heads, device=keys.device)
-        layers, _, _, dim, _ = keys.shape
-        self._keys = keys.new_empty(layers, len(place), kv_heads, dim, 0)
-        self._values = keys.new_empty(layers, len(place), kv_heads, 0, dim)
+        self._prompt, place, self._members = entries_of(group)
+        self.prompt_columns = int(lengths.max())
+        self.positions = lengths[group]  # int64 [B], of each row's next token
+        self.filled = 0  # tokens that every row has sampled
+        entries = len(self._prompt)
+        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
+        self.keys = like.new_zeros(layers, entries, heads, dim, self.prompt_columns)
+        self.values = like.new_zeros(layers, entries, heads, self.prompt_columns, dim)
+        self.mask: Tensor | None = None  # additive [E, columns] where prompts are of different lengths
+        if int(lengths.min()) < self.prompt_columns:
+            padding = torch.arange(self.prompt_columns, device=like.device) >= lengths[self._prompt][:, None]
+            self.mask = like.new_zeros(padding.shape).masked_fill_(padding, torch.finfo(like.dtype).min)
+        self._room = room
+        self._capacity = 0
+        self._heads = torch.arange(heads, device=like.device)
+        self._keys = like.new_empty(layers, len(place), heads, dim, 0)
+        self._values = like.new_empty(layers, len(place), heads, 0, dim)
         self._set_places(place)
+
+    def store(self, prompts: Tensor, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Copies keys and values [U, H, T, D] of prompts, int64 [U], into their entries."""
+        targets, source = (self._prompt[:, None] == prompts).nonzero(as_tuple=True)
+        length = keys.shape[2]
+        self.keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
+        self.values[layer, targets, :, :length] = values[source]
 
     def _set_places(self, place: Tensor) -> None:
         self._place = place
-        entry, member = place // self._members, place % self._members
+        entry = place // self._members
+        member = place % self._members
         heads = len(self._heads)
         # Row-and-head order [B, H] of what lies in entry order [E, H, M], and back; empty places repeat row 0.
         self._from_entries = ((entry[:, None] * heads + self._heads) * self._members + member[:, None]).reshape(-1)
@@ -64,33 +72,38 @@ class GroupCache:
         """Makes room for one more token per row."""
         if self.filled == self._capacity:
             self._capacity = min(self._room, max(64, 2 * self.filled))
-            keys = self._keys.new_empty(*self._keys.shape[:1], len(self._place), *self._keys.shape[2:4], self._capacity)
-            values = self._keys.new_empty(
-                *self._keys.shape[:1], len(self._place), self._keys.shape[2], self._capacity, self._keys.shape[3]
-            )
-            keys[..., : self.filled] = self._keys[:, : len(self._place), ..., : self.filled]
-            values[..., : self.filled, :] = self._values[:, : len(self._place), :, : self.filled]
-            self._keys, self._values = keys, values
+            layers, _, heads, dim, _ = self._keys.shape
+            rows = len(self._place)
+            keys = self._keys.new_empty(layers, rows, heads, dim, self._capacity)
+            keys[..., : self.filled] = self._keys[:, :rows, ..., : self.filled]
+            self._keys = keys
+            values = self._values.new_empty(layers, rows, heads, self._capacity, dim)
+            values[..., : self.filled, :] = self._values[:, :rows, :, : self.filled]
+            self._values = values
         self.filled += 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts keys and values [B, H, D] into the newest column; returns all of them: [B · H, D, filled], [B · H, filled, D]."""
-        rows, column = len(keys), self.filled - 1
-        all_keys, all_values = self._keys[layer, :rows], self._values[layer, :rows]
-        all_keys[..., column] = keys
-        all_values[:, :, column] = values
+        """Writes the newest column, keys and values [B, H, D]; returns all: [B · H, D, filled], [B · H, filled, D]."""
+        all_keys = self._keys[layer, : len(keys)]
+        all_values = self._values[layer, : len(keys)]
+        all_keys[..., self.filled - 1] = keys
+        all_values[:, :, self.filled - 1] = values
         return all_keys[..., : self.filled].flatten(0, 1), all_values[:, :, : self.filled].flatten(0, 1)
 
     def keep(self, index: Tensor) -> None:
         """See `Decoder.keep`. Entries without rows go once they are half of all."""
+        # Rows that stay in place are not copied.
         moved = (index != torch.arange(len(index), device=index.device)).nonzero()[:, 0]
         source = index[moved]
         self._keys[:, moved, ..., : self.filled] = self._keys[:, source, ..., : self.filled]
         self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
-        self.positions, place = self.positions[index], self._place[index]
+        self.positions = self.positions[index]
+        place = self._place[index]
+        # Prompts whose rows have all ended would still be multiplied with.
         used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
         if 2 * int(used.sum()) <= len(used):
-            self.keys, self.values = self.keys[:, used], self.values[:, used]
+            self.keys = self.keys[:, used]
+            self.values = self.values[:, used]
             self.mask = None if self.mask is None else self.mask[used]
             place = (used.cumsum(0) - 1)[place // self._members] * self._members + place % self._members
         self._set_places(place)
@@ -117,12 +130,3 @@ def entries_of(group: Tensor) -> tuple[Tensor, Tensor, int]:
     rank[order] = torch.arange(len(group), device=group.device) - (torch.cumsum(counts, 0) - counts)[group[order]]
     entry_prompt = torch.repeat_interleave(torch.arange(len(counts), device=group.device), entries)
     return entry_prompt, (first[group] + rank // members) * members + rank % members, members
-
-
-def store_prompts(
-    all_keys: Tensor, all_values: Tensor, targets: Tensor, source: Tensor, layer: int, keys: Tensor, values: Tensor
-) -> None:
-    """Copies prompt caches [U, H, T, D] of prompts `source` into entries `targets`."""
-    length = keys.shape[2]
-    all_keys[layer, targets, :, :, :length] = keys.transpose(2, 3)[source]
-    all_values[layer, targets, :, :length] = values[source]

@@ -1,4 +1,4 @@
-"""What the generation loop and scoring need of a model, and the version of it that works through transformers' own forward."""
+"""What generation and scoring need of a model, and an implementation through transformers' own forward."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ class Decoder(Protocol):
     """A causal language model with a cache for one batch of rows at a time."""
 
     vocab_size: int
+    device: torch.device
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes new weights, complete and checked, by Hugging Face name."""
         ...
 
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
-        """Starts a batch: runs each prompt once, copies its cache to the rows `group` [B] (prompt of each row) names.
+        """Starts a batch of rows: runs each prompt once; returns the logits [B, V] of each row's next token.
 
-        Returns the logits [B, V] of each row's next token. `room` is the number of tokens a row may still get.
+        Args:
+            prompts: Jagged int32 [P rows].
+            group: int64 [B], prompt of each row.
+            room: most tokens that a row may still get.
         """
         ...
 
@@ -34,7 +38,7 @@ class Decoder(Protocol):
         ...
 
     def keep(self, index: Tensor) -> None:
-        """Keeps rows by index [B'], in its order. index[i] is i, or a row at B' or beyond."""
+        """Keeps the rows at `index` [B'], in its order; index[i] is i, or a row at B' or beyond that fills a hole."""
         ...
 
     def release(self) -> None:
@@ -70,6 +74,7 @@ class TransformersDecoder:
 
     def __init__(self, model: Any, context: int) -> None:
         self.model = model
+        self.device: torch.device = model.device
         self._last_position = context - 1
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         accepted = inspect.signature(model.forward).parameters
@@ -77,6 +82,7 @@ class TransformersDecoder:
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._cache: Any = None
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
+        # Whether logits are the output embedding of the last hidden states and nothing else.
         self._split = self._head_is_plain()
 
     @torch.inference_mode()
@@ -91,7 +97,8 @@ class TransformersDecoder:
         """Runs the prompts, then copies their caches to the rows."""
         del room
         tokens, mask = left_padded(prompts)
-        self._cache, self._mask = None, mask.to(torch.int64)
+        self._cache = None
+        self._mask = mask.to(torch.int64)
         logits = self._forward(tokens, (self._mask.cumsum(1) - 1).clamp(min=0))
         if len(group) != len(prompts) or not torch.equal(group, torch.arange(len(group), device=group.device)):
             self.keep(group)
@@ -116,9 +123,8 @@ class TransformersDecoder:
             self._cache.reorder_cache(index)
         else:
             raise CreditgraphError(
-                f"engine.local: {type(self.model).__name__} keeps a {type(self._cache).__name__}, whose rows cannot be "
-                "selected; "
-                "wanted a model with a key-value cache. Use another engine for this model."
+                f"engine.local: expected a model with a key-value cache, but {type(self.model).__name__} has a "
+                f"{type(self._cache).__name__}, whose rows cannot be selected. Use another engine for this model."
             )
 
     def release(self) -> None:
@@ -141,13 +147,13 @@ class TransformersDecoder:
         return out
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        where = {"position_ids": positions} if self._has_positions else {}
+        options: dict[str, Any] = {"position_ids": positions} if self._has_positions else {}
         out = self.model(
             input_ids=tokens,
             attention_mask=self._mask,
             past_key_values=self._cache,
             use_cache=True,
-            **where,
+            **options,
             **self._keep_last,
         )
         self._cache = out.past_key_values
@@ -156,7 +162,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def _head_is_plain(self) -> bool:
-        # Some models scale or cap logits behind the output embedding; those are scored through the whole forward.
+        # Some models scale or cap logits after the output embedding; those are scored through the whole forward.
         tokens = torch.arange(8, device=self.model.device)[None] % self.vocab_size
         try:
             hidden = self.model.base_model(input_ids=tokens, use_cache=False)[0]

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, Outputs
-from components.engine.local.attribute import attribute
-from components.engine.local.branches import check_branches, score_branches
+from components.engine.local.branches import Branches, check_branches, score_branches
 from components.engine.local.decoder import Decoder, TransformersDecoder
 from components.engine.local.generate import REASONS, generate
 from components.engine.local.lean import LeanDecoder, unsupported
-from components.engine.local.score import score
+from components.engine.local.score import attribute, score
 from components.engine.vocabulary import eos_mask, padding_columns
 from components.engine.weights import WeightNames, merged
-from components.models.load import resolve_model_path
+from components.models.load import check_context, load_causal_lm, load_tokenizer, resolve_model_path
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError
@@ -31,9 +30,9 @@ from pipeline.core.payloads import Completions, Requests, Scores, Weights
 class LocalEngine(Engine):
     """Samples and scores with any transformers causal language model, in this process, on CPU or GPU.
 
-    Equal prompts are prefilled once, rows that end leave the batch, big batches are cut into waves. Qwen2, Qwen3, Llama
-    and Mistral run on a lean decoder that is compared with transformers' forward at set-up; every other model runs
-    through that forward. A policy handle is valid until the engine loads the next weights.
+    Equal prompts are prefilled once, rows that end leave the batch, and large batches are cut into waves. Qwen2, Qwen3,
+    Llama and Mistral run on a lean decoder that is compared with transformers' forward in `setup`; every other model
+    runs through that forward. A policy handle is valid until the engine loads the next weights.
     """
 
     metrics = (
@@ -53,27 +52,22 @@ class LocalEngine(Engine):
         score_tokens: int = 16384
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
-        """lean: own forward of supported models; transformers: the model's own forward; auto: lean where it gives the
-        same logits"""
+        """lean: fast forward of some models; transformers: the model's own; auto: lean where its logits are the same"""
         attributions: bool = False
-        """keeps the weights a second time, for gradients (value.gradient_attribution); the transformers decoder needs
-        no second copy"""
+        """keeps a second copy of the weights on the lean decoder, for gradients (value.gradient_attribution)"""
 
         def __post_init__(self) -> None:
             for name in ("max_rows", "max_batch_tokens", "score_tokens"):
                 if getattr(self, name) < 1:
-                    raise ValueError(f"{name}: {getattr(self, name)}; wanted at least 1.")
+                    raise ValueError(f"expected {name} ≥ 1, got {getattr(self, name)}.")
 
     config: Config
 
     def setup(self, context: Context) -> None:
         """Loads tokenizer and model."""
         super().setup(context)
-        from components.models.load import check_context, load_causal_lm, load_tokenizer
-
         self.tokenizer = load_tokenizer(context.model)
-        model = load_causal_lm(context.model, context.device)
-        model.requires_grad_(False)
+        model = load_causal_lm(context.model, context.device).requires_grad_(False)
         self.context_length = check_context(context.model, model.config)
         self.names = WeightNames(model)
         self.decoder = choose_decoder(model, self.config.decoder, self.context_length)
@@ -86,13 +80,14 @@ class LocalEngine(Engine):
         self._twin: tuple[Any, int] | None = None
 
     def run(self, *, weights: Weights) -> Outputs:
-        """Loads `weights` and returns a policy with their version; weights with neither tensors nor path are the model's own."""
+        """Loads weights (without tensors and path: the model's own) and returns a policy of their version."""
         start = time.perf_counter()
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
         weights = merged(weights, self.context.model)
         self.decoder.load(self.names.resolve(weights))
-        self.version, self._weights = weights.version, weights if self.config.attributions else None
+        self.version = weights.version
+        self._weights = weights if self.config.attributions else None
         self.count(seconds_load=time.perf_counter() - start)
         return Outputs(policy=LocalPolicy(self, weights.version))
 
@@ -102,14 +97,12 @@ class LocalEngine(Engine):
             return self.decoder.model
         if not self.config.attributions:
             raise ConfigError(
-                f"node '{self.context.node}': gradients were asked for, but attributions is off; wanted it on: the "
-                "lean decoder has "
-                f"none. Set {self.context.node}.attributions=true (a second copy of the weights) or "
-                "decoder=transformers."
+                f"node '{self.context.node}': gradients need attributions on, because the lean decoder has none, but "
+                f"it is off. Set {self.context.node}.attributions=true (a second copy of the weights) or "
+                f"{self.context.node}.decoder=transformers."
             )
-        from components.models.load import load_causal_lm
-
         if self._twin is None:
+            # A second copy of the model: the lean decoder has fused weights and no graph.
             self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)
         model, version = self._twin
         if version != self.version:
@@ -136,21 +129,24 @@ class LocalPolicy(EnginePolicy):
         self._check_tokens(requests.tokens, "request")
         limits = self._limits(requests)
         with self._timed("seconds_generate"):
-            done = generate(
-                engine.decoder, requests, limits, engine.text, engine.forbidden, engine.context.device,
-                engine.config.max_rows, engine.config.max_batch_tokens,
-            )  # fmt: skip
+            done, prefilled = generate(
+                engine.decoder,
+                requests,
+                limits,
+                engine.text,
+                engine.forbidden,
+                engine.config.max_rows,
+                engine.config.max_batch_tokens,
+            )
             text = decode_rows(self.tokenizer, done.tokens.to_lists())
         self._check_finite(done.logprobs)
-        ends = (
-            done.thought_ends if requests.sampling.thoughts else Jagged.from_rows([[]] * len(done.tokens), torch.int32)
-        )
-        engine.count(sampled_tokens=len(done.tokens.values), prefill_tokens=done.prefill_tokens)
+        engine.count(sampled_tokens=len(done.tokens.values), prefill_tokens=prefilled)
+        no_ends = Jagged.from_lengths(torch.zeros(0, dtype=torch.int32), torch.zeros(len(text), dtype=torch.int64))
         return Completions(
             tokens=_ordinary(done.tokens),
             logprobs=_ordinary(done.logprobs),
             entropies=_ordinary(done.entropies),
-            thought_ends=_ordinary(ends),
+            thought_ends=_ordinary(done.thought_ends) if requests.sampling.thoughts else no_ends,
             finish_reason=[REASONS[r] for r in done.reason.tolist()],
             text=text,
         )
@@ -161,13 +157,9 @@ class LocalPolicy(EnginePolicy):
         self._check_current()
         self._check_scored(context, tokens)
         with self._timed("seconds_score"):
-            scores = score(
-                engine.decoder, context, tokens, temperature, engine.context.device, engine.config.score_tokens
-            )
-        self._check_finite(scores.logprobs)
+            scores = score(engine.decoder, context, tokens, temperature, engine.config.score_tokens)
         used = tokens.lengths > 0
-        engine.count(scored_tokens=int((context.lengths + tokens.lengths)[used].sum()))
-        return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
+        return self._scored(scores, int((context.lengths + tokens.lengths)[used].sum()))
 
     def score_branches(
         self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
@@ -177,37 +169,37 @@ class LocalPolicy(EnginePolicy):
         if not isinstance(engine.decoder, LeanDecoder):
             return super().score_branches(trunk, row, at, tokens, temperature)
         self._check_current()
-        check_branches(trunk, row, at, tokens, engine.context_length)
+        branches = Branches(trunk, row, at, tokens)
+        check_branches(branches, engine.context_length)
         for rows, what in ((trunk, "trunk"), (tokens, "branch")):
             self._check_tokens(rows, what, used=torch.zeros(len(rows), dtype=torch.bool))
         with self._timed("seconds_score"):
-            scores, forward = score_branches(
-                engine.decoder, trunk, row, at, tokens, temperature, engine.context.device, engine.config.score_tokens
-            )
+            scores, forward = score_branches(engine.decoder, branches, temperature, engine.config.score_tokens)
+        return self._scored(scores, forward)
+
+    def _scored(self, scores: Scores, tokens: int) -> Scores:
         self._check_finite(scores.logprobs)
-        engine.count(scored_tokens=forward)
+        self.engine.count(scored_tokens=tokens)
         return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
 
     def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
-        """Gradient × input embedding of the context tokens, through the transformers model (loaded at the first call)."""
+        """Gradient × input embedding of context tokens, through the transformers model, loaded when first called."""
         engine = self.engine
         self._check_current()
         if len(context) != len(tokens):
             raise CreditgraphError(
-                f"attribute: {len(context)} contexts for {len(tokens)} token rows; wanted one context per row."
-            )
-        self._check_tokens(context, "attribution context", used=tokens.lengths > 0)
-        with self._timed("seconds_attribute"):
-            found = attribute(
-                engine.differentiable(), context, tokens, temperature, engine.context.device, engine.config.score_tokens
+                f"attribute: expected one context per row, got {len(context)} contexts for {len(tokens)} token rows."
             )
         used = tokens.lengths > 0
+        self._check_tokens(context, "attribution context", used=used)
+        with self._timed("seconds_attribute"):
+            products = attribute(engine.differentiable(), context, tokens, temperature, engine.config.score_tokens)
         engine.count(scored_tokens=int((context.lengths + tokens.lengths)[used].sum()))
-        return found
+        return products
 
 
 def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
-    """The lean decoder where it is wanted, possible and gives the model's own logits; otherwise the one through transformers."""
+    """The lean decoder if chosen, possible and equal to the model's own logits; else the one through transformers."""
     if choice == "transformers":
         return TransformersDecoder(model, context)
     reason = unsupported(model)
@@ -218,7 +210,7 @@ def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
         tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
         if difference <= tolerance:
             return lean
-        reason = f"its logits differ from transformers' by {difference:.2g} (relative to the largest)"
+        reason = f"its logits differ from transformers' by {difference:.2g} of the largest"
     if choice == "lean":
         raise ConfigError(f"engine.local: decoder 'lean' cannot run this model: {reason}. Use decoder: auto.")
     return TransformersDecoder(model, context)
@@ -226,15 +218,16 @@ def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
 
 @torch.inference_mode()
 def largest_difference(lean: LeanDecoder, model: Any) -> float:
-    """Largest logit difference between the lean decoder (prefill, then one step) and the model's forward, over the largest logit."""
+    """Largest logit difference between the lean decoder and the model's forward, relative to the largest logit."""
     device = model.device
     length = 12
     tokens = (torch.arange(2 * length, device=device).view(2, -1) * 7919 + 13) % lean.vocab_size
-    wanted = model(input_ids=tokens, use_cache=False).logits[:, -2:].float()
+    expected = model(input_ids=tokens, use_cache=False).logits[:, -2:].float()
     prompts = Jagged.from_rows([tokens[0, :-1].cpu(), tokens[1, :-1].cpu()]).to(device)
-    got = [lean.prefill(prompts, torch.arange(2, device=device), 1), lean.step(tokens[:, -1])]
+    # The last two logits: one of the prefill, one of a step.
+    logits = [lean.prefill(prompts, torch.arange(2, device=device), 1), lean.step(tokens[:, -1])]
     lean.release()
-    difference = (torch.stack(got, 1).float() - wanted).abs().max() / wanted.abs().max()
+    difference = (torch.stack(logits, 1).float() - expected).abs().max() / expected.abs().max()
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
 
 

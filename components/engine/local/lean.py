@@ -1,29 +1,28 @@
-"""A lean decoder for Qwen2, Qwen3, Llama and Mistral: the same arithmetic as transformers with a fraction of its operations per step.
+"""A lean decoder for Qwen2, Qwen3, Llama and Mistral: the arithmetic of transformers in a fraction of its operations.
 
 - Query, key and value are one matrix product, gate and up another.
 - Prompts are cached once per group of rows, and all rows of a group attend to them in one matrix product.
 - Sampled tokens are cached per row; all rows have sampled equally many, so a step writes one column and attends to a
-slice. - Keys are stored [row, head, dim, time], values [row, head, time, dim]: attention is batched matrix products
-over plain slices, and
-  query heads that share a key head are rows of one product (no expansion).
-- Rotary dimensions are stored in pairs, so that rotating is one complex product; queries and keys share the order,
-their product
-  does not change.
+  slice.
+- Keys are stored [row, head, dim, time], values [row, head, time, dim]: attention is batched matrix products over plain
+  slices, and query heads that share a key head are rows of one product (no expansion).
+- Rotary dimensions are stored in pairs, so that rotating is one complex product; queries and keys share the order, so
+  their product does not change.
 - Rows that leave are replaced by rows from the end; nothing else moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from components.engine.local.cache import GroupCache, entries_of, store_prompts
+from components.engine.local.batches import token_batches
+from components.engine.local.cache import GroupCache
 from pipeline.core.jagged import Jagged
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
@@ -31,20 +30,20 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _PREFILL_TOKENS = 1 << 14
 
 
-@dataclass
-class _Layer:
+class _Linear(NamedTuple):
+    weight: Tensor  # [out, in]
+    bias: Tensor | None
+
+
+class _Layer(NamedTuple):
     norm_1: Tensor  # [C]
-    qkv: Tensor  # [(Hq + 2 Hkv) D, C]
-    qkv_bias: Tensor | None
+    qkv: _Linear  # [(Hq + 2 Hkv) D, C]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
-    out: Tensor  # [C, Hq D]
-    out_bias: Tensor | None
+    out: _Linear  # [C, Hq D]
     norm_2: Tensor
-    gate_up: Tensor  # [2 I, C]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [C, I]
-    down_bias: Tensor | None
+    gate_up: _Linear  # [2 I, C]
+    down: _Linear  # [C, I]
 
 
 def unsupported(model: Any) -> str:
@@ -77,134 +76,126 @@ class LeanDecoder:
         config = model.config
         self._act: Callable[[Tensor], Tensor] = F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]
         self._eps = float(config.rms_norm_eps)
-        self._heads, self._kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self._heads = int(config.num_attention_heads)
+        self._kv_heads = int(config.num_key_value_heads)
         self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._num_layers = int(config.num_hidden_layers)
         self._scale = self._dim**-0.5
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        head = model.get_output_embeddings().weight
+        self.vocab_size = int(head.shape[0])
+        self._tied = head.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+        self.device: torch.device = model.device
+        self._dtype = model.dtype
         # Pairs (i, i + D/2) that transformers rotates together become neighbours.
-        self._order = torch.arange(self._dim).view(2, -1).T.reshape(-1)
-        self._rotary, self._context = model.model.rotary_emb, context
+        self._order = torch.arange(self._dim, device=self.device).view(2, -1).T.reshape(-1)
+        self._rotary = model.model.rotary_emb
+        self._context = context
         self._turn = torch.zeros(0, self._dim // 2, dtype=torch.complex64)
-        self._layers: list[_Layer] = []
         self.load(model.state_dict())
         self.release()
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies new weights into the fused ones."""
-        weights = dict(tensors.items())
-        fresh = [self._layer(weights, f"model.layers.{n}.") for n in range(self._num_layers)]
-        embed, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
-        head = weights.get("lm_head.weight", embed)
-        if not self._layers:
-            self._layers = fresh
-            self._embed, self._norm = embed.clone(), norm.clone()
-            self._head = self._embed if head is embed or head.data_ptr() == embed.data_ptr() else head.clone()
-            return
-        for old, new in zip(self._layers, fresh, strict=True):
-            for name, tensor in vars(old).items():
-                if tensor is not None:
-                    tensor.copy_(vars(new)[name])
-        self._embed.copy_(embed)
-        self._norm.copy_(norm)
-        if self._head is not self._embed:
-            self._head.copy_(head)
+        """Copies new weights into fused ones, in the model's dtype and on its device."""
+        self._layers = [self._layer(tensors, f"model.layers.{n}.") for n in range(self._num_layers)]
+        self._embed = self._copy(tensors["model.embed_tokens.weight"])
+        self._norm = self._copy(tensors["model.norm.weight"])
+        self._head = self._embed if self._tied else self._copy(tensors["lm_head.weight"])
 
-    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
-        def joined(part: str, names: tuple[str, ...], kind: str) -> Tensor | None:
-            found = [weights.get(f"{prefix}{part}.{n}_proj.{kind}") for n in names]
-            if any(f is None for f in found):
-                return None
-            return torch.cat(
-                [self._paired(f) if n in "qk" else f for n, f in zip(names, found, strict=True) if f is not None]
-            )
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self._dtype, copy=True)
 
-        def needed(part: str, names: tuple[str, ...]) -> Tensor:
-            tensor = joined(part, names, "weight")
-            if tensor is None:
-                raise KeyError(f"{prefix}{part}.{names}")
-            return tensor
+    def _layer(self, tensors: Mapping[str, Tensor], prefix: str) -> _Layer:
+        def own(name: str) -> Tensor:
+            tensor = self._copy(tensors[prefix + name])
+            rotated = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+            return self._paired(tensor) if rotated else tensor
 
-        def head_norm(name: str) -> Tensor | None:
-            found = weights.get(f"{prefix}self_attn.{name}.weight")
-            return None if found is None else self._paired(found)
+        def linear(*names: str) -> _Linear:
+            has_bias = f"{prefix}{names[0]}.bias" in tensors
+            bias = torch.cat([own(f"{name}.bias") for name in names]) if has_bias else None
+            return _Linear(torch.cat([own(f"{name}.weight") for name in names]), bias)
 
+        has_norms = f"{prefix}self_attn.q_norm.weight" in tensors
         return _Layer(
-            norm_1=weights[prefix + "input_layernorm.weight"].clone(),
-            qkv=needed("self_attn", ("q", "k", "v")),
-            qkv_bias=joined("self_attn", ("q", "k", "v"), "bias"),
-            q_norm=head_norm("q_norm"),
-            k_norm=head_norm("k_norm"),
-            out=needed("self_attn", ("o",)),
-            out_bias=joined("self_attn", ("o",), "bias"),
-            norm_2=weights[prefix + "post_attention_layernorm.weight"].clone(),
-            gate_up=needed("mlp", ("gate", "up")),
-            gate_up_bias=joined("mlp", ("gate", "up"), "bias"),
-            down=needed("mlp", ("down",)),
-            down_bias=joined("mlp", ("down",), "bias"),
+            norm_1=own("input_layernorm.weight"),
+            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=own("self_attn.q_norm.weight") if has_norms else None,
+            k_norm=own("self_attn.k_norm.weight") if has_norms else None,
+            out=linear("self_attn.o_proj"),
+            norm_2=own("post_attention_layernorm.weight"),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
         )
 
     def _paired(self, tensor: Tensor) -> Tensor:
-        order = self._order.to(tensor.device)
-        return tensor.view(-1, self._dim, *tensor.shape[1:])[:, order].reshape(tensor.shape)
+        """Rows of each head in the order of rotary pairs."""
+        return tensor.view(-1, self._dim, *tensor.shape[1:])[:, self._order].reshape(tensor.shape)
 
     def _turns(self, length: int) -> Tensor:
         """cos + i·sin of positions 0 … length − 1: complex64 [length, D/2]."""
         if len(self._turn) < length:
             # A power of two, so that growing is rare; transformers' own module knows about frequency scaling.
             size = min(max(1 << (length - 1).bit_length(), 256), max(self._context, length))
-            device = self._embed.device
-            cos, sin = self._rotary(torch.zeros(1, device=device), torch.arange(size, device=device)[None])
+            positions = torch.arange(size, device=self.device)[None]
+            cos, sin = self._rotary(torch.zeros(1, device=self.device), positions)
             half = self._dim // 2
             self._turn = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
         return self._turn[:length]
 
     def _project(self, layer: _Layer, x: Tensor, turn: Tensor) -> Tensor:
         """Rotated queries and keys, and values: [N, Hq + 2 Hkv, D] of x [N, C] at turns [N, 1, D/2]."""
-        qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), layer.qkv, layer.qkv_bias)
+        qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_1, self._eps), *layer.qkv)
         qkv = qkv.view(len(x), -1, self._dim)
         rotated = self._heads + self._kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qkv[:, : self._heads], qkv[:, self._heads : rotated]
+            q = qkv[:, : self._heads]
+            k = qkv[:, self._heads : rotated]
             q.copy_(F.rms_norm(q, (self._dim,), layer.q_norm, self._eps))
             k.copy_(F.rms_norm(k, (self._dim,), layer.k_norm, self._eps))
+        # Rotating a pair is multiplying it, as a complex number, by cos + i·sin.
         pairs = qkv[:, :rotated].view(len(x), rotated, -1, 2)
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(turn)
         else:
+            # There are no complex numbers of 16 bits.
             pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turn))
         return qkv
 
     def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
         """Residual stream [N, C] after the layer, from attended values [N, Hq D]."""
-        x = _add_product(x, attended, layer.out, layer.out_bias)
-        gate_up = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, -1)
-        return _add_product(x, self._act(gate).mul_(up), layer.down, layer.down_bias)
+        x = _add_product(x, attended, layer.out)
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], layer.norm_2, self._eps), *layer.gate_up).chunk(2, -1)
+        return _add_product(x, self._act(gate).mul_(up), layer.down)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of queries [B, Hq, S, D] to keys and values [B, Hkv, T, D], causal without a mask [B, 1, S, T]."""
+        grouped = self._heads != self._kv_heads
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=grouped
+        )
+
+    def _final(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._norm, self._eps)
 
     def _causal(self, tokens: Tensor, cached: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
-        """Residual stream [B·T, C] of left-aligned rows [B, T]; `cached` receives (layer, keys, values), each [B, Hkv, T, D]."""
+        """Residual stream [B·T, C] of left-aligned rows [B, T]; cached(layer, k, v) gets [B, Hkv, T, D] each."""
         rows, length = tokens.shape
         turn = self._turns(length).repeat(rows, 1)[:, None]
         x = F.embedding(tokens.reshape(-1), self._embed)
-        heads = [self._heads, self._kv_heads, self._kv_heads]
         for n, layer in enumerate(self._layers):
             qkv = self._project(layer, x, turn).view(rows, length, -1, self._dim).transpose(1, 2)
-            q, k, v = torch.split(qkv, heads, 1)
+            q, k, v = torch.split(qkv, [self._heads, self._kv_heads, self._kv_heads], 1)
             if cached is not None:
                 cached(n, k, v)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=self._heads != self._kv_heads
-            )
+            attended = self._attend(q, k, v)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(rows * length, -1))
         return x
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
         """Last hidden states [B, T, C]."""
-        x = self._causal(tokens)
-        return F.rms_norm(x, x.shape[-1:], self._norm, self._eps).view(*tokens.shape, -1)
+        return self._final(self._causal(tokens)).view(*tokens.shape, -1)
 
     @torch.inference_mode()
     def branched(self, trunks: Tensor, branches: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
@@ -216,18 +207,17 @@ class LeanDecoder:
             positions: int64 [B, S], position of each branch token.
             visible: bool [B, S, T + S], what each branch token attends to; at least one place each.
         """
-        (rows, length), heads = trunks.shape, [self._heads, self._kv_heads, self._kv_heads]
+        rows, length = trunks.shape
         place = torch.cat([torch.arange(length, device=trunks.device).expand(rows, -1), positions], 1).reshape(-1)
         turn = self._turns(int(place.max()) + 1)[place][:, None]
         x = F.embedding(torch.cat([trunks, branches], 1).reshape(-1), self._embed)
-        attend = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=self._heads != self._kv_heads)
         for layer in self._layers:
-            qkv = self._project(layer, x, turn).view(rows, -1, sum(heads), self._dim).transpose(1, 2)
-            q, k, v = torch.split(qkv, heads, 1)
-            trunk = attend(q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True)
-            branch = attend(q[:, :, length:], k, v, attn_mask=visible[:, None])
+            qkv = self._project(layer, x, turn).view(rows, -1, self._heads + 2 * self._kv_heads, self._dim)
+            q, k, v = torch.split(qkv.transpose(1, 2), [self._heads, self._kv_heads, self._kv_heads], 1)
+            trunk = self._attend(q[:, :, :length], k[:, :, :length], v[:, :, :length])
+            branch = self._attend(q[:, :, length:], k, v, visible[:, None])
             x = self._finish(layer, x, torch.cat([trunk, branch], 2).transpose(1, 2).reshape(len(x), -1))
-        return F.rms_norm(x, x.shape[-1:], self._norm, self._eps).view(rows, length + branches.shape[1], -1)
+        return self._final(x).view(rows, length + branches.shape[1], -1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -241,33 +231,18 @@ class LeanDecoder:
     @torch.inference_mode()
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
         """Runs each prompt once and stores its cache once per entry."""
-        device, lengths, longest = self._embed.device, prompts.lengths, int(prompts.lengths.max())
+        lengths = prompts.lengths
         self.release()
-        entry_prompt, place, members = entries_of(group)
-        shape = (self._num_layers, len(entry_prompt), self._kv_heads)
-        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
-        keys = self._embed.new_zeros(*shape, self._dim, longest)
-        values = self._embed.new_zeros(*shape, longest, self._dim)
+        batch = GroupCache(lengths, group, room, self._num_layers, self._kv_heads, self._dim, self._embed)
         last = self._embed.new_empty(len(prompts), self._embed.shape[1])
         order = torch.argsort(lengths)
-        for part in _token_parts(lengths[order].tolist(), _PREFILL_TOKENS):
-            chosen = order[part]
-            tokens = prompts.select(chosen).to_padded().to(torch.int64)
-            local = torch.full((len(prompts),), -1, device=device)
-            local[chosen] = torch.arange(len(chosen), device=device)
-            targets = (local[entry_prompt] >= 0).nonzero()[:, 0]
-            store = partial(store_prompts, keys, values, targets, local[entry_prompt][targets])
-            x = self._causal(tokens, store).view(*tokens.shape, -1)
-            last[chosen] = x[torch.arange(len(chosen), device=device), lengths[chosen] - 1]
-        mask = None
-        if int(lengths.min()) < longest:
-            padding = torch.arange(longest, device=device) >= lengths[entry_prompt][:, None]
-            mask = torch.zeros(padding.shape, dtype=keys.dtype, device=device).masked_fill_(
-                padding, torch.finfo(keys.dtype).min
-            )
-        self._batch = GroupCache(self._kv_heads, room, members, keys, values, mask, place, lengths[group])
-        logits = self.logits(F.rms_norm(last, last.shape[-1:], self._norm, self._eps))
-        return logits[group]
+        for part in token_batches(lengths[order].tolist(), _PREFILL_TOKENS):
+            rows = order[part]
+            tokens = prompts.select(rows).to_padded().to(torch.int64)
+            x = self._causal(tokens, partial(batch.store, rows)).view(*tokens.shape, -1)
+            last[rows] = x[torch.arange(len(rows), device=self.device), lengths[rows] - 1]
+        self._batch = batch
+        return self.logits(self._final(last))[group]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -275,18 +250,21 @@ class LeanDecoder:
         batch = self._batch
         assert batch is not None, "prefill starts a batch"
         batch.append_column()
-        shape, shared = (len(tokens) * self._kv_heads, -1), self._heads // self._kv_heads
+        shape = (len(tokens) * self._kv_heads, -1)
+        shared = self._heads // self._kv_heads  # query heads per key head
         turn = self._turns(int(batch.prompt_columns) + batch.filled)[batch.positions][:, None]
         batch.positions = batch.positions + 1
         x = F.embedding(tokens, self._embed)
         for n, layer in enumerate(self._layers):
             qkv = self._project(layer, x, turn)
             keys, values = batch.write(n, qkv[:, self._heads : -self._kv_heads], qkv[:, -self._kv_heads :])
+            # Query heads that share a key head are rows of one product [B · Hkv, shared, …].
             query = qkv[:, : self._heads].reshape(*shape, self._dim)
             scores = torch.bmm(query, keys)
             prompt_scores = torch.bmm(batch.to_entries(query.view(shape[0], -1), shared), batch.keys[n].flatten(0, 1))
             if batch.mask is not None:
                 prompt_scores.view(*batch.keys.shape[1:3], -1, batch.prompt_columns).add_(batch.mask[:, None, None])
+            # Prompt columns first, then the sampled tokens of the row.
             scores = torch.cat([batch.to_rows(prompt_scores).view(shape[0], shared, -1), scores], -1)
             weights = torch.softmax(scores.mul_(self._scale), -1, dtype=torch.float32).to(x.dtype)
             prompt_weights = weights[..., : batch.prompt_columns].reshape(shape)
@@ -295,7 +273,7 @@ class LeanDecoder:
                 batch.to_rows(attended).view_as(query), weights[..., batch.prompt_columns :], values
             )
             x = self._finish(layer, x, attended.view(len(tokens), -1))
-        return self.logits(F.rms_norm(x, x.shape[-1:], self._norm, self._eps))
+        return self.logits(self._final(x))
 
     @torch.inference_mode()
     def keep(self, index: Tensor) -> None:
@@ -304,16 +282,6 @@ class LeanDecoder:
             self._batch.keep(index)
 
 
-def _add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    x = torch.addmm(x, y, weight.T)
-    return x if bias is None else x.add_(bias)
-
-
-def _token_parts(lengths: list[int], limit: int) -> list[slice]:
-    """Cuts ascending lengths into ranges whose padded size stays within `limit` tokens, at least one row each."""
-    parts, start = [], 0
-    for end, length in enumerate(lengths):
-        if end > start and (end + 1 - start) * length > limit:
-            parts.append(slice(start, end))
-            start = end
-    return [*parts, slice(start, len(lengths))]
+def _add_product(x: Tensor, y: Tensor, linear: _Linear) -> Tensor:
+    x = torch.addmm(x, y, linear.weight.T)
+    return x if linear.bias is None else x.add_(linear.bias)

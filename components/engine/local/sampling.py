@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Numbers of one [rows, vocabulary] block in float32; larger batches are worked through in blocks of rows.
-BLOCK = 1 << 24
-
-
-def blocks(rows: int, vocab: int) -> list[slice]:
-    """Row ranges whose [rows, vocab] blocks stay below `BLOCK` numbers."""
-    size = max(1, BLOCK // max(vocab, 1))
-    return [slice(a, min(a + size, rows)) for a in range(0, rows, size)]
+from components.engine.local.batches import blocks
 
 
 def draw(
@@ -35,7 +28,7 @@ def draw(
     parts = [_draw(logits[b], uniform[b], temperature, top_p, top_k, forbidden) for b in blocks(*logits.shape)]
     if len(parts) == 1:
         return parts[0]
-    tokens, logprobs, entropies = (torch.cat(p) for p in zip(*parts, strict=True))
+    tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs, entropies
 
 
@@ -58,7 +51,7 @@ def _draw(
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds uniform · total; never one of zero weight. [B, V], [B] → int64 [B]."""
+    """int64 [B]: the first token whose cumulative weight [B, V] exceeds uniform [B] · total; never one of weight 0."""
     total = weights.cumsum(-1, dtype=torch.float64)
     # In float64 u·total < total for every u ≤ 1 − 2⁻⁵³, so the point lies below the last cumulative sum.
     point = uniform[:, None] * total[:, -1:]
@@ -74,13 +67,14 @@ def truncate(probs: Tensor, top_p: float, top_k: int) -> Tensor:
         probs = torch.where(probs >= smallest, probs, 0.0)
     if top_p >= 1.0:
         return probs
-    wanted = top_p * probs.sum(-1, keepdim=True)
+    nucleus = top_p * probs.sum(-1, keepdim=True)
+    # The largest 256 mostly hold the nucleus; sorting the whole vocabulary is slow.
     head = min(vocab, 256)
     ordered = probs.topk(head, dim=-1).values
-    if head < vocab and bool((ordered.sum(-1, keepdim=True) < wanted).any()):
+    if head < vocab and bool((ordered.sum(-1, keepdim=True) < nucleus).any()):
         ordered = probs.sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
-    last = (before < wanted).sum(-1, keepdim=True).clamp(min=1) - 1
+    last = (before < nucleus).sum(-1, keepdim=True).clamp(min=1) - 1
     return torch.where(probs >= ordered.gather(1, last), probs, 0.0)
 
 

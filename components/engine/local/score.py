@@ -1,20 +1,38 @@
-"""Teacher-forced log-probs and entropies: length-sorted batches under a token budget, vocabulary-wide rows in blocks."""
+"""Teacher-forced log-probs and entropies of tokens given contexts, and their gradients with respect to the context."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from components.engine.local.batches import blocks, scoring_batches
 from components.engine.local.decoder import Decoder
-from components.engine.local.sampling import blocks, chosen
+from components.engine.local.sampling import chosen
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Scores
 
 
+def token_scores(
+    decoder: Decoder, hidden: Tensor, places: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, float32 [M], of tokens `targets` [M] after rows `places` [M] of hidden states [·, C].
+
+    Logits of the whole vocabulary exist for one block of tokens at a time.
+    """
+    logprobs = torch.zeros(len(places))
+    entropies = torch.zeros(len(places))
+    for block in blocks(len(places), decoder.vocab_size):
+        logits = decoder.logits(hidden[places[block].to(decoder.device)])
+        lp, entropy = chosen(logits, targets[block].to(decoder.device), temperature or 1.0)
+        logprobs[block] = lp.cpu()
+        entropies[block] = entropy.cpu()
+    return logprobs, entropies
+
+
 @torch.inference_mode()
-def score(
-    decoder: Decoder, context: Jagged, tokens: Jagged, temperature: float, device: str, batch_tokens: int
-) -> Scores:
+def score(decoder: Decoder, context: Jagged, tokens: Jagged, temperature: float, batch_tokens: int) -> Scores:
     """Scores `tokens` given `context`, row by row.
 
     Args:
@@ -22,40 +40,41 @@ def score(
         context: int32 [N rows], at least one token in each row that has tokens to score.
         tokens: int32 [N rows].
         temperature: of the softmax; 0 counts as 1, as in generation.
-        device: where the model lives.
         batch_tokens: padded tokens per forward pass; a longer row goes alone.
     """
-    before, after = context.lengths, tokens.lengths
-    total = before + after
-    logprobs, entropies = torch.zeros(len(tokens.values)), torch.zeros(len(tokens.values))
-    order = torch.argsort(total)
-    order = order[after[order] > 0]
-    start = 0
-    while start < len(order):
-        end = start + 1
-        while end < len(order) and (end + 1 - start) * int(total[order[end]]) <= batch_tokens:
-            end += 1
-        rows = order[start:end]
-        start = end
-        padded, places, targets, flat = _batch(context, tokens, rows)
-        hidden = decoder.hidden(padded.to(device))
-        wanted = hidden.reshape(-1, hidden.shape[-1])
-        for block in blocks(len(places), decoder.vocab_size):
-            logits = decoder.logits(wanted[places[block].to(device)])
-            lp, ent = chosen(logits, targets[block].to(device), temperature or 1.0)
-            logprobs[flat[block]], entropies[flat[block]] = lp.cpu(), ent.cpu()
+    logprobs = torch.zeros(len(tokens.values))
+    entropies = torch.zeros(len(tokens.values))
+    for batch in scoring_batches(context, tokens, batch_tokens):
+        hidden = decoder.hidden(batch.padded.to(decoder.device))
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        places = batch.row * batch.padded.shape[1] + batch.column
+        lp, entropy = token_scores(decoder, hidden, places, batch.target, temperature)
+        logprobs[batch.flat] = lp
+        entropies[batch.flat] = entropy
     return Scores(logprobs=tokens.with_values(logprobs), entropies=tokens.with_values(entropies))
 
 
-def _batch(context: Jagged, tokens: Jagged, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Left-aligned token rows [B, T]; for each scored token: the flat place that predicts it, itself, and its place in `tokens`."""
-    before, after = context.select(rows), tokens.select(rows)
-    lengths = before.lengths + after.lengths
-    longest = int(lengths.max())
-    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
-    padded[before.row_ids, before.positions] = before.values.to(torch.int64)
-    columns = before.lengths[after.row_ids] + after.positions
-    padded[after.row_ids, columns] = after.values.to(torch.int64)
-    places = after.row_ids * longest + columns - 1
-    flat = tokens.offsets[:-1][rows][after.row_ids] + after.positions
-    return padded, places, after.values.to(torch.int64), flat
+@torch.enable_grad()
+def attribute(model: Any, context: Jagged, tokens: Jagged, temperature: float, batch_tokens: int) -> Jagged:
+    """Σ_d (∂ log p(tokens | context) / ∂e_{t,d}) e_{t,d} for each context token t, float32.
+
+    Args:
+        model: a transformers causal language model; only its input embeddings get gradients.
+        context, tokens: Jagged int32 [N rows]; a row without tokens gets zeros.
+        temperature: of the softmax; 0 counts as 1.
+        batch_tokens: padded tokens per pass; a longer row goes alone.
+    """
+    out = torch.zeros(len(context.values))
+    for batch in scoring_batches(context, tokens, batch_tokens):
+        embedded = model.get_input_embeddings()(batch.padded.to(model.device)).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[
+            batch.row.to(model.device), batch.column.to(model.device)
+        ]
+        logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+        total = logprobs.gather(1, batch.target.to(model.device)[:, None]).sum()
+        (gradient,) = torch.autograd.grad(total, embedded)
+        product = (gradient.float() * embedded.detach().float()).sum(-1).cpu()
+        before = context.select(batch.rows)
+        flat = context.offsets[:-1][batch.rows][before.row_ids] + before.positions
+        out[flat] = product[before.row_ids, before.positions]
+    return context.with_values(out)

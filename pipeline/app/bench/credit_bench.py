@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.advantage.segments import segment_of_token
 from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
+from components.rollouts.segments import segment_of_token
 from pipeline.app.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from pipeline.app.bench.judging import LEAST_EFFECT, effective_credit, per_thought

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from components.advantage.segments import increments, segment_of_token
 from components.learner.objective import KL, Inputs, Objective, aggregate, counts, loss_terms, prepare
+from components.rollouts.segments import increments, segment_of_token
 from pipeline.app.bench.statistics import Floats, offset, pearson, share_within, sign_agreement, spearman
 from pipeline.app.bench.truth import Truth
 from pipeline.core.component import identity_sum

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from components.advantage.segments import segment_of_token
+from components.rollouts.segments import segment_of_token
 from components.rollouts.thoughts import has_oracle
 from pipeline.app.bench.credit_run import learner_of
 from pipeline.app.bench.judging import effective_credit, per_thought

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.advantage.segments import increments, with_final
-from components.rewards.outcome import finite_rewards
 from components.rollouts.requests import sample_from_prefix
+from components.rollouts.rewards import finite_rewards
+from components.rollouts.segments import close_segments, increments, with_final
 from components.rollouts.thoughts import has_oracle, true_first_errors
-from components.segmenter.thought import close_segments, ends_of_stop, token_pieces
+from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier
 from pipeline.core.streams import Stream, key_of
@@ -54,7 +54,7 @@ def thought_ends(trajectories: Trajectories, policy: Policy) -> Jagged:
     bare = ends.lengths == 0
     if bool(bare.any()):
         rows = ends.to_lists()
-        pieces = token_pieces(policy.tokenizer, trajectories.response_tokens.select(bare))
+        pieces = token_texts(policy.tokenizer, trajectories.response_tokens.select(bare))
         for row, found in zip(bare.nonzero(as_tuple=True)[0].tolist(), pieces, strict=True):
             rows[row] = ends_of_stop(found, STOP)
         ends = Jagged.from_rows(rows, torch.int32)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from components.rewards.outcome import finite_rewards
 from components.rollouts.requests import keyed_seeds, sample_fresh
+from components.rollouts.rewards import finite_rewards
 from components.text.templates import extract_answer
 from pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
 from pipeline.app.evaluate.sets import Problems

@@ -312,7 +312,7 @@ def test_revisions_of_other_trajectories_are_refused(toolbox):
 
 @pytest.mark.parametrize("config", [{"shaping": -0.1}, {"repair_scale": 1.5}])
 def test_settings_are_checked(config):
-    with pytest.raises(ValueError, match="wanted λ_φ of 0 or more and ρ between 0 and 1"):
+    with pytest.raises(ValueError, match="expected shaping ≥ 0 and 0 ≤ repair_scale ≤ 1"):
         Counterfactual.Config(**config)
 
 
@@ -324,6 +324,7 @@ def test_credit_has_the_rows_of_what_is_trained():
     with pytest.raises(GraphError) as caught:
         build_graph({"nodes": nodes})
     assert caught.value.problems == [
-        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of advantage.trained and "
-        "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population."
+        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of "
+        "advantage.trained and sampler.trajectories has the rows of sampler.trajectories; wire both from the same "
+        "population."
     ]

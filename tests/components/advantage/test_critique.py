@@ -51,5 +51,5 @@ def test_no_rows(toolbox):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r"gamma is 0.0; wanted a probability above 0"):
+    with pytest.raises(ValueError, match=r"expected gamma > 0 .* got 0.0"):
         CritiqueAdvantage.Config(gamma=0.0)

@@ -90,5 +90,5 @@ def test_no_rows(toolbox):
 
 @pytest.mark.parametrize("config", [{"alpha": -1.0}, {"stage_one_iterations": -1}, {"first_kl_weight": -0.5}])
 def test_settings_are_checked(config):
-    with pytest.raises(ValueError, match="wanted 0 or more for each"):
+    with pytest.raises(ValueError, match="expected stage_one_iterations, alpha and first_kl_weight ≥ 0"):
         RetryAdvantage.Config(**config)

@@ -6,7 +6,6 @@ import torch
 from components.advantage.additive import AdditiveAdvantage
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute, redistributed_rewards, segment_shares
-from components.advantage.segments import increments, segment_of_token, with_final
 from components.advantage.td import TDAdvantage, td_advantage, whitened
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
@@ -42,14 +41,6 @@ def _with_credit(toolbox, case, **settings):
         toolbox.start(GroupAdvantage, **settings).run(trajectories=case["trajectories"], rewards=case["rewards"]).credit
     )
     return {**case, "credit": credit}
-
-
-def test_helpers_by_hand():
-    values = Jagged.from_rows([[0.5, 0.25, 1.0], [0.5], [0.0, 2.0]], torch.float32)
-    assert increments(values).to_lists() == [[-0.25, 0.75], [], [2.0]]
-    assert with_final(values, torch.tensor([7.0, 8.0, 9.0])).to_lists() == [[0.5, 0.25, 7.0], [0.5], [0.0, 9.0]]
-    ends, tokens = Jagged.from_rows([[2, 3], [], [1]], torch.int32), Jagged.from_rows([[0, 0, 0], [], [0]], torch.int32)
-    assert segment_of_token(ends, tokens).tolist() == [0, 0, 1, 2]
 
 
 def test_td_by_hand(toolbox):
@@ -254,15 +245,17 @@ def test_invalid_rewards_get_no_credit_and_empty_batches_pass(toolbox, case, kin
     assert len(toolbox.start(kind).run(**empty).credit) == 0
 
 
-def test_wrong_segments_and_values_are_told(toolbox, case):
+def test_wrong_segments_and_values_are_reported(toolbox, case):
     node = toolbox.start(TDAdvantage)
     ends = case["segments"].ends
     short = ends.with_values(ends.values - 1)
     with pytest.raises(
-        AlignmentError, match=r"the last segment of trajectory 1001 ends at \d+, its response has \d+ tokens"
+        AlignmentError, match=r"the last segment of trajectory 1001 ends at \d+ and its response has \d+ tokens"
     ):
         node.run(**{**case, "segments": Segments(uid=case["trajectories"].uid, ends=short)})
-    with pytest.raises(AlignmentError, match="0 values for 0 segments of trajectory 1000; wanted one per boundary"):
+    with pytest.raises(
+        AlignmentError, match=r"expected one value per boundary .* got 0 values for 0 segments of trajectory 1000"
+    ):
         node.run(
             **{**case, "values": SegmentValues(uid=case["trajectories"].uid, values=ends.to(torch.float32))}
             | {"segments": case["segments"]}
@@ -272,11 +265,11 @@ def test_wrong_segments_and_values_are_told(toolbox, case):
 @pytest.mark.parametrize(
     ("kind", "settings", "text"),
     [
-        (TDAdvantage, {"lam": 1.5}, "lam is 1.5"),
-        (Redistribute, {"floor": 2.0}, "floor is 2.0"),
-        (Redistribute, {"temperature": 0.0}, "temperature above 0"),
+        (TDAdvantage, {"lam": 1.5}, "expected 0 ≤ lam ≤ 1, got 1.5"),
+        (Redistribute, {"floor": 2.0}, "expected 0 ≤ floor ≤ 1 and temperature > 0, got 2.0 and 0.1"),
+        (Redistribute, {"temperature": 0.0}, "expected 0 ≤ floor ≤ 1 and temperature > 0, got 0.1 and 0.0"),
     ],
 )
-def test_impossible_settings_are_told(kind, settings, text):
+def test_impossible_settings_are_reported(kind, settings, text):
     with pytest.raises(ValueError, match=text):
         kind.Config(**settings)

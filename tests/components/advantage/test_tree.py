@@ -1,4 +1,4 @@
-"""Trees of trajectories, their values and both advantages: numbers by hand, a slow recursion over tokens, identities."""
+"""Trees of trajectories, their values and both advantages: numbers by hand, a slow recursion, identities."""
 
 import math
 import random
@@ -265,11 +265,11 @@ def test_one_chain_and_no_chain(toolbox):
     assert credit.advantage.to_lists() == [[], [-1.0, -1.0]]
 
 
-def test_broken_trees_are_told(toolbox):
+def test_broken_trees_are_reported(toolbox):
     batch = _batch(toolbox, PARENT, INHERITED, LENGTH)
     with pytest.raises(
         AlignmentError,
-        match=r"trajectory 1001 continues 1000, which is not in the batch \(1 such rows\); wanted whole trees",
+        match=r"expected whole trees, but trajectory 1001 continues 1000, which is not in the batch \(1 such rows\)",
     ):
         tree_of(batch.select(torch.tensor([1, 2])))
     with pytest.raises(AlignmentError, match="trajectory 1001 is in another group than the one it continues"):
@@ -278,7 +278,7 @@ def test_broken_trees_are_told(toolbox):
         AlignmentError, match="trajectory 1001 inherits 9 tokens, more than it or the one it continues has"
     ):
         tree_of(batch.replace(inherited=torch.tensor([0, 9, 0])))
-    with pytest.raises(ValueError, match="max_probability is 0"):
+    with pytest.raises(ValueError, match=r"expected 0 < max_probability ≤ 1 .* got 0"):
         TreeSiblings.Config(max_probability=0)
 
 

@@ -26,5 +26,5 @@ def test_only_empty_parts_give_an_empty_batch(toolbox):
 
 def test_a_trajectory_on_two_wires_is_refused(toolbox):
     part = toolbox.trajectories(["a", "b"])
-    with pytest.raises(AlignmentError, match="2 trajectories arrive more than once from part 0, part 1"):
+    with pytest.raises(AlignmentError, match="got 2 more than once from part 0, part 1"):
         toolbox.start(Merge).run(trajectories=[part, part])

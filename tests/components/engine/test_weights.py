@@ -97,7 +97,7 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r"max_rows: 0; wanted at least 1"):
+    with pytest.raises(ValueError, match=r"expected max_rows ≥ 1, got 0"):
         LocalEngine.Config(max_rows=0)
 
 

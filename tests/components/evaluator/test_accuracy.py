@@ -44,8 +44,8 @@ def test_pass_at_one_is_the_mean_and_big_numbers_do_not_overflow():
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (4, -1, 1)])
-def test_impossible_counts_are_told(n, c, k):
-    with pytest.raises(ValueError, match="wanted 1 ≤ k ≤ n and 0 ≤ c ≤ n"):
+def test_impossible_counts_are_reported(n, c, k):
+    with pytest.raises(ValueError, match="expected 1 ≤ k ≤ n and 0 ≤ c ≤ n"):
         pass_at_k(n, c, k)
 
 
@@ -107,11 +107,11 @@ def test_ids_of_held_out_problems_never_meet_training_ids():
     assert len(node._prompts) == 6
 
 
-def test_a_missing_section_is_told():
+def test_a_missing_section_is_reported():
     node = Accuracy(Accuracy.Config(split="evl"))
     with pytest.raises(
         ConfigError,
-        match=r"node 'evaluator': the configuration has no data\.evl; wanted held-out problems\. Did you mean 'eval'\?",
+        match=r"node 'evaluator': expected held-out problems in data\.evl, .* no such section\. Did you mean 'eval'\?",
     ):
         node.setup(Context(node="evaluator", data=DATA))
 
@@ -119,17 +119,17 @@ def test_a_missing_section_is_told():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"every": -1}, "must be 0 or more"),
-        ({"samples": 4, "temperature": 0.0}, "samples at temperature 0 are all equal"),
+        ({"every": -1}, "expected every, num_problems and samples ≥ 0, got -1, 200 and 0"),
+        ({"samples": 4, "temperature": 0.0}, "expected temperature > 0 with samples 4, got 0"),
     ],
 )
-def test_impossible_settings_are_told(settings, text):
+def test_impossible_settings_are_reported(settings, text):
     with pytest.raises(ValueError, match=text):
         Accuracy.Config(**settings)
 
 
 def test_replicas_share_problems_and_sum_counts(toolbox):
-    """What two replicas judge, added up, is what one judges; samples of a problem are the same wherever it is judged."""
+    """Counts of two replicas add up to those of one; samples of a problem do not depend on its replica."""
     settings = {"samples": 2, "num_problems": 5}
 
     def judged(text):

@@ -19,7 +19,7 @@ PROBLEM = {
 
 
 def test_numbers_by_hand():
-    # Seeds: step 1 of true 2 (clean), 2 of 2 (clean and exact), 3 of 1 (erroneous). Two suffixes each.
+    # Failures: step 1 of true 2 (clean), 2 of 2 (clean and exact), 3 of 1 (erroneous). Two suffixes each.
     metrics = reset_metrics(
         step=torch.tensor([1, 2, 3]),
         count=torch.tensor([4, 4, 4]),
@@ -54,7 +54,7 @@ def test_shares_of_nothing_are_left_out():
 
 
 def _family(toolbox):
-    """One wrong seed, localised at step 2 (right), two suffixes, and a base trajectory that only the rewards know."""
+    """One failure, localised at step 2 (right), two suffixes, and a base trajectory that only the rewards know."""
     failures = toolbox.trajectories(["s1 7 * 4 2 </thought>s2 2 + 3 6 \\boxed{ 6 } </thought>"])
     errors = StepErrors(uid=failures.uid, step=torch.tensor([2]), source=["boxed"])
     suffixes = toolbox.trajectories(["x", "y"], first_uid=2000, parent=failures.uid.repeat(2), group=[1000, 1000])
@@ -65,7 +65,7 @@ def _family(toolbox):
 def test_the_component_looks_rewards_up_by_uid(toolbox):
     failures, errors, suffixes, everything = _family(toolbox)
     node = toolbox.start(Resets)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
     report = node.run(
         prompts=prompts,
@@ -92,7 +92,7 @@ def test_invalid_suffixes_do_not_count_and_tasks_without_oracle_say_less(toolbox
     assert report.metrics == {"failures": 1, "step_fraction": 0.5, "correction": 1, "corrected": 1}
 
 
-def test_no_seeds(toolbox):
+def test_no_failures(toolbox):
     none = toolbox.trajectories([])
     errors = StepErrors(uid=none.uid, step=none.uid, source=[])
     report = (
@@ -109,7 +109,7 @@ def test_no_seeds(toolbox):
     assert report.metrics == {"failures": 0}
 
 
-def test_rewards_that_miss_a_suffix_are_told(toolbox):
+def test_rewards_that_miss_a_suffix_are_reported(toolbox):
     failures, errors, suffixes, _ = _family(toolbox)
     with pytest.raises(AlignmentError, match="no row for uid \\[2001\\]"):
         toolbox.start(Resets).run(

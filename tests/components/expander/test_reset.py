@@ -59,7 +59,7 @@ def test_engine_numbers_of_the_prefix_are_the_parents(toolbox):
     assert len(out.engine_logprobs.row(1)) == 12
 
 
-def test_no_seeds(toolbox):
+def test_no_failures(toolbox):
     failures = toolbox.trajectories([])
     policy = toolbox.policy(lambda context, n: "q")
     node = toolbox.start(Reset)
@@ -68,13 +68,13 @@ def test_no_seeds(toolbox):
     assert node.context.metrics["sampled_tokens"] == 0
 
 
-def test_errors_of_other_seeds_are_refused(toolbox):
+def test_errors_of_other_failures_are_refused(toolbox):
     failures = toolbox.trajectories([THREE])
     other = StepErrors(uid=torch.tensor([5]), step=torch.tensor([1]), source=["uniform"])
     with pytest.raises(AlignmentError, match="describe different populations"):
         toolbox.start(Reset).run(failures=failures, errors=other, policy=toolbox.policy(lambda c, n: "q"))
 
 
-def test_impossible_settings_are_told():
-    with pytest.raises(ValueError, match="suffixes is 0; wanted at least 1"):
+def test_impossible_settings_are_reported():
+    with pytest.raises(ValueError, match="expected suffixes ≥ 1, got 0"):
         Reset.Config(suffixes=0)

@@ -357,17 +357,17 @@ def test_no_prompts(toolbox):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SegmentRule(branching=()), r"branching is \[\]"),
-        (lambda: SegmentRule(branching=(2, 0)), "wanted one or more levels of at least 1"),
+        (lambda: SegmentRule(branching=()), r"got branching \[\]"),
+        (lambda: SegmentRule(branching=(2, 0)), "expected one or more levels of branching ≥ 1"),
         (lambda: SegmentRule(tokens=0), "tokens 0"),
         (lambda: UncertainRule(points=0), "points 0"),
         (lambda: UncertainRule(rounds=-1), "rounds -1"),
         (
             lambda: Tree.Config(max_tokens=100, segments=SegmentRule(branching=(2, 2, 2), tokens=50)),
-            "wanted 2·segments.tokens below max_tokens",
+            "expected segments.tokens · 2 < max_tokens, .* got segments.tokens 50 and max_tokens 100",
         ),
     ],
 )
-def test_impossible_settings_are_told(make, text):
+def test_impossible_settings_are_reported(make, text):
     with pytest.raises(ValueError, match=text):
         make()

@@ -69,18 +69,19 @@ def test_paths(tmp_path):
     assert resolve_model_path("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     for path in ("./none", str(tmp_path / "none"), "a/b/c"):
         with pytest.raises(
-            DataError, match=r"no folder .*; wanted an existing folder, a hub name 'owner/name', or 'tiny'"
+            DataError, match=r"expected an existing folder, a hub name 'owner/name', or 'tiny', but .* does not exist"
         ):
             resolve_model_path(path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="a file; wanted a folder"):
+    with pytest.raises(DataError, match=r"expected a folder in Hugging Face layout, got a file"):
         resolve_model_path(str(tmp_path / "file"))
 
 
 def test_folder_without_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(
-        DataError, match=r"model folder .*: no tokenizer \(looked for tokenizer.json, .*run tokenizer.save_pretrained"
+        DataError,
+        match=r"model folder .*: expected the tokenizer .* none of tokenizer.json, .*run tokenizer.save_pretrained",
     ):
         load_tokenizer(ModelSpec(path=str(folder)))
 
@@ -95,16 +96,16 @@ def test_tokenizer_without_end_of_text(folder):
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "eos_token": None}))
-    with pytest.raises(DataError, match=r"names no end-of-text token; set eos_token in tokenizer_config.json"):
+    with pytest.raises(DataError, match=r"has no end-of-text token. Set eos_token in tokenizer_config.json"):
         load_tokenizer(ModelSpec(path=str(folder)))
 
 
 def test_folder_without_config_or_weights(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"no weights \(\*.safetensors\); wanted a complete model"):
+    with pytest.raises(DataError, match=r"expected a complete model, but it has no weights \(\*.safetensors\)"):
         load_causal_lm(ModelSpec(path=str(folder)))
     (folder / "config.json").unlink()
-    with pytest.raises(DataError, match=r"no config.json; wanted a folder written by save_pretrained"):
+    with pytest.raises(DataError, match=r"no config.json; expected a folder written by save_pretrained"):
         load_causal_lm(ModelSpec(path=str(folder)))
 
 
@@ -116,18 +117,18 @@ def test_damaged_weights(folder):
 
 def test_a_model_of_another_kind(folder):
     (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(DataError, match="type 'vit' is not a causal language model"):
+    with pytest.raises(DataError, match="expected a causal language model of transformers, got type 'vit'"):
         load_causal_lm(ModelSpec(path=str(folder)))
 
 
 def test_context_length(folder):
     assert context_length(ModelSpec()) == 512
     assert context_length(ModelSpec(max_context=100)) == 100
-    with pytest.raises(DataError, match=r"model.max_context is 600, but the model holds 512 tokens"):
+    with pytest.raises(DataError, match=r"expected model.max_context ≤ 512, the context of the model, got 600"):
         context_length(ModelSpec(max_context=600))
     spec = ModelSpec(path=str(folder), max_context=64)
     assert check_context(spec, load_config(spec), 64) == 64
-    with pytest.raises(DataError, match="context of 64 tokens; wanted at least 65 for prompt and response"):
+    with pytest.raises(DataError, match="expected a context of at least 65 tokens for prompt and response, got 64"):
         check_context(spec, load_config(spec), 65)
 
 
@@ -141,6 +142,6 @@ def test_hub_that_cannot_be_reached(monkeypatch):
         monkeypatch.setattr(auto, "from_pretrained", unreachable)
     for load in (load_tokenizer, load_causal_lm, context_length):
         with pytest.raises(
-            DataError, match=r"model 'some/model': .* cannot be had from the Hugging Face hub .* model.path=tiny"
+            DataError, match=r"model 'some/model': .* cannot be loaded from the Hugging Face hub .* model.path=tiny"
         ):
             load(ModelSpec(path="some/model"))

@@ -54,7 +54,7 @@ def test_no_rows(toolbox):
     )
 
 
-def test_a_prompt_that_is_not_there_is_told(toolbox):
+def test_a_prompt_that_is_not_there_is_reported(toolbox):
     with pytest.raises(AlignmentError, match="no row for uid \\[100\\]"):
         toolbox.start(Outcome).run(
             verifier=toolbox.verifier(_rule),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.rewards.overlong import Overlong
-from components.rollouts.overlong import overlong_punishment
+from components.rollouts.rewards import overlong_punishment
 
 
 def test_numbers_by_hand():
@@ -30,6 +30,6 @@ def test_it_is_added_to_valid_rewards_only(toolbox):
     assert node.context.metrics == {"punished_share": 0.5, "punishment": -0.375}
 
 
-def test_a_buffer_longer_than_the_limit_is_told():
-    with pytest.raises(ValueError, match="buffer is 9; wanted 0 to max_length \\(4\\) tokens"):
+def test_a_buffer_longer_than_the_limit_is_reported():
+    with pytest.raises(ValueError, match=r"expected 0 ≤ buffer ≤ max_length \(4\), got 9"):
         Overlong.Config(max_length=4, buffer=9)

@@ -59,13 +59,13 @@ def test_no_prompts_gives_no_rows(toolbox):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"group_size": 0}, "group_size is 0; wanted at least 1"),
-        ({"temperature": -1.0}, "wanted 0 \\(greedy\\)"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"group_size": 0}, "expected group_size ≥ 1, got 0"),
+        ({"temperature": -1.0}, "expected temperature ≥ 0 .* got -1.0"),
+        ({"top_p": 0.0}, "expected 0 < top_p ≤ 1 .* got 0.0"),
+        ({"max_tokens": 0}, "expected max_tokens ≥ 1, got 0"),
     ],
 )
-def test_impossible_settings_are_told(settings, text):
+def test_impossible_settings_are_reported(settings, text):
     with pytest.raises(ValueError, match=text):
         Chains.Config(**settings)
 

@@ -8,8 +8,8 @@ from pipeline.core.payloads import Trajectories
 
 
 def _run(toolbox, outcomes: dict[str, str], **settings):
-    """`outcomes` per prompt: one letter per attempt, "+" right, "-" wrong, "?" cannot be judged; then right for
-    ever."""
+    """`outcomes` per prompt: one letter per attempt, "+" correct, "-" wrong, "?" cannot be verified; then correct
+    ones."""
 
     def script(context, n):
         mark = outcomes[context][n] if n < len(outcomes[context]) else "+"
@@ -27,7 +27,7 @@ def _run(toolbox, outcomes: dict[str, str], **settings):
     return short(out.trajectories), short(out.failures), node.context.metrics, policy, out
 
 
-def test_1x4_seed_is_the_first_failure_and_the_others_fill_the_base(toolbox):
+def test_1x4_takes_the_first_failure_and_the_others_fill_the_base(toolbox):
     base, failures, metrics, policy, out = _run(toolbox, {"a": "++-+-", "b": "-----"})
     assert failures == ["a2-", "b0-"]
     assert base == ["a0+", "a1+", "a3+", "a4-", "b1-", "b2-", "b3-", "b4-"]
@@ -65,7 +65,7 @@ def test_1x4_failure_at_the_twelfth_attempt_still_counts(toolbox):
     assert metrics["fallback_share"] == 0
 
 
-def test_2x4_has_two_different_seeds_and_no_base(toolbox):
+def test_2x4_has_two_different_failures_and_no_base(toolbox):
     base, failures, metrics, policy, _ = _run(toolbox, {"a": "--", "b": "+-++-"}, split="2x4")
     assert base == []
     assert failures == ["a0-", "a1-", "b1-", "b4-"]
@@ -80,10 +80,10 @@ def test_2x4_with_one_failure_only_falls_back(toolbox):
     assert metrics["fallback_share"] == 1
 
 
-@pytest.mark.parametrize(("outcome", "seed"), [("-", ["a0-"]), ("+-", ["a1-"]), ("+" * 11 + "-", ["a11-"])])
-def test_1x8_has_one_seed_and_no_base(toolbox, outcome, seed):
+@pytest.mark.parametrize(("outcome", "failure"), [("-", ["a0-"]), ("+-", ["a1-"]), ("+" * 11 + "-", ["a11-"])])
+def test_1x8_has_one_failure_and_no_base(toolbox, outcome, failure):
     base, failures, _, _, _ = _run(toolbox, {"a": outcome}, split="1x8")
-    assert (base, failures) == ([], seed)
+    assert (base, failures) == ([], failure)
 
 
 def test_1x8_falls_back(toolbox):
@@ -92,7 +92,7 @@ def test_1x8_falls_back(toolbox):
     assert [len(c.seed) for c in policy.calls] == [1, 1, 2, 4, 4]
 
 
-def test_a_chain_without_verdict_is_no_seed(toolbox):
+def test_a_response_without_verdict_is_no_failure(toolbox):
     base, failures, _, _, _ = _run(toolbox, {"a": "?+-++"})
     assert failures == ["a2-"]
     assert base == ["a0?", "a1+", "a3+", "a4+"]
@@ -135,12 +135,12 @@ def test_no_prompts(toolbox):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"split": "1-4"}, "split is '1-4'; wanted 'AxB'"),
-        ({"split": "0x4"}, "split is '0x4'"),
-        ({"split": "3x4"}, "makes 12 suffixes, but group_size is 8"),
-        ({"max_attempts": 7}, "max_attempts is 7; wanted at least 8"),
+        ({"split": "1-4"}, "expected a split 'AxB' .* got '1-4'"),
+        ({"split": "0x4"}, "got '0x4'"),
+        ({"split": "3x4"}, r"at most group_size \(8\) suffixes, got '3x4' with 12"),
+        ({"max_attempts": 7}, "expected max_attempts ≥ 8, .* got 7"),
     ],
 )
-def test_impossible_settings_are_told(settings, text):
+def test_impossible_settings_are_reported(settings, text):
     with pytest.raises(ValueError, match=text):
         Failures.Config(**settings)

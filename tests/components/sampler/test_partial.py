@@ -16,7 +16,7 @@ from pipeline.run.checkpoint import decode, encode
 
 
 class Letters(Policy):
-    """Writes the prompt's letter as often as its number says, plus 0 to 2 by the seed; token t has log-prob −version − t/100."""
+    """Repeats the prompt's letter (its number + 0 to 2, by the seed) times; token t has log-prob −version − t/100."""
 
     continues = True
 
@@ -295,31 +295,28 @@ def test_another_number_of_replicas_shares_out_the_groups_in_flight(toolbox, rep
     assert Partial.state_for([{"groups": 0}], 2, 3) == {"groups": 0}
 
 
-def test_a_policy_that_cannot_go_on_is_told_at_once(toolbox):
+def test_a_policy_that_cannot_go_on_is_reported_at_once(toolbox):
     node = toolbox.start(Partial, carry=Carry(tokens=5))
     with pytest.raises(
         CreditgraphError,
-        match=r"carry.tokens is 5, but ScriptedPolicy cannot go on .* wanted engine.local, engine.vllm or",
+        match=r"carry.tokens is 5, but ScriptedPolicy cannot continue .* Use engine.local, engine.vllm or",
     ):
         node.run(prompts=toolbox.prompts(["a"]), policy=toolbox.policy(lambda context, n: "x"))
 
 
-def test_a_carry_that_no_rollout_reaches_is_told(toolbox, caplog):
+def test_a_carry_that_no_rollout_reaches_is_reported(toolbox, caplog):
     with caplog.at_level(logging.WARNING, "creditgraph"):
         toolbox.start(Partial, max_tokens=60, carry=Carry(tokens=60))
-    assert (
-        "carry.tokens is 60 and max_tokens 60, so every rollout ends in its own iteration and carry has no effect"
-        in caplog.text
-    )
+    assert "carry.tokens (60) is not below max_tokens (60), so every rollout ends in its own iteration" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"tokens": -1}, "carry.tokens is -1"),
-        ({"max_staleness": 0}, "max_staleness is 0, so that nothing could be carried; wanted at least 1"),
+        ({"tokens": -1}, "expected carry.tokens ≥ 0 .* got -1"),
+        ({"max_staleness": 0}, "expected carry.max_staleness ≥ 1, got 0"),
     ],
 )
-def test_impossible_settings_are_told(settings, text):
+def test_impossible_settings_are_reported(settings, text):
     with pytest.raises(ValueError, match=text):
         Carry(**settings)

@@ -68,7 +68,7 @@ def test_no_prompts(toolbox):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="pairs is 0; wanted at least 1 pair"):
+    with pytest.raises(ValueError, match="expected pairs ≥ 1, got 0"):
         Retry.Config(pairs=0)
 
 

@@ -84,7 +84,14 @@ def test_long_fixed_segments_are_whole_responses(toolbox):
     assert segments.uid.tolist() == trajectories.uid.tolist()
 
 
-@pytest.mark.parametrize("settings", [{"quantile": 1.0}, {"quantile": -0.1}, {"min_distance": 0}])
-def test_impossible_settings_are_told(settings):
-    with pytest.raises(ValueError, match="wanted a quantile from 0 to below 1, and at least 1 token"):
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"quantile": 1.0}, "expected 0 ≤ quantile < 1, got 1.0"),
+        ({"quantile": -0.1}, "expected 0 ≤ quantile < 1, got -0.1"),
+        ({"min_distance": 0}, "expected segments and min_distance ≥ 1, got 8 and 0"),
+    ],
+)
+def test_impossible_settings_are_reported(settings, text):
+    with pytest.raises(ValueError, match=text):
         EntropyCuts.Config(**settings)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends, rank_in_row
+from components.segmenter.entropy_cuts import EntropyCuts, entropy_ends
 from components.segmenter.fixed import Fixed, fixed_ends
 from components.segmenter.keyword_entropy import KeywordEntropy, merge_lowest
 from pipeline.core.errors import CreditgraphError
@@ -21,7 +21,6 @@ def test_entropy_cuts_by_hand():
     assert entropy_ends(entropies, 3).to_lists() == [[1, 3, 5], [1], [], [1, 2, 3]]
     assert entropy_ends(entropies, 2).to_lists() == [[3, 5], [1], [], [1, 3]]
     assert entropy_ends(entropies, 1).to_lists() == [[5], [1], [], [3]]
-    assert rank_in_row(entropies).to_lists() == [[0, 2, 4, 1, 3], [0], [], [0, 1, 2]]
 
 
 def test_entropy_cuts_slow_version(reference):
@@ -57,7 +56,7 @@ def test_merging_slow_version(reference):
 )
 def test_every_segmenter_covers_every_response(toolbox, kind, settings):
     node = toolbox.start(kind, **settings)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     trajectories = toolbox.trajectories(["ab</thought>c\nd</thought>efg", "", "x", "no keyword at all", "\n\n\n"])
     segments = node.run(trajectories=trajectories).segments
     lengths = trajectories.response_tokens.lengths.tolist()
@@ -71,11 +70,11 @@ def test_every_segmenter_covers_every_response(toolbox, kind, settings):
 
 
 @pytest.mark.parametrize("kind", [EntropyCuts, KeywordEntropy])
-def test_unknown_entropies_are_told(toolbox, kind):
+def test_unknown_entropies_are_reported(toolbox, kind):
     trajectories = toolbox.trajectories(["abcd"])
     entropies = trajectories.entropies.with_values(torch.tensor([0.1, float("nan"), 0.2, 0.3]))
     node = toolbox.start(kind)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     with pytest.raises(
         CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; wanted all of them"
     ):
@@ -84,7 +83,7 @@ def test_unknown_entropies_are_told(toolbox, kind):
 
 def test_keywords_cut_after_the_token_that_completes_them(toolbox):
     node = toolbox.start(KeywordEntropy, segments=9)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     segments = node.run(trajectories=toolbox.trajectories(["ab</thought>c\nd"])).segments
     assert segments.ends.to_lists() == [[12, 14, 15]]
 
@@ -92,11 +91,11 @@ def test_keywords_cut_after_the_token_that_completes_them(toolbox):
 @pytest.mark.parametrize(
     ("kind", "settings", "text"),
     [
-        (Fixed, {"tokens": 0}, "tokens is 0"),
-        (EntropyCuts, {"segments": 0}, "segments is 0"),
-        (KeywordEntropy, {"keywords": ("",)}, "strings that are not empty"),
+        (Fixed, {"tokens": 0}, "expected tokens ≥ 1, got 0"),
+        (EntropyCuts, {"segments": 0}, "expected segments and min_distance ≥ 1, got 0 and 1"),
+        (KeywordEntropy, {"keywords": ("",)}, "expected one or more non-empty keywords"),
     ],
 )
-def test_impossible_settings_are_told(kind, settings, text):
+def test_impossible_settings_are_reported(kind, settings, text):
     with pytest.raises(ValueError, match=text):
         kind.Config(**settings)

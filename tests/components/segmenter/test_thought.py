@@ -2,13 +2,13 @@
 
 import torch
 
-from components.segmenter.thought import Thoughts, close_segments, ends_of_stop, token_pieces
+from components.segmenter.thought import Thoughts
 from pipeline.core.jagged import Jagged
 
 
 def _node(toolbox):
     node = toolbox.start(Thoughts)
-    node._tokenizer = toolbox.tokenizer()
+    node.tokenizer = toolbox.tokenizer()
     return node
 
 
@@ -33,20 +33,3 @@ def test_plain_responses_are_searched_for_the_stop_string(toolbox):
 
 def test_no_rows(toolbox):
     assert len(_node(toolbox).run(trajectories=toolbox.trajectories([])).segments) == 0
-
-
-def test_ends_are_made_valid():
-    ends = Jagged.from_rows([[2, 2, 9], [0, 1], [], [3, 1]], torch.int32)
-    assert close_segments(ends, torch.tensor([4, 1, 0, 3])).to_lists() == [[2, 4], [1], [], [1, 3]]
-
-
-def test_stop_strings_over_several_tokens_and_within_one():
-    assert ends_of_stop(["x", "<", "/thought", "> y", "z"], "</thought>") == [4]
-    assert ends_of_stop(["a</thought>b</thought>", "c</thought>"], "</thought>") == [1, 1, 2]
-    assert ends_of_stop([], "</thought>") == []
-
-
-def test_pieces_are_one_string_per_token(toolbox):
-    tokens = Jagged.from_rows([[97, 98, 97], [], [99]], torch.int32)
-    assert token_pieces(toolbox.tokenizer(), tokens) == [["a", "b", "a"], [], ["c"]]
-    assert token_pieces(toolbox.tokenizer(), tokens.select(torch.tensor([1]))) == [[]]

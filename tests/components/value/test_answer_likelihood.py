@@ -228,7 +228,7 @@ def test_states_without_room_keep_the_value_before_them(toolbox, table):
     free = node.run(
         prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
     ).values.values.to_lists()[0]
-    node._room = 1 + 2 + 3  # prompt, two response tokens, "E7}"
+    node.room = 1 + 2 + 3  # prompt, two response tokens, "E7}"
     tight = node.run(
         prompts=prompts, trajectories=trajectories, segments=segments, policy=policy
     ).values.values.to_lists()[0]
@@ -250,21 +250,22 @@ def test_one_thought_and_a_response_cut_by_budget(toolbox, table):
     assert values.to_lists() == [[pytest.approx(start), end] for end in (1.0, 0.0, 1.0)]
 
 
-def test_wrong_inputs_are_told(toolbox, table):
+def test_wrong_inputs_are_reported(toolbox, table):
     prompts, (trajectories, segments) = toolbox.prompts(["P"]), _each_token(toolbox, ["ab"])
     inputs = {"prompts": prompts, "trajectories": trajectories, "segments": segments, "policy": table()}
     with pytest.raises(
-        ConfigError, match=r"value is 'continuation', which takes continuations .* Wire rewards\.rewards"
+        ConfigError,
+        match=r"value 'continuation' takes continuations .* expected an input 'rewards', .* Wire rewards\.rewards",
     ):
         toolbox.start(AnswerLikelihood, **EXIT, value="continuation").run(**inputs)
     short = {**inputs, "segments": _segments(trajectories, [[1]])}
     with pytest.raises(
-        AlignmentError, match="the last segment of trajectory 1000 ends at 1, its response has 2 tokens"
+        AlignmentError, match="the last segment of trajectory 1000 ends at 1 and its response has 2 tokens"
     ):
         toolbox.start(AnswerLikelihood, **EXIT).run(**short)
-    with pytest.raises(ValueError, match="references is 0"):
+    with pytest.raises(ValueError, match="expected references ≥ 1, got 0"):
         AnswerLikelihood.Config(references=0)
-    with pytest.raises(ValueError, match="exit_text and answer_end must not be empty"):
+    with pytest.raises(ValueError, match="expected a non-empty exit_text and answer_end"):
         AnswerLikelihood.Config(answer_end="")
 
 

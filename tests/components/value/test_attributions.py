@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.advantage.segments import increments
+from components.rollouts.segments import increments
 from components.value.gradient_attribution import GradientAttribution
 from components.value.leave_one_out import LeaveOneOut
 from pipeline.core.errors import CreditgraphError
@@ -76,7 +76,7 @@ def test_no_room_and_no_rows(toolbox, table, case):
         node = toolbox.start(kind, **EXIT)
         empty = {**case, "trajectories": case["trajectories"].select(none), "segments": case["segments"].select(none)}
         assert len(node.run(policy=policy, **empty).values) == 0
-        node._room = 6  # "PaE7}" fits, "PabbaE7}" does not
+        node.room = 6  # "PaE7}" fits, "PabbaE7}" does not
         values = node.run(policy=policy, **case).values.values.to_lists()
         assert values[0] == [0.0] * 4
         assert values[1] != [0.0] * 2

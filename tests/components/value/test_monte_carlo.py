@@ -15,7 +15,7 @@ TWO = f"a{STOP}b{STOP}"
 
 
 def _case(toolbox, texts, reward, **settings):
-    """Thought segments; a continuation of state s is `1` or `0` in turn behind one thought, and the judge reads the last character."""
+    """Thought segments; continuations of a state are `1` and `0` in turn, and the verifier reads the last character."""
     trajectories = toolbox.trajectories(texts, prompt_uid=torch.full((len(texts),), 100))
     policy = toolbox.policy(lambda context, n: f"{n % 2}\\boxed{{{n % 2}}}{STOP}")
     return toolbox.start(MonteCarlo, **settings), {
@@ -94,7 +94,7 @@ def test_empty_batch_and_bad_settings(toolbox):
     none = torch.zeros(0, dtype=torch.int64)
     empty = {k: inputs[k].select(none) for k in ("trajectories", "segments", "rewards")}
     assert len(node.run(**{**inputs, **empty}).values) == 0
-    with pytest.raises(ValueError, match="continuations is 0; wanted at least 1"):
+    with pytest.raises(ValueError, match="expected continuations ≥ 1, got 0"):
         MonteCarlo.Config(continuations=0)
 
 

@@ -1,4 +1,4 @@
-"""Paused rows go on as if they had never been paused: engine.local, and rows of engines that take one request at a time."""
+"""Paused rows continue as if they had never been paused: engine.local, and rows of engines with one request each."""
 
 import dataclasses
 import importlib.util

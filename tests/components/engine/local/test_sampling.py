@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from components.engine.local import sampling
+from components.engine.local import batches
 from components.engine.local.sampling import draw, inverse_cdf, truncate
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Requests, Sampling
@@ -62,7 +62,7 @@ def test_infinite_logits_give_finite_entropy():
 def test_blocks_do_not_change_the_draw(monkeypatch):
     logits, uniform = torch.randn(33, 20), torch.rand(33, dtype=torch.float64)
     whole = draw(logits, uniform, 0.8, 0.9, 0, None)
-    monkeypatch.setattr(sampling, "BLOCK", 100)
+    monkeypatch.setattr(batches, "BLOCK", 100)
     for a, b in zip(whole, draw(logits, uniform, 0.8, 0.9, 0, None), strict=True):
         assert torch.equal(a, b)
 

@@ -126,7 +126,7 @@ def test_a_failing_method_is_named_and_the_others_are_judged():
     options = Options(samples=2, overrides=("prompts.batch=2", "data.train.size=40"))
     result = CreditBench([BASELINE, broken], [0], options).measure()
     assert list(result["methods"]) == [EXACT, "grpo"]
-    assert "gradients were asked for" in result["failed"]["broken"]
+    assert "gradients need attributions on" in result["failed"]["broken"]
     assert "Failed: broken (value (value.gradient_attribution)" in table(result)
 
 

@@ -1,0 +1,32 @@
+"""What every localizer returns and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from torch import Tensor
+
+from components.rollouts.thoughts import STEP_FRACTION, num_thoughts
+from pipeline.core.component import Component, same_rows
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import StepErrors, Trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One step per failure."""
+
+    errors: Annotated[StepErrors, same_rows("failures")]
+
+
+class Localizer(Component):
+    """Base of localizers, which all take `failures`, `prompts` and `policy`, so that `use` alone changes the method."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (STEP_FRACTION,)
+
+    def outputs(self, failures: Trajectories, step: Tensor, source: list[str]) -> Outputs:
+        """Logs and returns the localised step, int64 [N] from 1, of each failure and how it was localised."""
+        fraction = (step - 1) / num_thoughts(failures)
+        self.context.log(step_fraction=float(fraction.sum()) / max(len(failures), 1))
+        return Outputs(errors=StepErrors(uid=failures.uid, step=step, source=source))
