@@ -20,7 +20,7 @@ from torch import Tensor
 from components.learner.metrics import Mismatch, MismatchGuard, mismatch_meters, mismatch_values
 from components.learner.objective import Inputs, Meters, Objective, aggregate, counts, loss_terms, prepare
 from components.learner.packing.balance import assign, contiguous, imbalance
-from components.learner.packing.pack import PackedBatch, check_rows, join, pack, plan
+from components.learner.packing.pack import PackedBatch, check_rows, pack, plan
 from components.learner.packing.prefix import Sorted, plan_shared, unique_tokens, without_last
 from pipeline.core.component import Context, identity_sum, same_rows
 from pipeline.core.jagged import Jagged
@@ -121,7 +121,7 @@ class RolloutPass(ABC):
         check_rows(trajectories.prompt_tokens, trajectories.response_tokens, max_context)
         self.prompt, self.response = trajectories.prompt_tokens.to(device), trajectories.response_tokens.to(device)
         self.lengths = torch.where(self.response.lengths > 0, self.prompt.lengths + self.response.lengths - 1, 0)
-        self.tree = Sorted.of(join(self.prompt, self.response)) if settings.share_prefixes and not padded else None
+        self.tree = Sorted.of(self.prompt.join(self.response)) if settings.share_prefixes and not padded else None
         self.work = Counter[str](slots=0, tokens=0, shared=0, unique=0)
         self.uid, self.prompt_uid = trajectories.uid, trajectories.prompt_uid
         self.temperature = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import join_rows, scatter_rows
+from components.rollouts.requests import scatter_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Progress, Prompts, Requests, Sampling, Trajectories
 
@@ -131,13 +131,11 @@ def grown(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tensor | 
     ends = torch.arange(count)
     ends[index] = count + torch.arange(len(index))
     rows = rows.replace(
-        response_tokens=join_rows(rows.response_tokens, fresh),
-        engine_logprobs=join_rows(rows.engine_logprobs, scatter_rows(done.logprobs, index, count)),
-        entropies=join_rows(rows.entropies, scatter_rows(done.entropies, index, count)),
+        response_tokens=rows.response_tokens.join(fresh),
+        engine_logprobs=rows.engine_logprobs.join(scatter_rows(done.logprobs, index, count)),
+        entropies=rows.entropies.join(scatter_rows(done.entropies, index, count)),
         thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(ends),
-        token_versions=join_rows(
-            rows.versions_by_token(), fresh.with_values(torch.full_like(fresh.values, policy.version))
-        ),
+        token_versions=rows.versions_by_token().join(fresh.with_values(torch.full_like(fresh.values, policy.version))),
         finish_reason=reasons,
         text=texts,
     )

@@ -72,14 +72,6 @@ def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     return torch.stack([stream.seeds(uid, draw) for draw in range(first, first + count)], dim=1)
 
 
-def join_rows(left: Jagged, right: Jagged) -> Jagged:
-    """Row-wise concatenation: row i of the result is row i of `left` followed by row i of `right` (dtype of `left`)."""
-    both = Jagged.concat([left, right.to(left.values.dtype)])
-    rows = len(left)
-    interleaved = torch.arange(2 * rows).view(2, rows).t().reshape(-1)
-    return Jagged.from_lengths(both.select(interleaved).values, left.lengths + right.lengths)
-
-
 def sample_fresh(
     policy: Policy, prompts: Prompts, rows: Tensor, seed: Tensor, sampling: Sampling, uid: Tensor
 ) -> Trajectories:
@@ -131,17 +123,16 @@ def sample_from_prefix(
     done = _generate(
         policy,
         Requests(
-            tokens=join_rows(parents.prompt_tokens, prefix),
+            tokens=parents.prompt_tokens.join(prefix),
             seed=seed,
             sampling=sampling,
             max_tokens=tokens_left,
             max_thoughts=thoughts_left,
         ),
     )
-    tokens = join_rows(prefix, done.tokens)
-    ends = join_rows(
-        parents.thought_ends.slice_rows(start, num_thoughts),
-        done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids]),
+    tokens = prefix.join(done.tokens)
+    ends = parents.thought_ends.slice_rows(start, num_thoughts).join(
+        done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids])
     )
     return Trajectories(
         uid=uid,
@@ -151,8 +142,8 @@ def sample_from_prefix(
         prompt_tokens=parents.prompt_tokens,
         response_tokens=tokens,
         inherited=prefix_length.clone(),
-        engine_logprobs=join_rows(parents.engine_logprobs.slice_rows(start, prefix_length), done.logprobs),
-        entropies=join_rows(parents.entropies.slice_rows(start, prefix_length), done.entropies),
+        engine_logprobs=parents.engine_logprobs.slice_rows(start, prefix_length).join(done.logprobs),
+        entropies=parents.entropies.slice_rows(start, prefix_length).join(done.entropies),
         thought_ends=ends,
         policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,

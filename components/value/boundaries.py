@@ -9,7 +9,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import join_rows
 from pipeline.core.component import same_rows
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
@@ -71,7 +70,7 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
     if rewards is not None:
         check_aligned(trajectories, rewards)
     ends, lengths = segments.ends, trajectories.response_tokens.lengths
-    place = join_rows(Jagged.from_rows([[0]] * len(trajectories), torch.int64), ends)
+    place = Jagged.from_rows([[0]] * len(trajectories), torch.int64).join(ends)
     final = place.values[place.offsets[1:] - 1]
     if not torch.equal(final, lengths):
         row = int((final != lengths).nonzero()[0])
@@ -81,14 +80,14 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
             f"its response has {int(lengths[row])} tokens; wanted segments that cover the response. "
             "Wire segments made from the same trajectories."
         )
-    trunk = join_rows(trajectories.prompt_tokens, trajectories.response_tokens)
+    trunk = trajectories.prompt_tokens.join(trajectories.response_tokens)
     return Boundaries(place=place, trunk=trunk, start=trajectories.prompt_tokens.lengths)
 
 
 def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
     """Values whose differences are the given gains [one per segment] and whose last one is `final` [N]; float32."""
     wide = gain.to(torch.float64)
-    total = join_rows(Jagged.from_rows([[0.0]] * len(gain), torch.float64), wide.cumsum())
+    total = Jagged.from_rows([[0.0]] * len(gain), torch.float64).join(wide.cumsum())
     return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())
 
 

@@ -9,7 +9,6 @@ import torch
 
 from components.advantage.segments import segment_of_token
 from components.models.load import context_length
-from components.rollouts.requests import join_rows
 from components.value.bank import EMPTY_BANK_SHARE, AnswerSettings, answer_bank
 from components.value.boundaries import COST_METRICS, Outputs, boundaries_of, values_from_gains
 from pipeline.core.component import Component, Context, same_rows
@@ -59,7 +58,7 @@ class GradientAttribution(Component):
         both = bank.tokens.select(entry)
         asked = both.lengths - bank.scored[entry]
         exits, answers = both.slice_rows(torch.zeros_like(asked), asked), both.slice_rows(asked, both.lengths)
-        found = policy.attribute(join_rows(bounds.trunk.select(row), exits), answers, trajectories.temperature)
+        found = policy.attribute(bounds.trunk.select(row).join(exits), answers, trajectories.temperature)
         own = found.slice_rows(bounds.start[row], bounds.trunk.lengths[row]).to(torch.float64)
         scale = reward / bank.scored[entry].clamp(min=1) if self.config.length_normalise else reward
         scale = scale / torch.bincount(row, minlength=len(trajectories)).clamp(min=1)[row]

@@ -8,7 +8,6 @@ from typing import Annotated
 import torch
 
 from components.models.load import context_length
-from components.rollouts.requests import join_rows
 from components.value.answer_likelihood import pooled, tail_probability
 from components.value.bank import EMPTY_BANK_SHARE, AnswerSettings, answer_bank
 from components.value.boundaries import COST_METRICS, Outputs, boundaries_of, values_from_gains
@@ -62,10 +61,8 @@ class LeaveOneOut(Component):
         fits = lengths[place] + bank.tokens.lengths[entry] <= self._room
         place, reference, entry = place[fits], reference[fits], entry[fits]
         owner = bounds.owner[place]
-        context = join_rows(
-            bounds.trunk.slice_rows(torch.zeros_like(owner), begin[place], owner),
-            bounds.trunk.slice_rows(end[place], lengths[place], owner),
-        )
+        before = bounds.trunk.slice_rows(torch.zeros_like(owner), begin[place], owner)
+        context = before.join(bounds.trunk.slice_rows(end[place], lengths[place], owner))
         tokens = bank.tokens.select(entry)
         scores = policy.score(context, tokens, trajectories.temperature)
         probability = tail_probability(scores.logprobs, bank.scored[entry], settings.length_normalise)

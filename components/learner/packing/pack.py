@@ -50,16 +50,6 @@ class PackedBatch:
     saved: int = 0
 
 
-def join(left: Jagged, right: Jagged) -> Jagged:
-    """Row-wise concatenation: row i is left[i] followed by right[i]."""
-    lengths = left.lengths + right.lengths
-    out = Jagged.from_lengths(left.values.new_empty(len(left.values) + len(right.values)), lengths)
-    starts = out.offsets[:-1]
-    out.values[starts[left.row_ids] + left.positions] = left.values
-    out.values[(starts + left.lengths)[right.row_ids] + right.positions] = right.values.to(left.values.dtype)
-    return out
-
-
 def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
     """Raises DataError for a row the model cannot take: an empty prompt before a response, or more tokens than the context."""
     empty = (prompt.lengths == 0) & (response.lengths > 0)
@@ -118,7 +108,7 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False, 
             of `Sorted`.
     """
     prompts, targets = prompt.select(index), response.select(index).to(torch.int64)
-    whole = join(prompts, targets)
+    whole = prompts.join(targets)
     if share and not padded:
         overlap = overlaps(whole)
         inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)

@@ -3,7 +3,7 @@ import torch
 
 from components.learner.hf.model import LearnerModel, Lora, _packs
 from components.learner.packing.attention import make_layout
-from components.learner.packing.pack import check_rows, join, pack, plan
+from components.learner.packing.pack import check_rows, pack, plan
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 
@@ -131,14 +131,6 @@ def test_pack_padded_by_hand():
     assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.predict.tolist() == [1, 2, 3, 4]
     assert (batch.slots, batch.tokens) == (6, 5)
-
-
-def test_join_with_empty_rows():
-    assert join(Jagged.from_rows([[1], [], [2, 3]]), Jagged.from_rows([[], [4], [5]])).to_lists() == [
-        [1],
-        [4],
-        [2, 3, 5],
-    ]
 
 
 @pytest.mark.parametrize("padded", [False, True])
