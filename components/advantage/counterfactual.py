@@ -74,7 +74,7 @@ class Counterfactual(Component):
     φ_i = ρ s_i for a wrong trajectory, 0 for a right one [S]; A' is R' normalised within the group; A_{i,t} = A'_i
     m_{i,t} [R]. m marks the tokens of a repaired trajectory that its successful revision with the fewest edits changes;
     all ones for a right trajectory and for a failure without a successful revision [S]. Column "gate" holds m for
-    objective `gated_sequence`.
+    objective `gspo_gated`.
 
     Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group
     with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`); the sign is

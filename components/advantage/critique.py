@@ -28,7 +28,7 @@ class Outputs:
 
 
 class CritiqueAdvantage(Component):
-    """A = r − mean over originals and refinement; refinement tokens (`parent` ≥ 0) carry γ in column "shaping" for objective `shaped`.
+    """A = r − mean over originals and refinement; refinement tokens (`parent` ≥ 0) carry γ in column "shaping" for objective `shaped_probability`.
 
     The objective weighs them by f(p) = p/(p + γ), p the current probability of the token, in place of a ratio: rare
     tokens of a refinement get the larger gradient, and the prompt they were sampled from does not matter [S, and the

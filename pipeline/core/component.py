@@ -244,6 +244,11 @@ class Component:
         """Processes that hold one replica of this (collective) node's model, known from its settings before anything loads."""
         return 1
 
+    @classmethod
+    def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
+        """What a node with these settings logs: `metrics`, unless a part chosen in the settings logs more."""
+        return cls.metrics
+
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""
         self.context = context

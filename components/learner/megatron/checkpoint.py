@@ -2,8 +2,8 @@
 
 Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read
 at another. torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for
-the distributed
-optimizer: state that exists before loading, loading without its step counters, and one step counter per parameter.
+the distributed optimizer: state that exists before loading, loading without its step counters, and one step counter
+per parameter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     _fill_state(optimizer)
-    steps = {"updates": _updates(optimizer), "step_count": optimizer.step_count}
+    steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
     dist_checkpointing.save(_sharded(chunks, optimizer, loading=False) | {"state": state | steps}, str(folder))
 
 
@@ -52,27 +52,25 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
 
     if not (folder / "metadata.json").is_file():
         raise RunError(
-            f"{folder}: no Megatron checkpoint (metadata.json is missing); wanted one that learner.megatron wrote. "
-            "Resume with the learner "
-            "that wrote the run, or start a new run."
+            f"{folder}: no Megatron checkpoint (metadata.json is missing); expected one that learner.megatron wrote. "
+            "Resume with the learner that wrote the run, or start a new run."
         )
     _fill_state(optimizer)
-    wanted = _sharded(chunks, optimizer, loading=True)
     try:
-        found: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        loaded: dict[str, Any] = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
         for name, chunk in zip(_names(chunks), chunks, strict=True):
-            chunk.load_state_dict(found[name])
+            chunk.load_state_dict(loaded[name])
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         reason = " ".join(str(error).split())[-300:]
         raise RunError(
             f"{folder}: the checkpoint does not fit this model or is damaged ({type(error).__name__}: …{reason}); "
-            "wanted one of the same architecture, complete. Resume with the model that wrote it, or from an earlier "
+            "expected a complete one of the same architecture. Resume with the model that wrote it, or from an earlier "
             "checkpoint."
         ) from error
-    state: dict[str, Any] = found["state"]
-    optimizer.inner.load_state_dict(found["optimizer"])
+    state: dict[str, Any] = loaded["state"]
+    optimizer.inner.load_state_dict(loaded["optimizer"])
     _set_updates(optimizer, int(state.pop("updates")))
-    optimizer.step_count = int(state.pop("step_count"))
+    optimizer.schedule.step_count = int(state.pop("step_count"))
     optimizer.set_weight_decay()
     return state
 

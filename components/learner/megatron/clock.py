@@ -11,7 +11,7 @@ COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ComputeClock:
-    """Stands where megatron-core's schedules expect their timers, and adds up the forward and backward passes of this rank.
+    """In place of the timers of megatron-core's schedules: adds up the forward and backward passes of this rank.
 
     On a GPU passes are measured by events of the stream, so waiting for another stage's tensors does not count.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.learner.optimizer import OptimizerSettings, learning_rate
+from components.learner.optimizer import OptimizerSettings, Schedule, Update
 
 
 def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -> list[nn.Module]:
@@ -35,7 +35,7 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
 
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators already."""
+    """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators."""
     from megatron.core.distributed import finalize_model_grads
 
     finalize_model_grads(chunks, None, **kwargs)
@@ -63,7 +63,9 @@ class MegatronOptimizer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-        self.settings, self.total_steps, self.step_count, self.chunks = settings, total_steps, 0, chunks
+        self.settings = settings
+        self.schedule = Schedule(settings, total_steps)
+        self.chunks = chunks
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -100,25 +102,21 @@ class MegatronOptimizer:
         )
 
     def clear(self) -> None:
-        """Forgets all gradients; call before the passes of a step."""
+        """Drops all gradients; call before the passes of a step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.inner.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> tuple[float, float, bool]:
-        """Clips and updates from finalised gradients; a non-finite gradient changes nothing but the schedule.
-
-        Returns:
-            the gradient norm before clipping, the learning rate, and whether the update was made; equal on all ranks.
-        """
+    def step(self) -> Update:
+        """Clips and updates, the same on all ranks; a non-finite gradient changes nothing but the schedule."""
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
         self.inner.prepare_grads()
-        norm, rate = float(self.inner.get_grad_norm()), self.next_rate()
-        self.step_count += 1
+        norm = float(self.inner.get_grad_norm())
+        rate = self.schedule.advance()
         if not math.isfinite(norm):
-            return norm, rate, False
+            return Update(norm, rate, made=False)
         for part in self.inner.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and self.settings.grad_clip:
@@ -126,14 +124,8 @@ class MegatronOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = rate
         self.inner.step_with_ready_grads()
-        return norm, rate, True
+        return Update(norm, rate, made=True)
 
-    def next_rate(self) -> float:
-        """Learning rate of the coming step."""
-        return learning_rate(self.settings, self.step_count, self.total_steps)
-
-    def skip(self) -> float:
-        """Counts a step without an update, so that the schedule keeps to the plan; returns its learning rate."""
-        rate = self.next_rate()
-        self.step_count += 1
-        return rate
+    def skip(self) -> Update:
+        """Counts a step without an update; gradients are dropped before the next passes."""
+        return Update(0.0, self.schedule.advance(), made=False)

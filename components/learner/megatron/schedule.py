@@ -1,6 +1,6 @@
-"""Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, forward-only passes, agreement of ranks.
+"""Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, and forward-only passes.
 
-Micro-batches have any lengths: stages tell each other the shape of what they send. Replicas may run different numbers
+Micro-batches have any lengths: stages send each other the shape first. Replicas may run different numbers
 of them, since gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is
 filled up with one-token micro-batches of weight zero, and so is a replica without rows.
 """
@@ -31,8 +31,10 @@ def filler(device: str) -> PackedBatch:
 def num_fillers(count: int, pipeline: int, virtual: int) -> int:
     """Micro-batches to add to `count` so that the schedule takes them.
 
-    >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)], [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
-    ([2, 1, 0, 1], [1, 0, 0])
+    >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)]
+    [2, 1, 0, 1]
+    >>> [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
+    [1, 0, 0]
     """
     if virtual > 1:
         return pipeline if count == 0 else -count % pipeline
@@ -124,9 +126,10 @@ def objects_from_last_stage(value: Any) -> Any:
     return box[0]
 
 
-def mean_and_most(value: float) -> tuple[float, float]:
+def mean_and_maximum(value: float) -> tuple[float, float]:
     """Mean and largest of a number over all ranks of the run."""
-    total, most = (torch.tensor(value, dtype=torch.float64) for _ in range(2))
+    total = torch.tensor(value, dtype=torch.float64)
+    largest = total.clone()
     dist.all_reduce(total)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(total) / dist.get_world_size(), float(most)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(total) / dist.get_world_size(), float(largest)

@@ -19,33 +19,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.learner.objective.config import Objective
+from components.learner.objective.settings import ObjectiveSettings
 from pipeline.core.jagged import Jagged
 
 
-def counts(mask: Jagged, objective: Objective) -> Tensor:
+def counts(mask: Jagged, settings: ObjectiveSettings) -> Tensor:
     """Local denominators, float64 [2]: rows B and trained tokens Σ m."""
     per_row = mask.sum()
-    rows = (per_row > 0).sum() if objective.drop_empty else torch.tensor(len(mask))
+    rows = (per_row > 0).sum() if settings.drop_empty else torch.tensor(len(mask))
     return torch.stack([rows.to(per_row.device), per_row.sum()]).double()
 
 
-def weights(mask: Jagged, objective: Objective, denominators: Tensor) -> Jagged:
+def weights(mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Jagged:
     """Weight of each token's term, float32 over tokens, from global `denominators` (see `counts`); 0 where masked."""
+    # At least 1: a step without any trained token has loss 0, not NaN.
     rows, tokens = (max(float(x), 1.0) for x in denominators)
     trained = mask.values.float()
-    if objective.aggregate == "token_mean":
+    if settings.aggregate == "token_mean":
         return mask.with_values(trained / tokens)
-    if objective.aggregate == "seq_mean_token_sum":
+    if settings.aggregate == "seq_mean_token_sum":
         return mask.with_values(trained / rows)
-    if objective.aggregate == "constant":
-        return mask.with_values(trained / (rows * objective.constant_length))
+    if settings.aggregate == "constant":
+        return mask.with_values(trained / (rows * settings.constant_length))
     share = 1.0 / (mask.sum().clamp(min=1).double() * rows)
     return mask.with_values(trained * mask.spread(share.float()).values)
 
 
-def aggregate(loss: Jagged, mask: Jagged, objective: Objective, denominators: Tensor) -> Tensor:
+def aggregate(loss: Jagged, mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Tensor:
     """This part's share of the loss; the sum over all parts of the batch is the loss."""
-    weight = weights(mask, objective, denominators)
+    weight = weights(mask, settings, denominators)
     # where, not a product: a masked token may hold inf or NaN.
     return torch.where(mask.values, loss.values, 0.0).mul(weight.values).sum()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, Lora
+from components.learner.hf.model import LearnerModel
 
 SMALL = {
     "vocab_size": 42,
@@ -15,7 +15,7 @@ SMALL = {
 
 
 def wrap(model):
-    return LearnerModel(model.eval(), Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    return LearnerModel(model.eval())
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Olmo2", "Granite", "Mistral", "Cohere"])

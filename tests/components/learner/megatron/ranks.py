@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.head import vocab_parallel_logprobs
-from components.learner.megatron.model import Layout, MegatronModel, init_parallel
+from components.learner.megatron.model import MegatronModel
+from components.learner.megatron.parallel import ParallelLayout, init_parallel
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
@@ -18,7 +19,7 @@ from pipeline.core.jagged import Jagged
 def built(
     path: str, sizes: dict[str, Any], recompute: str = "none", dtype: torch.dtype = torch.float32
 ) -> MegatronModel:
-    layout = Layout(**sizes)
+    layout = ParallelLayout(**sizes)
     init_parallel(layout)
     model = MegatronModel.build(path, layout, recompute=recompute, dtype=dtype)
     model.load(path)
@@ -72,7 +73,7 @@ def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
 
     tensors = dict(built(path, steps[0]).export())
     for sizes in steps[1:]:
-        layout = Layout(**sizes)
+        layout = ParallelLayout(**sizes)
         init_parallel(layout)
         model = MegatronModel.build(path, layout)
         model.load_tensors(reversed(tensors.items()))
@@ -171,19 +172,14 @@ def head(
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
-    init_parallel(Layout(tensor=tensor))
+    init_parallel(ParallelLayout(tensor_parallel=tensor))
     group, rank = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank()
     size, out = len(weight) // tensor, []
     for i, (vocab, temperature, by) in enumerate(cases):
         h, w = hidden.clone().requires_grad_(), weight[rank * size : (rank + 1) * size].clone().requires_grad_()
-        settings = {
-            "vocab_start": rank * size,
-            "true_vocab": vocab,
-            "temperature": temperature,
-            "group": group,
-            "chunk": 5 * i,
-        }
-        logprobs, entropies = vocab_parallel_logprobs(h, w, targets, reduce_hidden=i != 2, **settings)
+        start = rank * size
+        shard = VocabShard(start=start, size=min(max(vocab - start, 0), size), group=group, reduce_hidden=i != 2)
+        logprobs, entropies = token_logprobs(h, targets, Head(weight=w, shard=shard), temperature, chunk=5 * i)
         c = torch.linspace(-1.0, 2.0, len(targets))
         by_logprobs, by_entropies = (c * logprobs).sum(), (c.flip(0) * entropies).sum()
         {"logprobs": by_logprobs, "entropies": by_entropies, "both": by_logprobs + by_entropies}[by].backward()

@@ -14,7 +14,8 @@ import torch
 
 from components.learner.hf.learner import HFLearner
 from components.learner.megatron.learner import MegatronLearner
-from components.learner.objective import KINDS
+from components.learner.objective import OBJECTIVES
+from components.learner.settings import Lora
 from pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
@@ -87,7 +88,7 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_every_objective_is_covered(training: Any) -> None:
-    assert {case["objective"].kind for case in training.CASES.values()} == set(KINDS)
+    assert {case["objective"].use for case in training.CASES.values()} == set(OBJECTIVES)
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
@@ -109,7 +110,7 @@ def test_equal_to_learner_hf(
     gloo_pool: Callable[[int], Any], training: Any, folder: str, reference: dict[str, Any], size: int
 ) -> None:
     whole, brief = LAYOUTS[size]
-    for layouts, cases in ((whole, training.CASES), (brief, {"token": training.CASES["token"]})):
+    for layouts, cases in ((whole, training.CASES), (brief, {"ppo_clip": training.CASES["ppo_clip"]})):
         answers = gloo_pool(size).run(training.train_layouts, folder, layouts, cases)
         for place, layout in enumerate(layouts):
             for case in cases:
@@ -225,12 +226,12 @@ def test_damaged_checkpoints_are_told(
 
 FAILING = """
 import os
-from components.learner.objective import Kind, token
-def terms(inputs, objective):
-    if os.environ["RANK"] == "1":
-        raise ValueError("rank 1 fails inside the pipeline")
-    return token.terms(inputs, objective)
-KIND = Kind(terms)
+from components.learner.objective.ppo_clip import PPOClip
+class Failing(PPOClip):
+    def terms(self, inputs, meters):
+        if os.environ["RANK"] == "1":
+            raise ValueError("rank 1 fails inside the pipeline")
+        return super().terms(inputs, meters)
 """
 
 
@@ -238,7 +239,7 @@ KIND = Kind(terms)
 def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
     (tmp_path / "failing.py").write_text(FAILING)
-    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.kind=failing:KIND"]
+    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.use=failing:Failing"]
     settings += [
         "run.iterations=1",
         "prompts.batch=4",
@@ -268,10 +269,11 @@ def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel 0; wanted at least 1"),
-        ({"virtual_pipeline": 2}, "virtual_pipeline 2 with pipeline_parallel 1; wanted several pipeline ranks"),
-        ({"sequence_parallel": True}, "sequence_parallel with tensor_parallel 1"),
-        ({"minibatches": 0}, "minibatches 0"),
+        ({"tensor_parallel": 0}, r"expected at least 1 \(1: not sharded\), got tensor_parallel 0"),
+        ({"virtual_pipeline": 2}, "virtual_pipeline 2 interleaves pipeline stages, but pipeline_parallel is 1"),
+        ({"sequence_parallel": True}, "sequence_parallel shards activations .*, but tensor_parallel is 1"),
+        ({"minibatches": 0}, "expected minibatches ≥ 1"),
+        ({"lora": Lora(rank=8)}, "lora.rank is 8, but learner.megatron trains all parameters"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
@@ -290,8 +292,11 @@ def test_ranks_of_a_replica() -> None:
 
 def test_the_state_of_another_learner_is_refused() -> None:
     with pytest.raises(
-        RunError, match=r"learner\.megatron: the checkpoint holds optimizer, version; wanted the shards"
+        RunError,
+        match=r"learner\.megatron: expected the shards of learner\.megatron in the checkpoint, got optimizer, version",
     ):
         MegatronLearner().load_state_dict({"version": 1, "optimizer": {}})
-    with pytest.raises(RunError, match=r"learner\.hf: the checkpoint holds version; wanted the optimiser state"):
+    with pytest.raises(
+        RunError, match=r"learner\.hf: expected the optimiser state of learner\.hf in the checkpoint, got version"
+    ):
         HFLearner().load_state_dict(MegatronLearner.state_dict(SimpleNamespace(version=1)))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, EntropyMask, Objective, Trace
+from components.learner.objective import KL, EntropyMask, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
+from components.learner.step import RolloutTraining
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
@@ -131,11 +132,9 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
 
 def logprobs_of(learner: Any) -> torch.Tensor:
     """Per-token log-probs of one batch under the present weights, as `old_logprobs: recompute` makes them."""
-    from components.learner.megatron.cpu import megatron_on_cpu
-    from components.learner.megatron.learner import _Pass
-
-    with megatron_on_cpu():
-        return _Pass(learner, *make_batch(9))._score_all(reference=False).values
+    trajectories, credit = make_batch(9)
+    training = RolloutTraining(learner.config, learner.context, learner.backend, trajectories, credit, learner.version)
+    return training.score(reference=False).values
 
 
 def train(
@@ -158,36 +157,39 @@ def train(
     return out
 
 
+WIDE = {"clip_low": 0.2, "clip_high": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "reinforce": {
-        "objective": Objective(kind="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
+        "objective": ObjectiveSettings(use="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
         "micro_batch_tokens": 0,
     },
-    "token": {
-        "objective": Objective(kind="token", kl=KL(coefficient=0.1), importance_cap=2.0),
+    "ppo_clip": {
+        "objective": ObjectiveSettings(use="ppo_clip", kl=KL(coefficient=0.1), importance_cap=2.0),
         "old_logprobs": "recompute",
         "minibatches": 2,
         "epochs": 2,
         "micro_batch_tokens": 40,
     },
-    "sequence": {"objective": Objective(kind="sequence"), "micro_batch_tokens": 60},
-    "gated_sequence": {
-        "objective": Objective(kind="gated_sequence", entropy_mask=EntropyMask(keep=0.5)),
+    "gspo": {"objective": ObjectiveSettings(use="gspo", config=WIDE), "micro_batch_tokens": 60},
+    "gspo_gated": {
+        "objective": ObjectiveSettings(use="gspo_gated", config=WIDE, entropy_mask=EntropyMask(keep=0.5, where="loss")),
         "micro_batch_tokens": 60,
     },
     "trace": {
-        "objective": Objective(kind="trace", trace=Trace(style="both", normalise=True)),
+        "objective": ObjectiveSettings(use="trace", config={"style": "both", "normalise": True}),
         "micro_batch_tokens": 60,
     },
     # Each row its own micro-batch: the longest sequence is above the budget.
-    "shaped": {"objective": Objective(kind="shaped"), "micro_batch_tokens": 10, "share_prefixes": False},
+    "shaped_probability": {
+        "objective": ObjectiveSettings(use="shaped_probability"),
+        "micro_batch_tokens": 10,
+        "share_prefixes": False,
+    },
 }
 
 
 def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
     """What `train` returns, of learner.hf."""
-    from components.learner.hf.learner import _Pass
-
     out = {}
     for name, settings in cases.items():
         learner = hf_learner(folder, settings, dtype)
@@ -195,7 +197,7 @@ def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float3
         out[name] = {
             "gradients": {n: m["exp_avg"] / 0.1 for n, m in moments.items()},
             "metrics": metrics,
-            "logprobs": _Pass(learner, *make_batch(9))._score_all(reference=False).values,
+            "logprobs": logprobs_of(learner),
             "weights": learner.initial()["weights"].tensors,
         }
     return out
@@ -233,7 +235,7 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
     """A step in which the last rank's loss or gradient is NaN: metrics, whether all weights stayed, whether a later step is made."""
     import torch.distributed as dist
 
-    learner = megatron_learner(folder, layout, CASES["sequence"])
+    learner = megatron_learner(folder, layout, CASES["gspo"])
     before = [p.detach().clone() for c in learner.model.chunks for p in c.parameters()]
     own = learner.model.logprobs
 
@@ -261,7 +263,7 @@ def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str =
     """Two steps, a checkpoint, and what the third step makes."""
     from pathlib import Path
 
-    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     for seed in range(2):
         step(learner, seed)
     learner.save_shards(Path(target))
@@ -272,7 +274,7 @@ def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str
     """The weights of a checkpoint, and what the third step makes of them."""
     from pathlib import Path
 
-    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     learner.load_shards(Path(target))
     return {"saved": dict(learner.model.export()), **step(learner, 2)}
 

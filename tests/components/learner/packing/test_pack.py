@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, Lora, _packs
+from components.learner.hf.model import LearnerModel, _packs
 from components.learner.packing.attention import make_layout
 from components.learner.packing.pack import check_rows, pack, plan
 from pipeline.core.errors import DataError
@@ -25,7 +25,7 @@ def rows(device):
 def test_packed_equals_separate(model, reference, device, padded):
     prompts, responses = rows(device)
     wanted, wanted_entropy = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     assert learner.padded is False
     if padded:
         model.set_attn_implementation("sdpa")
@@ -40,7 +40,7 @@ def test_packed_gradient_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     loss = torch.cat(reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())[0]).square().sum()
     wanted = torch.autograd.grad(loss, list(model.parameters()))
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     for a, b in zip(torch.autograd.grad(found.values.square().sum(), list(model.parameters())), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
@@ -62,7 +62,7 @@ def test_sliding_window_equals_separate(reference, device):
     model = MistralForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
     wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     assert learner.padded is False
     found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
@@ -87,7 +87,7 @@ def test_model_that_refuses_gets_padded_batches(reference, device, caplog):
     wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
     assert _packs(model) is False
     assert "does not take packed sequences" in caplog.text
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device), padded=learner.padded), 1.0)
     torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
 

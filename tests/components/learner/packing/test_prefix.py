@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.model import LearnerModel, Lora
-from components.learner.objective import Objective
+from components.learner.hf.model import LearnerModel
+from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.packing.pack import pack
 from components.learner.packing.prefix import Sorted, bags, overlaps, paths, plan_shared, unique_tokens, without_last
@@ -82,7 +82,7 @@ def test_shared_equals_separate(reference, device, kind, rows, sort):
     )
     parameters = list(model.parameters())
     gradient = torch.autograd.grad((a * wanted + b * wanted_entropy).sum(), parameters)
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     order = Sorted.of(prompts.join(responses)).order if sort else torch.arange(len(prompts), device=device)
     batch = pack(prompts, responses, order, share=True)
     assert (batch.saved > 0) or not sort
@@ -102,7 +102,7 @@ def test_pack_by_hand():
     )
     assert batch.input_ids.tolist() == [[1, 2, 4, 5, 7]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3]]
-    assert list(zip(batch.predict.tolist(), batch.wanted.tolist(), strict=True)) == [
+    assert list(zip(batch.predict.tolist(), batch.next_tokens.tolist(), strict=True)) == [
         (1, 4),
         (2, 5),
         (3, 6),
@@ -200,7 +200,7 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget):
             micro_batch_tokens=budget,
             old_logprobs="recompute",
             minibatches=2,
-            objective=Objective(entropy_bonus=0.01),
+            objective=ObjectiveSettings(entropy_bonus=0.01),
             optimizer=OptimizerSettings(lr=1e-3),
         )
         trajectories, credit = shared_batch(make_batch)
