@@ -28,11 +28,16 @@ class PolicyLearner(Component):
 
     placement = "collective"
     metrics = (*LEARNER_METRICS, *shipped_metrics())
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(LearnerSettings):
+        """Those of every learner."""
+
     config: LearnerSettings
     backend: Backend
 
     @classmethod
-    def metrics_of(cls, config: LearnerSettings) -> tuple[Metric, ...]:
+    def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
         """Those of the chosen objective too, which may be from outside."""
         return (*cls.metrics, *config.objective.build().metrics)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from components.learner.hf.model import LearnerModel
 from components.learner.learner import PolicyLearner
 from components.learner.optimizer import Optimizer, Update
 from components.learner.packing.pack import PackedBatch
-from components.learner.settings import LearnerSettings
 from components.learner.step import Backend, LossOf
 from pipeline.core.component import Context, identity_sum
 from pipeline.core.errors import RunError
@@ -31,12 +29,6 @@ class HFLearner(PolicyLearner):
     With several replicas each has the whole batch, computes its part of every mini-batch (prompts spread by token
     count), and gradients are summed; all make the same steps.
     """
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(LearnerSettings):
-        """Settings of `learner.hf`: those of every learner."""
-
-    config: Config
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

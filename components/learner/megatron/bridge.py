@@ -18,6 +18,7 @@ from torch import Tensor
 
 from components.learner.megatron.attention import LayerRopeAttention, PackedAttention, PackedGPTModel, RMSNorm
 from components.learner.megatron.families import FAMILIES
+from components.learner.megatron.weights import whole_shapes
 
 # The padded vocabulary is a multiple of this times the tensor-parallel ranks: whole tiles for tensor cores.
 VOCAB_MULTIPLE = 8
@@ -60,6 +61,7 @@ def make_bridge(hf_config: Any, dtype: torch.dtype, tensor_parallel: int, settin
     bridge = cls(config, dtype=dtype, make_vocab_size_divisible_by=multiple)
     bridge.set_extra_args(**settings)
     bridge.family = family
+    bridge.shapes = whole_shapes(config)
     bridge.vocab_size = config.vocab_size
     bridge.padded_vocab_size = -(-config.vocab_size // multiple) * multiple
     _set_attention(bridge, config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,8 +34,6 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
         optimizer: over them.
         state: numbers and strings that are equal on all ranks.
     """
-    from megatron.core import dist_checkpointing
-
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
@@ -48,8 +47,6 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
 
     Raises RunError for a folder that is missing, cut short, or of another architecture.
     """
-    from megatron.core import dist_checkpointing
-
     if not (folder / "metadata.json").is_file():
         raise RunError(
             f"{folder}: no Megatron checkpoint (metadata.json is missing); expected one that learner.megatron wrote. "
@@ -80,8 +77,6 @@ def _names(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # Extra state is TransformerEngine's fp8 scaling, which is not used.
     model: dict[str, Any] = {

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -26,8 +27,6 @@ def megatron_on_cpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.tensor_parallel import random
-
     cuda = torch.cuda
     with ExitStack() as stack:
         # The device of new buffers, of received pipeline tensors and of parameters moved to "the" device.

@@ -1,7 +1,4 @@
-"""Hugging Face causal LMs as megatron-core GPTModels, sharded over tensor, pipeline and context parallel ranks.
-
-Importing this file imports no megatron; building a model does.
-"""
+"""Hugging Face causal LMs as megatron-core GPTModels, sharded over tensor, pipeline and context parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +8,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 
 from components.learner.logprobs import Head, VocabShard, token_logprobs
+from components.learner.megatron.attention import PackedParams, RankInputs, prepare
+from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.parallel import ParallelLayout, quiet_import
+from components.learner.megatron.parallel import check_layout
+from components.learner.megatron.settings import ParallelLayout
+from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
 from components.learner.packing.pack import PackedBatch
 from components.learner.settings import Recompute
 from components.models.load import load_config
@@ -50,7 +55,7 @@ class MegatronModel:
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
         # With virtual stages each chunk asks again for the same batch.
-        self._inputs: WeakKeyDictionary[PackedBatch, Any] = WeakKeyDictionary()
+        self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
     @staticmethod
     def build(
@@ -71,10 +76,8 @@ class MegatronModel:
             device: of the parameters.
             hf_config: a transformers configuration to use in place of the one at `path`.
         """
-        from components.learner.megatron.bridge import build_chunks, make_bridge
-
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
-        layout.check(hf_config, dist.get_world_size(), path)
+        check_layout(layout, hf_config, path)
         device = torch.device(device)
         settings = {
             "sequence_parallel": layout.sequence_parallel,
@@ -90,7 +93,7 @@ class MegatronModel:
             **RECOMPUTE[recompute],
         }
         fused = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-        with megatron_on_cpu(), quiet_import():
+        with megatron_on_cpu():
             bridge = make_bridge(hf_config, dtype, layout.tensor_parallel, settings)
             chunks = build_chunks(bridge, layout.virtual_pipeline, fused)
             for chunk in chunks:
@@ -104,25 +107,19 @@ class MegatronModel:
         Raises DataError for a checkpoint of another architecture, a truncated file, and missing or surplus tensors;
         every rank reads for itself, so no rank waits for one that failed.
         """
-        from components.learner.megatron.weights import check_files, expected_shapes, fill, parts, read, tensor_files
-
         own = parts(self.bridge, self.chunks)
         files = tensor_files(path)
-        check_files(path, files, expected_shapes(self.bridge, own))
+        check_files(path, files, self.bridge.shapes)
         with megatron_on_cpu():
             fill(self.bridge, own, read(own, files))
 
     def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Takes this rank's part of whole tensors in Hugging Face names, in any order; DataError without one."""
-        from components.learner.megatron.weights import fill, parts
-
         with megatron_on_cpu():
             fill(self.bridge, parts(self.bridge, self.chunks), tensors)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
-        from components.learner.megatron.weights import gather, parts
-
         return gather(self.bridge, parts(self.bridge, self.chunks))
 
     def forward(self, chunk: Any, batch: PackedBatch) -> Tensor:
@@ -130,8 +127,6 @@ class MegatronModel:
 
         s is this rank's share of the tokens, padded to whole shares. Call `logprobs` with the last stage's result.
         """
-        from components.learner.megatron.attention import PackedParams
-
         inputs = self.inputs(batch)
         hidden: Tensor = chunk(
             input_ids=inputs.input_ids,
@@ -141,10 +136,8 @@ class MegatronModel:
         )
         return hidden
 
-    def inputs(self, batch: PackedBatch) -> Any:
-        """What this rank feeds its chunks for a batch (see attention.RankInputs)."""
-        from components.learner.megatron.attention import prepare
-
+    def inputs(self, batch: PackedBatch) -> RankInputs:
+        """What this rank feeds its chunks for a batch."""
         if batch not in self._inputs:
             shares = self.layout.tensor_parallel if self.layout.sequence_parallel else 1
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
@@ -187,8 +180,6 @@ class MegatronModel:
             temperature: above 0.
             chunk: tokens per chunk of logits; 0 takes the device's default.
         """
-        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
         with megatron_on_cpu():
             if self.layout.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(
@@ -205,8 +196,6 @@ class MegatronModel:
         self, hidden: Tensor, batch: PackedBatch, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
-        from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-
         inputs = self.inputs(batch)
         inside = (batch.predict >= inputs.start) & (batch.predict < inputs.stop)
         own = inside.nonzero(as_tuple=True)[0]
@@ -236,8 +225,6 @@ def _leave(tensor: Tensor) -> Tensor:
 
 
 def _mark(chunk: Any) -> None:
-    from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
-
     # Gradient norm and optimiser read these attributes of every parameter.
     for parameter in chunk.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

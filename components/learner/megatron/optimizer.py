@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor, nn
 
 from components.learner.optimizer import OptimizerSettings, Schedule, Update
@@ -25,8 +29,6 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
         chunks: GPTModels of this rank, in virtual pipeline order.
         distributed: prepare for the distributed optimizer.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     return [
         DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0)
@@ -36,8 +38,6 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators."""
-    from megatron.core.distributed import finalize_model_grads
-
     finalize_model_grads(chunks, None, **kwargs)
 
 
@@ -60,9 +60,6 @@ class MegatronOptimizer:
         dtype: torch.dtype,
         distributed: bool,
     ) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-
         self.settings = settings
         self.schedule = Schedule(settings, total_steps)
         self.chunks = chunks
@@ -110,8 +107,6 @@ class MegatronOptimizer:
     @torch.no_grad()
     def step(self) -> Update:
         """Clips and updates, the same on all ranks; a non-finite gradient changes nothing but the schedule."""
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
         rate = self.schedule.advance()

@@ -137,17 +137,16 @@ def _check_shape(place: str, name: str, shape: Shape, expected: Shape) -> None:
         )
 
 
-def expected_shapes(bridge: Any, own: list[Part]) -> dict[str, Shape]:
-    """Shapes of the whole model's tensors by Hugging Face name. Layers are alike, so one rank's layer gives all."""
-    wide = (bridge.vocab_size, bridge.hf_config.hidden_size)
-    out: dict[str, Shape] = {hf: wide[1:] if "norm" in name else wide for name, hf in bridge._DIRECT_MAPPING.items()}
-    for part in own:
-        for source, shape in zip(part.sources, _source_shapes(bridge, part), strict=True):
-            head, layers, rest = source.partition("model.layers.")
-            if layers and not head:
-                tail = rest.split(".", 1)[1]
-                out.update({f"model.layers.{i}.{tail}": shape for i in range(bridge.hf_config.num_hidden_layers)})
-    return out
+def whole_shapes(hf_config: Any) -> dict[str, Shape]:
+    """Shapes of a model's tensors by name, from an empty transformers model; without a tied output head."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if hf_config.tie_word_embeddings:
+        del shapes[TIED_HEAD]
+    return shapes
 
 
 # --- in ---
@@ -176,28 +175,11 @@ def fill(bridge: Any, own: list[Part], tensors: Iterator[tuple[str, Tensor]]) ->
 
 
 def _copy(bridge: Any, part: Part, sources: list[Tensor]) -> None:
-    for name, tensor, shape in zip(part.sources, sources, _source_shapes(bridge, part), strict=True):
-        _check_shape("weights", name, tuple(tensor.shape), shape)
+    for name, tensor in zip(part.sources, sources, strict=True):
+        _check_shape("weights", name, tuple(tensor.shape), bridge.shapes[name])
     whole = bridge._weight_to_mcore_format(part.name, sources)
     shards = bridge._weight_split_across_tp(part.name, whole, part.parameter, bridge.mpu.tp_size)
     part.parameter.copy_(shards[bridge.mpu.tp_rank])
-
-
-def _source_shapes(bridge: Any, part: Part) -> list[Shape]:
-    config = bridge.config
-    tail = tuple(part.parameter.shape[1:])
-    if len(part.sources) == 3:  # queries, keys, values
-        rows = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
-        return [(n * config.kv_channels, *tail) for n in rows]
-    if len(part.sources) == 2:  # gate and up projection
-        return [(bridge.hf_config.intermediate_size, *tail)] * 2
-    if part.sources[0] in bridge._DIRECT_MAPPING.values() and part.parameter.dim() == 2:
-        return [(bridge.vocab_size, *tail)]
-    whole = list(part.parameter.shape)
-    dim = _sharded_dim(part.parameter)
-    if dim is not None:
-        whole[dim] *= bridge.mpu.tp_size
-    return [tuple(whole)]
 
 
 def _sharded_dim(parameter: Tensor) -> int | None:

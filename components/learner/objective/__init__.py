@@ -15,11 +15,10 @@ with it.
 A new objective is one file with a subclass of `Objective`, and one line in `settings.OBJECTIVES`.
 """
 
-from components.learner.objective.aggregate import aggregate, counts, weights
 from components.learner.objective.base import LossInputs, Objective
 from components.learner.objective.entropy_mask import EntropyMask
 from components.learner.objective.kl import KL, kl_estimate
-from components.learner.objective.loss import loss_terms, prepare
+from components.learner.objective.loss import aggregate, counts, loss_terms, prepare, weights
 from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.settings import OBJECTIVES, ObjectiveSettings, load_objective, shipped_metrics
 

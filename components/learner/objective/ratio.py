@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,23 +49,7 @@ def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     """exp with |log ratio| clamped to 20; the share of clamped trained tokens is metric "ratio_overflow"."""
     clamped = ~(log_ratio.detach().abs() <= MAX_LOG_RATIO)
     meters.share("ratio_overflow", clamped, mask)
-    apply: Any = _SafeExp.apply
-    ratio: Tensor = apply(log_ratio, clamped)
-    return ratio
-
-
-class _SafeExp(torch.autograd.Function):
-    # Beyond the clamp, and where the log ratio is NaN, the gradient is 0 as that of clamp is.
-    @staticmethod
-    def forward(ctx: Any, log_ratio: Tensor, clamped: Tensor) -> Tensor:
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-        ctx.save_for_backward(ratio, clamped)
-        return ratio
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ratio, clamped = ctx.saved_tensors
-        return (grads[0] * ratio).masked_fill_(clamped, 0.0), None
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_loss(ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip, meters: Meters) -> Tensor:

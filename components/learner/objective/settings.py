@@ -60,7 +60,7 @@ class ObjectiveSettings:
     importance_cap: float = 0.0
     """C of the truncated importance weight min(π_old^learner / π^engine, C); 0 is off. Needs old_logprobs: recompute"""
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-    """how token terms become one number; see `aggregate.py`"""
+    """how token terms become one number; see `loss.py`"""
     constant_length: int = 0
     """L_max of aggregate "constant" [tokens]"""
     drop_empty: bool = False

@@ -102,19 +102,6 @@ class Gather(torch.autograd.Function):
         return out.view(-1, *grad.shape[1:]), None, None, None
 
 
-class _ToGrid(torch.autograd.Function):
-    """Tokens → slots of all grids. `tokens` [slots] is arbitrary in unused slots, `slots` [total] is its inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
 class _FromGrid(torch.autograd.Function):
     """Slots → tokens; unused slots get no gradient."""
 
@@ -298,14 +285,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
     grids = layout.grids
-    to_grid: Any = _ToGrid.apply
-    from_grid: Any = _FromGrid.apply
     gather: Any = Gather.apply
-    q = to_grid(q, grids.tokens, grids.slots)
-    if layout.keys is None:
-        k, v = (to_grid(x, grids.tokens, grids.slots) for x in (k, v))
-    else:
-        k, v = (gather(x, grids.key_tokens, *grids.key_bags) for x in (k, v))
+    from_grid: Any = _FromGrid.apply
+    # Each token has one query slot, and as many key slots as there are paths through it.
+    q = gather(q, grids.tokens, grids.slots, torch.arange(layout.total, device=q.device))
+    k, v = (gather(x, grids.key_tokens, *grids.key_bags) for x in (k, v))
     queries = torch.split(q, [g.rows * g.queries for g in grids.grids])
     key_sizes = [g.rows * g.keys for g in grids.grids]
     keys = torch.split(k, key_sizes)

@@ -10,7 +10,8 @@ from torch import Tensor
 from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.model import MegatronModel
-from components.learner.megatron.parallel import ParallelLayout, init_parallel
+from components.learner.megatron.parallel import init_parallel
+from components.learner.megatron.settings import ParallelLayout
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.learner.megatron.settings import ParallelLayout
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.jagged import Jagged
 
@@ -174,63 +175,56 @@ def config_of(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world", "changes", "text"),
+    ("sizes", "changes", "text"),
     [
-        ({"tensor_parallel": 2, "pipeline_parallel": 2}, 6, {}, "6 ranks cannot be cut into replicas of tensor_parallel 2 × pipeline_parallel 2 × "
-         "context_parallel 1 = 4; expected a multiple. Start 4 ranks or 8"),
-        ({"tensor_parallel": 8}, 8, {}, r"tensor_parallel 8 does not fit 12 attention heads, 2 key-value heads and MLPs of 96; "
-         r".* These work: 1, 2, 4, 6, 12"),
-        ({"tensor_parallel": 3}, 3, {}, r"These work: 1, 2, 4, 6, 12"),
-        ({"tensor_parallel": 5}, 5, {"num_key_value_heads": 3}, r"3 key-value heads .* These work: 1, 3, 6, 12"),
-        ({"pipeline_parallel": 4, "virtual_pipeline": 8}, 4, {}, "pipeline_parallel 4 × virtual_pipeline 8 = 32 stages, but the model has "
-         "28 layers; expected at most 28 stages"),
-        ({}, 1, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' for qwen2. Use learner.hf"),
-        ({}, 1, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic' is not supported"),
+        ({"tensor_parallel": 8}, {},
+         r"tensor_parallel 8 does not fit 12 attention heads, 2 key-value heads and MLPs of 96; .* These work: "
+         r"1, 2, 4, 6, 12"),
+        ({"tensor_parallel": 5}, {"num_key_value_heads": 3}, r"3 key-value heads .* These work: 1, 3, 6, 12"),
+        ({"pipeline_parallel": 4, "virtual_pipeline": 8}, {},
+         "pipeline_parallel 4 × virtual_pipeline 8 = 32 stages, but the model has 28 layers; expected at most 28"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' for qwen2. Use learner.hf"),
+        ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+         "rope_type 'dynamic' is not supported; expected one of default, linear, llama3, yarn"),
+        ({"tensor_parallel": 8, "pipeline_parallel": 29}, {},
+         r"learner\.megatron, model 'some/model': tensor_parallel 8 does not fit .*; pipeline_parallel 29 stages"),
     ],
 )  # fmt: skip
-def test_a_layout_that_does_not_fit_is_told(sizes: Any, world: int, changes: Any, text: str) -> None:
-    from components.learner.megatron.parallel import ParallelLayout
+def test_a_layout_that_does_not_fit_is_refused_with_all_reasons(sizes: Any, changes: Any, text: str) -> None:
+    from components.learner.megatron.parallel import check_layout
 
     with pytest.raises(ConfigError, match=text):
-        ParallelLayout(**sizes).check(config_of(**changes), world, "some/model")
+        check_layout(ParallelLayout(**sizes), config_of(**changes), "some/model")
 
 
-def test_all_problems_come_at_once_and_a_fitting_layout_passes() -> None:
-    from components.learner.megatron.parallel import ParallelLayout
+def test_a_layout_that_fits_passes() -> None:
+    from components.learner.megatron.parallel import check_layout
 
-    with pytest.raises(
-        ConfigError, match=r"learner\.megatron, model 'some/model': 7 ranks .*; tensor_parallel 8 does not fit"
-    ):
-        ParallelLayout(tensor_parallel=8).check(config_of(), 7, "some/model")
-    ParallelLayout(tensor_parallel=4, pipeline_parallel=3, virtual_pipeline=2, sequence_parallel=True).check(
-        config_of(vocab_size=51), 24
-    )
+    layout = ParallelLayout(tensor_parallel=4, pipeline_parallel=3, virtual_pipeline=2, sequence_parallel=True)
+    check_layout(layout, config_of(vocab_size=51), "some/model")
 
 
 def test_an_unsupported_model_names_those_that_work() -> None:
     from transformers import GPT2Config
 
-    from components.learner.megatron.parallel import ParallelLayout
+    from components.learner.megatron.parallel import check_layout
 
-    with pytest.raises(
-        ConfigError,
-        match=r"model type 'gpt2' is not supported; expected one of qwen2, qwen3, llama, olmo2, olmo3. Use learner.hf",
-    ):
-        ParallelLayout().check(GPT2Config(), 1)
+    text = "model type 'gpt2' is not supported; expected one of qwen2, qwen3, llama, olmo2, olmo3. Use learner.hf"
+    with pytest.raises(ConfigError, match=text):
+        check_layout(ParallelLayout(), GPT2Config(), "some/model")
 
 
 def test_key_norms_over_all_heads_need_whole_heads() -> None:
     from transformers import Olmo2Config
 
-    from components.learner.megatron.parallel import ParallelLayout
+    from components.learner.megatron.parallel import check_layout
 
     config = Olmo2Config(
         num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2, hidden_size=32, intermediate_size=64
     )
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel 4 does not fit 8 attention heads, 2 key-value heads .* These work: 1, 2"
-    ):
-        ParallelLayout(tensor_parallel=4).check(config, 4)
+    text = r"tensor_parallel 4 does not fit 8 attention heads, 2 key-value heads .* These work: 1, 2"
+    with pytest.raises(ConfigError, match=text):
+        check_layout(ParallelLayout(tensor_parallel=4), config, "some/model")
 
 
 def broken(kind: str, checkpoint: Callable[[str], str], folder: Path) -> str:
