@@ -25,7 +25,7 @@ class RolloutBatch:
         context: of its node.
         trajectories: the rows.
         max_context: tokens the model takes; 0 takes any.
-        padded: micro-batches are padded grids, for models that do not take packed sequences.
+        packs: whether the model takes packed sequences; otherwise no prefixes are shared.
 
     Attributes:
         prompt, response: Jagged tokens.
@@ -39,17 +39,16 @@ class RolloutBatch:
         context: Context,
         trajectories: Trajectories,
         max_context: int,
-        padded: bool = False,
+        packs: bool = True,
     ) -> None:
         check_rows(trajectories.prompt_tokens, trajectories.response_tokens, max_context)
         self._settings = settings
         self._context = context
-        self._padded = padded
         self.prompt = trajectories.prompt_tokens.to(context.device)
         self.response = trajectories.response_tokens.to(context.device)
         self.lengths = torch.where(self.response.lengths > 0, self.prompt.lengths + self.response.lengths - 1, 0)
         self._prompt_uid = trajectories.prompt_uid
-        self.shares_prefixes = settings.share_prefixes and not padded
+        self.shares_prefixes = settings.share_prefixes and packs
         self._tree = Sorted.of(self.prompt.join(self.response)) if self.shares_prefixes else None
 
     def rows(self) -> Tensor:
@@ -101,12 +100,12 @@ class RolloutBatch:
         """Row indices of the micro-batches of some rows, those without a response left out."""
         budget = self._settings.micro_batch_tokens
         if self._tree is None:
-            return [rows[p] for p in plan(self.lengths[rows], budget, self._padded)]
+            return [rows[p] for p in plan(self.lengths[rows], budget)]
         return plan_shared(self._subtree(rows), self.lengths, budget)
 
     def pack(self, rows: Tensor) -> PackedBatch:
         """The model input of some rows."""
-        return pack(self.prompt, self.response, rows, self._padded, share=self.shares_prefixes)
+        return pack(self.prompt, self.response, rows, share=self.shares_prefixes)
 
     def unique_tokens(self, rows: Tensor) -> int:
         """Fewest tokens that some rows could be computed with, every shared prefix once."""

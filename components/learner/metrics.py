@@ -37,7 +37,6 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "least number of tokens that `forward_tokens` could be, every shared prefix passed once",
     ),
     Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
-    Metric("pack_waste", "share", "slots of micro-batches that hold padding"),
     Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
     Metric("policy_lag", "versions", "learner's version minus the version that sampled, mean over trajectories"),
     Metric("version", "number", "version of the published weights"),

@@ -31,11 +31,11 @@ class Backend(ABC):
 
     Attributes:
         max_context: tokens the model takes; 0 takes any.
-        padded: whether it takes padded grids in place of packed sequences.
+        packs: whether it takes packed sequences, and so shared prefixes.
     """
 
     max_context: int
-    padded: bool = False
+    packs: bool = True
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -112,11 +112,11 @@ class RolloutTraining:
         self._context = context
         self._backend = backend
         self._version = version
-        self.batch = RolloutBatch(settings, context, trajectories, backend.max_context, backend.padded)
+        self.batch = RolloutBatch(settings, context, trajectories, backend.max_context, backend.packs)
         self.seconds: dict[str, float] = {}
         self._meters = Meters()
         self._counts = Counter(tokens=0, steps=0, skipped_zero_credit=0, skipped_nonfinite=0)
-        self._work = Counter(slots=0, tokens=0, shared=0, unique=0)
+        self._work = Counter(tokens=0, shared=0, unique=0)
         # Ratios are 1 at equal weights only at the temperature of the sampler.
         self._temperature = trajectories.temperature
         device = context.device
@@ -235,7 +235,7 @@ class RolloutTraining:
     def _packed(self, pieces: list[Tensor]) -> Iterator[PackedBatch]:
         for rows in pieces:
             batch = self.batch.pack(rows)
-            self._work.update(slots=batch.slots, tokens=batch.tokens, shared=batch.saved)
+            self._work.update(tokens=batch.tokens, shared=batch.saved)
             yield batch
 
     def _loss(self, rows: Tensor, logprobs: Jagged, entropies: Jagged, denominators: Tensor, meters: Meters) -> Tensor:
@@ -266,7 +266,6 @@ class RolloutTraining:
         if self.batch.shares_prefixes:
             metrics |= {f"{n}_tokens": total[n] for n in ("unique", "shared")}
         return metrics | {
-            "pack_waste": 1.0 - total["tokens"] / total["slots"] if total["slots"] else 0.0,
             "policy_lag": self._lag,
             "version": float(self._version + 1),
         }

@@ -90,7 +90,7 @@ class HFBackend(Backend):
         self.model = model
         self.optimizer = optimizer
         self.max_context = max_context
-        self.padded = model.padded
+        self.packs = model.packs
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """One micro-batch after the other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class LearnerModel:
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
-        self.padded = not _packs(model)
-        if self._reference is not None and not self.padded:
+        self.packs = _packs(model)
+        if self._reference is not None and self.packs:
             self._reference.set_attn_implementation(register())
         if not lora.rank:
             model.requires_grad_(True)
@@ -84,7 +85,7 @@ class LearnerModel:
             return self._score(self.causal_lm, batch, temperature)[0]
 
     def _score(self, model: Any, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
-        hidden = hidden_states(model, batch)
+        hidden = hidden_states(model, batch, self.packs)
         return batch.by_row(*token_logprobs(batch.predicting(hidden), batch.next_tokens, Head.of(model), temperature))
 
     @torch.no_grad()
@@ -114,18 +115,17 @@ class LearnerModel:
         return {name: tensor.detach().clone() for name, tensor in state.items()}, adapter
 
 
-def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
-    """Last hidden states [slots, D] of a packed or padded batch."""
-    packed = {} if batch.layout is None else {"packed": batch.layout}
-    out = model.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
-        **packed,
-    )
-    hidden: Tensor = out.last_hidden_state
-    return hidden.flatten(0, 1)
+def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
+    """Last hidden states [tokens, D]. Through a model that does not take packed sequences the rows go one by one."""
+    bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
+    packed = {"packed": batch.layout} if packs else {}
+    out = []
+    for begin, end in pairwise(bounds):
+        ids = batch.input_ids[:, begin:end]
+        positions = batch.position_ids[:, begin:end]
+        result = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+        out.append(result.last_hidden_state[0])
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 @torch.no_grad()
@@ -166,14 +166,12 @@ def _packs(model: Any) -> bool:
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 4, 6)]
     prompts = Jagged.from_rows([r[:1] for r in rows], torch.int64).to(device)
     responses = Jagged.from_rows([r[1:] for r in rows], torch.int64).to(device)
-    index = torch.arange(3, device=device)
     try:
         with torch.no_grad():
-            padded = pack(prompts, responses, index, padded=True)
-            separate_hidden = padded.predicting(hidden_states(model, padded))
+            batch = pack(prompts, responses, torch.arange(3, device=device))
+            separate_hidden = hidden_states(model, batch, packs=False)
             model.set_attn_implementation(register())
-            packed = pack(prompts, responses, index)
-            packed_hidden = packed.predicting(hidden_states(model, packed))
+            packed_hidden = hidden_states(model, batch, packs=True)
         tolerance = 1e-4 if separate_hidden.dtype == torch.float32 else 0.1
         largest = separate_hidden.abs().max().clamp(min=1e-6)
         worst = float((packed_hidden - separate_hidden).abs().max() / largest)
@@ -183,9 +181,7 @@ def _packs(model: Any) -> bool:
     except (NotImplementedError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     model.set_attn_implementation(own)
-    log.warning(
-        "%s does not take packed sequences (%s); using padded batches sorted by length", type(model).__name__, reason
-    )
+    log.warning("%s does not take packed sequences (%s); rows go through it one by one", type(model).__name__, reason)
     return False
 
 

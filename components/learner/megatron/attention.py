@@ -56,13 +56,11 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
     """Pads a packed batch to a multiple of `tensor` · `context` tokens and takes one context-parallel rank's slice.
 
     Args:
-        batch: packed; a padded batch is refused.
+        batch: of this replica.
         tensor: ranks that share the tokens between matrix products (1 without sequence parallel).
         context: context-parallel ranks.
         context_rank: which of them.
     """
-    if batch.layout is None:
-        raise ValueError("learner.megatron: expected a packed batch (pack(..., padded=False)), got a padded one.")
     ids = batch.input_ids
     positions = batch.position_ids
     layout = batch.layout

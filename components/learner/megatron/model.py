@@ -189,7 +189,7 @@ class MegatronModel:
             if self.layout.context_parallel > 1:
                 return batch.by_row(*self._of_all_contexts(hidden, batch, temperature, chunk))
             # Padding to whole shares stands at the end, where nothing is predicted from.
-            chosen = batch.predicting(hidden[: batch.slots])
+            chosen = batch.predicting(hidden[: batch.tokens])
             return batch.by_row(*token_logprobs(chosen, batch.next_tokens, self._head(), temperature, chunk))
 
     def _of_all_contexts(

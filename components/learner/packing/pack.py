@@ -22,36 +22,32 @@ class PackedBatch:
     """Model input for some rows.
 
     Attributes:
-        input_ids, position_ids: int64, [1, total] when packed, [rows, longest] when padded.
-        attention_mask: [rows, longest] when padded, else None.
-        layout: of the sequences when packed, else None.
-        predict: int64 [pairs], place in the flattened hidden states that predicts each pair's token.
+        input_ids, position_ids: int64 [1, tokens].
+        layout: of the sequences.
+        predict: int64 [pairs], place in the hidden states that predicts each pair's token.
         next_tokens: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share
             is one pair, and the last token of a prefix predicts a different token for each continuation: one pair for
             each.
         bags: for each place in the hidden states, the pairs it predicts; None without shared prefixes.
         targets: Jagged int64, the response tokens of the rows.
         spread: int64 [targets], the pair of each response token; None when they are the same.
-        slots: token places computed, padding included.
-        tokens: of them, real ones.
+        tokens: how many are computed.
         saved: tokens not computed, because another row did.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
-    layout: PackedLayout | None
+    layout: PackedLayout
     predict: Tensor
     next_tokens: Tensor
     bags: tuple[Tensor, Tensor] | None = None
     targets: Jagged
     spread: Tensor | None = None
-    slots: int
     tokens: int
     saved: int = 0
 
     def predicting(self, hidden: Tensor) -> Tensor:
-        """Hidden states [pairs, D] at the places that predict, from those [slots, D] of all places."""
+        """Hidden states [pairs, D] at the places that predict, from those [tokens, D] of all places."""
         if self.bags is None:
             return hidden.index_select(0, self.predict)
         gather: Any = Gather.apply
@@ -84,11 +80,11 @@ def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
         )
 
 
-def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
-    """Cuts rows into micro-batches of at most `budget` tokens (token places including padding when `padded`).
+def plan(lengths: Tensor, budget: int) -> list[Tensor]:
+    """Cuts rows into micro-batches of at most `budget` tokens.
 
-    Rows are sorted by length, so neighbours are alike and padding inside a micro-batch is small. Rows of length 0 are
-    left out; a row longer than the budget gets a micro-batch of its own.
+    Rows are sorted by length, so those of a micro-batch are alike. Rows of length 0 are left out; a row longer than
+    the budget gets a micro-batch of its own.
 
     Args:
         lengths: int64 [rows].
@@ -104,8 +100,7 @@ def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
     start = first
     used = 0
     for i in range(first, len(sizes)):
-        cost = sizes[i] * (i - start + 1) if padded else used + sizes[i]
-        if budget and i > start and cost > budget:
+        if budget and i > start and used + sizes[i] > budget:
             cuts.append(order[start:i])
             start = i
             used = 0
@@ -115,54 +110,34 @@ def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
     return cuts
 
 
-def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False, share: bool = False) -> PackedBatch:
-    """Lays out the rows `index`, each with a non-empty prompt and response.
+def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -> PackedBatch:
+    """Lays out the rows `index`, each with a non-empty prompt and response, end to end.
 
     Args:
         prompt, response: token rows.
         index: int64, the rows to take.
-        padded: as a padded grid instead of end to end.
         share: compute the common prefix of each row and the row before it in `index` once; pays when the order is that
             of `Sorted`.
     """
     prompts = prompt.select(index)
     targets = response.select(index).to(torch.int64)
     whole = prompts.join(targets)
-    if share and not padded:
+    if share:
         overlap = overlaps(whole)
         inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)
         if bool(inputs_overlap.any()):
             return _pack_shared(prompts, targets, whole, overlap, inputs_overlap)
     inputs = whole.slice_rows(torch.zeros_like(whole.lengths), whole.lengths - 1)
-    places = inputs.positions
     # Response token t of a row with P prompt tokens is predicted at place P + t − 1.
     before = (prompts.lengths - 1)[targets.row_ids] + targets.positions
-    tokens = len(inputs.values)
-    if padded:
-        grid = inputs.to_padded()
-        rows, longest = grid.shape
-        mask = torch.arange(longest, device=grid.device)[None] < inputs.lengths[:, None]
-        return PackedBatch(
-            input_ids=grid.long(),
-            position_ids=torch.arange(longest, device=grid.device).expand(rows, -1),
-            attention_mask=mask.long(),
-            layout=None,
-            predict=targets.row_ids * longest + before,
-            next_tokens=targets.values,
-            targets=targets,
-            slots=rows * longest,
-            tokens=tokens,
-        )
     return PackedBatch(
         input_ids=inputs.values.long()[None],
-        position_ids=places[None],
-        attention_mask=None,
+        position_ids=inputs.positions[None],
         layout=make_layout(inputs.lengths),
         predict=inputs.offsets[:-1][targets.row_ids] + before,
         next_tokens=targets.values,
         targets=targets,
-        slots=tokens,
-        tokens=tokens,
+        tokens=len(inputs.values),
     )
 
 
@@ -194,14 +169,12 @@ def _pack_shared(
     return PackedBatch(
         input_ids=computed.values.long()[None],
         position_ids=places[None],
-        attention_mask=None,
         layout=make_layout(own[kept], keys.select(kept)),
         predict=predict,
         next_tokens=next_tokens,
         bags=bags(predict, tokens),
         targets=targets,
         spread=spread,
-        slots=tokens,
         tokens=tokens,
         saved=len(keys.values) - tokens,
     )

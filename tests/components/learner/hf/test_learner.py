@@ -55,7 +55,6 @@ def test_run_trains_and_reports(make_learner, make_batch):
     assert metrics["lr"] == 1e-2
     assert metrics["trained_tokens"] == len(trajectories.response_tokens.values)
     assert metrics["forward_tokens"] == metrics["trained_tokens"] + int((trajectories.prompt_tokens.lengths - 1).sum())
-    assert metrics["pack_waste"] == 0.0
     assert metrics["zero_credit_rows"] == 0.0
     assert set(out.report.seconds) == {"forward_backward", "optimizer", "publish"}
     assert learner.context.metrics["loss"] == metrics["loss"]
@@ -428,7 +427,7 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
     assert first["imbalance_after"] <= first["imbalance_before"]
     alone = make_learner(**settings)
     wanted = run(alone, batch).report.metrics
-    split = {"imbalance_before", "imbalance_after", "pack_waste", "forward_tokens", "shared_tokens"}
+    split = {"imbalance_before", "imbalance_after", "forward_tokens", "shared_tokens"}
     once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
     assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
     assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)

@@ -26,7 +26,7 @@ def test_architectures_take_packed_sequences(kind, device):
     more = {"Granite": {"logits_scaling": 3.0}, "Cohere": {"logit_scale": 0.5}}.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device)
-    assert wrap(model).padded is False
+    assert wrap(model).packs
 
 
 def test_head_that_does_more_is_refused():

@@ -30,7 +30,7 @@ LAYOUTS: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 ROOT = Path(__file__).parents[4]
 # What says how the work was cut, not what was learned.
-CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "pack_waste", "imbalance_before", "imbalance_after"}
+CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
 
 
 @pytest.fixture(scope="session")

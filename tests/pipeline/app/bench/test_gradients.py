@@ -98,7 +98,7 @@ def test_mean_of_prompt_gradients_is_the_gradient_of_the_batch(toolbox, model):
     found = prompt_gradients(model, rows, weight, 1.0)
     assert sorted(found) == [100, 101]
     parameters = list(model.trainable().values())
-    logprobs, _ = model.logprobs(pack(rows.prompt_tokens, tokens, torch.arange(3), model.padded), 1.0)
+    logprobs, _ = model.logprobs(pack(rows.prompt_tokens, tokens, torch.arange(3)), 1.0)
     wanted = torch.autograd.grad((logprobs.values * weight.values.float()).sum(), parameters)
     whole = torch.cat([g.flatten() for g in wanted])
     assert torch.allclose((found[100] + found[101]) / 2, whole, atol=1e-5)
