@@ -33,13 +33,13 @@ def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
     return (weights * logprobs).sum() + 0.3 * (weights.flip(0) * entropies).sum()
 
 
-def round_trip(path: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[str]:
+def differing(model: MegatronModel, path: str, dtype: torch.dtype) -> list[str]:
     """Names whose export differs from the file; names missing or doubled."""
     from safetensors.torch import load_file
 
     wanted = load_file(f"{path}/model.safetensors")
     bad = []
-    for name, tensor in built(path, sizes, dtype=dtype).export():
+    for name, tensor in model.export():
         if name not in wanted or not torch.equal(wanted.pop(name).to(dtype), tensor):
             bad.append(name)
     return bad + sorted(wanted)
@@ -95,11 +95,11 @@ def train(
     cuts: list[Tensor],
     recompute: str = "none",
     dtype: torch.dtype = torch.float32,
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None:
-    """Log-probs, entropies and gradients in Hugging Face names, first of separate rows, then with shared prefixes.
+) -> tuple[list[str], list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None]:
+    """What the export has wrong; then log-probs, entropies and gradients of separate rows, and with shared prefixes.
 
-    They come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on each of
-    which the objective acts.
+    The latter come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on
+    each of which the objective acts.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -119,7 +119,7 @@ def train(
         and not mpu.get_tensor_model_parallel_rank()
         and not mpu.get_data_parallel_rank(with_context_parallel=True)
     )
-    return out if one else None
+    return differing(model, path, dtype), out if one else None
 
 
 def _pass(

@@ -62,11 +62,11 @@ def plain(
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_value_and_gradient_equal_float64_softmax(tensor: int, gloo_pool: Any, ranks: Any) -> None:
+def test_value_and_gradient_equal_float64_softmax(tensor: int, pool: Any, ranks: Any) -> None:
     cases = [(v, t, by) for v, t in ((40, 1.0), (29, 0.6)) for by in ("logprobs", "entropies", "both")]
     given = draw()
     given[2].clamp_(max=28)
-    answers = gloo_pool(4).run(ranks.head, tensor, *given, cases)
+    answers = pool.run(ranks.head, tensor, *given, cases)
     for i, (vocab, temperature, by) in enumerate(cases):
         wanted = plain(*given, vocab, temperature, by)
         replica = [a[i] for a in answers[:tensor]]

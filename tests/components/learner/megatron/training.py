@@ -64,10 +64,10 @@ def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: in
     return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns={"shaping": shaping, "gate": gate})
 
 
-def five_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
-    """The metrics of five runs on five batches, and what `after_first` says after the first."""
+def three_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
+    """The metrics of three runs on three batches, and what `after_first` says after the first."""
     out, said = [], None
-    for seed in range(5):
+    for seed in range(3):
         learner.context.iteration = seed
         trajectories, credit = make_batch(seed, version=seed)
         out.append(learner.run(trajectories=trajectories, credit=credit).report.metrics)
@@ -79,7 +79,7 @@ def five_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, fl
 def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") -> HFLearner:
     """The reference."""
     learner = HFLearner(HFLearner.Config(**{"optimizer": OPTIMIZER, **settings}))
-    learner.setup(Context(node="learner", iterations=5, model=ModelSpec(path=folder, dtype=dtype)))
+    learner.setup(Context(node="learner", iterations=3, model=ModelSpec(path=folder, dtype=dtype)))
     return learner
 
 
@@ -96,7 +96,7 @@ def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, An
     learner.setup(
         Context(
             node="learner",
-            iterations=5,
+            iterations=3,
             ranks=ranks,
             all_sum=sum_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
@@ -117,13 +117,13 @@ def sum_over_replicas(value: torch.Tensor) -> torch.Tensor:
 
 def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
     """Whole clipped gradients of the first step in Hugging Face names: Adam's first moment over 1 − β₁."""
-    parts = learner.optimizer.inner.chained_optimizers
+    parts = learner.backend.optimizer.inner.chained_optimizers
     moments = {p: s["exp_avg"] for part in parts for p, s in part.optimizer.state.items()}
     kept = {p: p.detach().clone() for p in moments}
     with torch.no_grad():
         for p, moment in moments.items():
             p.copy_(moment / 0.1)
-    found = dict(learner.model.export())
+    found = dict(learner.backend.model.export())
     with torch.no_grad():
         for p, value in kept.items():
             p.copy_(value)
@@ -140,12 +140,12 @@ def logprobs_of(learner: Any) -> torch.Tensor:
 def train(
     folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32"
 ) -> dict[str, dict[str, Any]]:
-    """For each case: metrics of five steps, log-probs afterwards, the gradient of the first step, and the last weights."""
+    """For each case: metrics of three steps, log-probs afterwards, the gradient of the first step, and the last weights."""
     out = {}
     for name, settings in cases.items():
         learner = megatron_learner(folder, layout, settings, dtype)
         # The distributed optimizer's moments lie across parameters.
-        metrics, gradients = five_steps(
+        metrics, gradients = three_steps(
             learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients
         )
         out[name] = {
@@ -193,7 +193,7 @@ def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float3
     out = {}
     for name, settings in cases.items():
         learner = hf_learner(folder, settings, dtype)
-        metrics, moments = five_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
+        metrics, moments = three_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
         out[name] = {
             "gradients": {n: m["exp_avg"] / 0.1 for n, m in moments.items()},
             "metrics": metrics,
@@ -236,8 +236,8 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
     import torch.distributed as dist
 
     learner = megatron_learner(folder, layout, CASES["gspo"])
-    before = [p.detach().clone() for c in learner.model.chunks for p in c.parameters()]
-    own = learner.model.logprobs
+    before = [p.detach().clone() for c in learner.backend.model.chunks for p in c.parameters()]
+    own = learner.backend.model.logprobs
 
     def logprobs(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if what == "gradient":
@@ -247,14 +247,14 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
         return tuple(x.with_values(x.values * float("nan")) for x in found) if what == "loss" else found
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        learner.model.logprobs = logprobs
+        learner.backend.model.logprobs = logprobs
     trajectories, credit = make_batch(0)
     metrics = learner.run(trajectories=trajectories, credit=credit).report.metrics
     stayed = all(
         torch.equal(a, b)
-        for a, b in zip(before, (p for c in learner.model.chunks for p in c.parameters()), strict=True)
+        for a, b in zip(before, (p for c in learner.backend.model.chunks for p in c.parameters()), strict=True)
     )
-    learner.model.logprobs = own
+    learner.backend.model.logprobs = own
     again = learner.run(trajectories=trajectories, credit=credit).report.metrics
     return metrics, stayed, again["steps"] == 1.0
 
@@ -267,7 +267,7 @@ def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str =
     for seed in range(2):
         step(learner, seed)
     learner.save_shards(Path(target))
-    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+    return {"saved": dict(learner.backend.model.export()), **step(learner, 2)}
 
 
 def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
@@ -276,7 +276,7 @@ def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str
 
     learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     learner.load_shards(Path(target))
-    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+    return {"saved": dict(learner.backend.model.export()), **step(learner, 2)}
 
 
 def step(learner: Any, seed: int) -> dict[str, Any]:
