@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from components.learner.objective import Kind as Kind
+    from components.learner.objective import LossInputs as LossInputs
+    from components.learner.objective import Meters as Meters
+    from components.learner.objective import Objective as Objective
     from components.verifier.base import Item as Item
     from components.verifier.base import Verdict as Verdict
     from components.verifier.base import VerifierComponent as VerifierComponent

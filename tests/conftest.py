@@ -60,7 +60,9 @@ def undocumented_metrics() -> Iterator[set[str]]:
 
     def watched(self: NodeRunner) -> NodeReport:
         if self.node.use in BUILTIN:
-            names = (n for n in self.context.metrics if definition(self.node.cls.metrics, n) is None)
+            names = (
+                n for n in self.context.metrics if definition(self.node.cls.metrics_of(self.node.config), n) is None
+            )
             found.update(f"{self.node.use}: {n}" for n in names)
         return harvest(self)
 

@@ -72,7 +72,7 @@ class Counterfactual(Component):
     R' = R + λφ, with φ_i = ρ s_i for a wrong trajectory and 0 for a correct one (second-hand). A' is R' normalised
     within the group, and A_{i,t} = A'_i m_{i,t} (our reading). m marks the tokens of a repaired trajectory that its
     successful revision with the fewest edits changes; it is all ones for a correct trajectory and for a failure without
-    a successful revision (second-hand). Column "gate" holds m for objective `gated_sequence`.
+    a successful revision (second-hand). Column "gate" holds m for objective `gspo_gated`.
 
     Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group
     with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`). That is the

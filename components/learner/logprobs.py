@@ -2,6 +2,10 @@
 
 For N tokens and vocabulary V the logits [N, V] are made one chunk of tokens at a time, in the forward pass and once
 more in the backward pass; what is kept between them is [N]-sized. Peak extra memory is a few chunks, whatever N is.
+
+The vocabulary may be sharded over tensor-parallel ranks. Each rank then makes the logits of its own shard and keeps
+four numbers per token: maximum, sum of exponentials, their logit-weighted sum and the target's logit. Ranks exchange
+those numbers, never logits: two reductions per call, whatever its length.
 """
 
 from __future__ import annotations
@@ -10,10 +14,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # Elements of one fp32 logits chunk: 64 MiB on a CPU, 512 MiB on a GPU, where larger matrix products pay.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+# Logit of vocabulary entries that take no part. Not −inf: 0 · −inf is NaN in the entropy.
+LEAST = -1e30
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VocabShard:
+    """The part of the vocabulary that this rank has.
+
+    Attributes:
+        start: first vocabulary entry.
+        size: entries; rows of the head's weight beyond are padding.
+        group: the tensor-parallel group; None when one rank has the whole vocabulary.
+        reduce_hidden: sum the gradient of the hidden states over the group. False when something before does it, as
+            the gather of sequence parallel does.
+    """
+
+    start: int
+    size: int
+    group: Any = None
+    reduce_hidden: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the vocabulary."""
+        return 1 if self.group is None else int(dist.get_world_size(self.group))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -21,16 +51,18 @@ class Head:
     """The output head of a causal language model.
 
     Attributes:
-        weight: [V, D].
+        weight: [V, D]; with a shard, this rank's rows of it.
         bias: [V], or None.
         softcap: logits become softcap·tanh(logits / softcap); 0 switches it off (Gemma).
         scale: factor on the logits, before the soft cap (Cohere, Granite).
+        shard: which part of the vocabulary the rows are; None when they are all of it.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     softcap: float = 0.0
     scale: float = 1.0
+    shard: VocabShard | None = None
 
     @staticmethod
     def of(model: Any) -> Head:
@@ -38,19 +70,17 @@ class Head:
         module = model.get_output_embeddings()
         if not isinstance(module, nn.Linear):
             raise ValueError(
-                f"{type(model).__name__}: the output head is {type(module).__name__}; wanted a torch.nn.Linear, from "
-                "which log-probs are "
-                "computed chunk by chunk. Use a causal language model with a plain linear head."
+                f"{type(model).__name__}: expected a torch.nn.Linear as output head, from which log-probs are computed "
+                f"chunk by chunk, got {type(module).__name__}. Use a causal language model with a plain linear head."
             )
         config = model.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
         return Head(
             weight=module.weight,
             bias=module.bias,
             softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
-            scale=scale,
+            scale=scale / divisor,
         )
 
 
@@ -60,48 +90,68 @@ def token_logprobs(
     """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
 
     Args:
-        hidden: [N, D], last hidden states at the places that predict the targets.
+        hidden: [N, D], last hidden states at the places that predict the targets; the same on every rank of a group.
         targets: int [N].
         head: the output head.
         temperature: above 0.
         chunk: tokens per chunk; 0 takes `CHUNK_ELEMENTS` / V.
 
     Returns:
-        log-probs [N] and entropies [N] in nats, float32; both carry gradients to `hidden`, the head's weight and bias.
+        log-probs [N] and entropies [N] in nats, float32, equal on all ranks of a group; both carry gradients to
+        `hidden`, the head's weight and bias.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
-            f"token_logprobs: hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}; wanted [N, D] and [N]."
+            f"token_logprobs: expected hidden [N, D] and targets [N], got {tuple(hidden.shape)} and "
+            f"{tuple(targets.shape)}."
         )
     if temperature <= 0:
         raise ValueError(
-            f"token_logprobs: temperature {temperature}; wanted a number above 0 (log-probs of greedy decoding use 1)."
+            f"token_logprobs: expected temperature > 0 (log-probs of greedy decoding use 1), got {temperature}."
         )
-    vocab = head.weight.shape[0]
-    size = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // vocab)
+    size = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // len(head.weight))
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropies = apply(
-        hidden, head.weight, head.bias, targets.long(), head.softcap, head.scale, temperature, size
-    )
+    logprobs, entropies = apply(hidden, head.weight, head.bias, targets.long(), _Constants(head, temperature, size))
     return logprobs, entropies
 
 
-def temper(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float, factor: float
-) -> tuple[Tensor, Tensor | None]:
-    """Logits [n, V] in float32, and with a soft cap its tanh, which the backward pass needs, else None.
+class _Constants:
+    """What both passes need besides tensors."""
 
-    `factor` is scale / temperature without a soft cap, scale alone with one.
-    """
-    logits = (hidden @ weight.t()).float()
-    if bias is not None:
-        logits += bias.float()
-    if factor != 1.0:
-        logits *= factor
-    if not softcap:
-        return logits, None
-    bent = logits.div_(softcap).tanh_()
-    return bent * softcap, bent
+    def __init__(self, head: Head, temperature: float, size: int) -> None:
+        self.softcap = head.softcap
+        self.scale = head.scale
+        self.shard = head.shard
+        self.temperature = temperature
+        self.size = size
+
+    def parts(self, count: int) -> list[slice]:
+        """The chunks of `count` tokens."""
+        return [slice(start, start + self.size) for start in range(0, count, self.size)]
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tempered logits [n, V] in float32, and with a soft cap its tanh, which the backward pass needs, else None."""
+        logits = (hidden @ weight.t()).float()
+        if bias is not None:
+            logits += bias.float()
+        factor = self.scale if self.softcap else self.scale / self.temperature
+        if factor != 1.0:
+            logits *= factor
+        bent = None
+        if self.softcap:
+            bent = logits.div_(self.softcap).tanh_()
+            logits = bent * self.softcap
+            logits /= self.temperature
+        if self.shard is not None:
+            logits[:, self.shard.size :] = LEAST
+        return logits, bent
+
+    def place(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Rows of the weight that belong to targets, and which targets are in this shard; None: all are."""
+        if self.shard is None:
+            return targets, None
+        local = targets - self.shard.start
+        return local.clamp(0, rows - 1), (local >= 0) & (local < self.shard.size)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -113,63 +163,51 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        softcap: float,
-        scale: float,
-        temperature: float,
-        size: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, constants: _Constants
     ) -> tuple[Tensor, Tensor]:
-        count = len(targets)
-        logprobs, entropies, norms = (torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3))
-        factor = scale if softcap else scale / temperature
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            logits, _ = temper(hidden[part], weight, bias, softcap, factor)
-            if softcap:
-                logits /= temperature
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            top = logits.amax(1, keepdim=True)
-            logits -= top
-            shifted_sum = logits.exp()
-            total = shifted_sum.sum(1)
-            # Σ p z with z relative to the maximum: H = log Σ exp z − Σ p z. A logit of −inf has p = 0 and adds nothing.
-            expected = shifted_sum.mul_(logits.clamp_(min=-1e30)).sum(1) / total
-            log_total = total.log()
-            norms[part] = log_total + top.squeeze(1)
-            logprobs[part] = chosen - norms[part]
-            entropies[part] = log_total - expected
-        ctx.save_for_backward(hidden, weight, bias, targets, norms, entropies)
-        ctx.constants = (softcap, scale, temperature, size)
+        local, inside = constants.place(targets, len(weight))
+        top, total, weighted, chosen = (
+            torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4)
+        )
+        for part in constants.parts(len(targets)):
+            logits, _ = constants.logits(hidden[part], weight, bias)
+            chosen[part] = logits.gather(1, local[part, None]).squeeze(1)
+            top[part] = logits.amax(1)
+            logits -= top[part, None]
+            exponentials = logits.exp()
+            total[part] = exponentials.sum(1)
+            # Σ e^z z with z relative to the maximum. A logit of −inf adds nothing.
+            weighted[part] = exponentials.mul_(logits.clamp_(min=LEAST)).sum(1)
+        if inside is not None:
+            chosen.masked_fill_(~inside, 0.0)
+        if constants.shard is not None and constants.shard.ranks > 1 and len(targets):
+            top, total, weighted, chosen = _over_shards(top, total, weighted, chosen, constants.shard.group)
+        # H = log Σ exp z − Σ p z.
+        log_total = total.log()
+        norms = log_total + top
+        entropies = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, local, inside, norms, entropies)
+        ctx.constants = constants
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return chosen - norms, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, norms, entropies = ctx.saved_tensors
-        softcap, scale, temperature, size = ctx.constants
+        hidden, weight, bias, local, inside, norms, entropies = ctx.saved_tensors
+        constants: _Constants = ctx.constants
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        d_bias = (
-            torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
-            if need_bias and bias is not None
-            else None
-        )
-        factor = scale if softcap else scale / temperature
-        for start in range(0, len(targets), size):
-            part = slice(start, start + size)
-            logits, bent = temper(hidden[part], weight, bias, softcap, factor)
-            if softcap:
-                logits /= temperature
+        d_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if need_bias else None
+        for part in constants.parts(len(local)):
+            logits, bent = constants.logits(hidden[part], weight, bias)
             logits -= norms[part, None]
-            d_z = d_logits(logits, targets[part], entropies[part], *(None if g is None else g[part] for g in grads))
+            d_logprobs, d_entropies = (None if g is None else g[part] for g in grads)
+            mine = None if inside is None else inside[part]
+            d_z = _d_logits(logits, local[part], entropies[part], d_logprobs, d_entropies, mine)
             if bent is not None:
                 d_z *= bent.square_().neg_().add_(1)
-            d_z *= scale / temperature
+            d_z *= constants.scale / constants.temperature
             if d_bias is not None:
                 d_bias += d_z.sum(0)
             narrow = d_z.to(hidden.dtype)
@@ -179,33 +217,45 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_weight.addmm_(narrow.t(), hidden[part])
             elif d_weight is not None:
                 d_weight += narrow.t() @ hidden[part]
+        shard = constants.shard
+        if d_hidden is not None and shard is not None and shard.reduce_hidden and shard.ranks > 1 and len(local):
+            dist.all_reduce(d_hidden, group=shard.group)
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None
 
 
-def d_logits(
+def _over_shards(
+    top: Tensor, total: Tensor, weighted: Tensor, chosen: Tensor, group: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four numbers of each token over the whole vocabulary, from those relative to each rank's own maximum."""
+    common = top.clone()
+    dist.all_reduce(common, dist.ReduceOp.MAX, group=group)
+    shift = top - common
+    scale = shift.exp()
+    weighted = scale * (weighted + shift.clamp(min=LEAST) * total)
+    sums = torch.stack([scale * total, weighted, chosen])
+    dist.all_reduce(sums, group=group)
+    return common, sums[0], sums[1], sums[2]
+
+
+def _d_logits(
     log_p: Tensor,
     targets: Tensor,
     entropies: Tensor,
     d_logprobs: Tensor | None,
     d_entropies: Tensor | None,
-    inside: Tensor | None = None,
+    inside: Tensor | None,
 ) -> Tensor:
-    """Gradient [n, V] with respect to tempered logits; overwrites `log_p`.
-
-    `inside` (bool [n]) tells which targets are among the V entries at hand, when those are a part of the vocabulary.
-    """
-    n = len(targets)
-    zeros = torch.zeros(n, device=log_p.device)
-    by_logprob = zeros if d_logprobs is None else d_logprobs
+    """Gradient [n, V] with respect to tempered logits; overwrites `log_p`. `inside` bool [n]: targets in this shard."""
+    by_logprob = torch.zeros(len(targets), device=log_p.device) if d_logprobs is None else d_logprobs
     if d_entropies is None:
         out = log_p.exp_().mul_(-by_logprob[:, None])
     else:
         p = log_p.exp()
         # −p·(g_logp + g_H·(log p + H))
         out = (
-            log_p.clamp_(min=-1e30)
+            log_p.clamp_(min=LEAST)
             .add_(entropies[:, None])
             .mul_(d_entropies[:, None])
             .add_(by_logprob[:, None])

@@ -1,4 +1,4 @@
-"""Metrics that compare the sampling engine with the learner at equal weights, and the limits set on them."""
+"""What a learner logs; among it how engine and learner differ at equal weights, and the limits set on that."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from components.learner.objective import Meters
+from components.learner.objective import Meters, kl_estimate
 from components.learner.objective.base import MAX_LOG_RATIO
-from components.learner.objective.kl import kl_estimate
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.metric import Metric
 
@@ -18,12 +17,11 @@ logger = logging.getLogger("creditgraph")
 _WEIGHT, _SQUARE = "mismatch_weight", "mismatch_weight_square"
 _CAUSES = (
     "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine "
-    "dtype, kernels); "
-    "objective.importance_cap corrects a small mismatch"
+    "dtype, kernels); objective.importance_cap corrects a small mismatch"
 )
 
-
-LEARNER_METRICS = (
+# Of any objective; what an objective logs besides is declared on its class.
+LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("loss", "loss", "loss of an optimiser step, mean over the steps of the iteration"),
     Metric("grad_norm", "norm", "norm of the gradient before clipping, mean over steps"),
     Metric("lr", "rate", "learning rate, mean over steps"),
@@ -39,28 +37,15 @@ LEARNER_METRICS = (
         "least number of tokens that `forward_tokens` could be, every shared prefix passed once",
     ),
     Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
-    Metric("pack_waste", "share", "slots of micro-batches that hold padding"),
     Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
     Metric("policy_lag", "versions", "learner's version minus the version that sampled, mean over trajectories"),
     Metric("version", "number", "version of the published weights"),
     Metric("entropy", "nats", "entropy of the policy, mean over trained tokens"),
     Metric("approx_kl", "nats", "k3 estimate of KL(old ‖ present policy) per trained token"),
     Metric("kl_reference", "nats", "estimate of KL(policy ‖ reference) per trained token, with `objective.kl`"),
-    Metric("ratio_mean", "ratio", "mean of π/π_old over trained tokens (sequences for `sequence`)"),
-    Metric("ratio_max", "ratio", "largest π/π_old"),
-    Metric("ratio_overflow", "share", "tokens whose log-ratio was cut to keep exp finite"),
-    Metric("clip_fraction", "share", "trained tokens whose gradient clipping stopped"),
-    Metric("clip_fraction_low", "share", "those clipped from below"),
-    Metric("clip_fraction_high", "share", "those clipped from above"),
-    Metric("clip_fraction_dual", "share", "those stopped by the second clip of negative advantages"),
-    Metric("gradient_scale", "ratio", "trace objectives: mean factor on the gradient of a trained token"),
-    Metric("trace_weight", "ratio", "trace objectives: mean weight Π ratio^w of the tokens before"),
-    Metric("trace_weight_max", "ratio", "trace objectives: largest of these weights"),
     Metric("high_entropy", "share", "trained tokens that the entropy mask keeps"),
     Metric("importance_weight", "ratio", "mean weight learner/engine with `objective.importance_cap`"),
     Metric("importance_capped", "share", "tokens whose weight learner/engine was capped"),
-    Metric("shaped_weight", "ratio", "mean shaped weight p/(p + γ) over shaped tokens"),
-    Metric("shaped_share", "share", "trained tokens that are shaped"),
     Metric("mismatch_abs", "nats", "mean |log p of the learner − of the engine| at equal weights"),
     Metric("mismatch_abs_max", "nats", "largest of these"),
     Metric("mismatch_kl", "nats", "k3 estimate of KL(engine ‖ learner) at equal weights"),
@@ -83,7 +68,7 @@ class MismatchError(CreditgraphError):
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Limits on the mean |Δ log p| between engine and learner [nats per token], over tokens sampled by the present weights."""
+    """Limits on the mean |Δ log p| between engine and learner [nats], over tokens sampled by the present weights."""
 
     warn: float = 0.1
     """warn once above this; 0 never warns"""
@@ -92,13 +77,11 @@ class Mismatch:
 
     def __post_init__(self) -> None:
         if self.warn < 0 or self.stop < 0:
-            raise ValueError(
-                f"mismatch.warn {self.warn}, mismatch.stop {self.stop}; wanted 0 (off) or a number of nats."
-            )
+            raise ValueError(f"expected warn ≥ 0 and stop ≥ 0 (0 is off), got {self.warn} and {self.stop}.")
 
 
 def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tensor) -> None:
-    """Adds, over tokens sampled by the present weights (mask), how engine and learner differ; `mismatch_values` completes it.
+    """Adds how engine and learner differ over tokens sampled by the present weights (mask); see `mismatch_values`.
 
     Mean and largest |Δ log p|, the k3 estimate of KL(engine ‖ learner) [nats], and the moments of the ratio w =
     p_learner / p_engine. Anything above rounding means that sampler and learner disagree: another temperature, stale
@@ -106,7 +89,7 @@ def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tenso
     """
     gap = (learner - engine).abs()
     meters.mean("mismatch_abs", gap, mask)
-    meters.top("mismatch_abs_max", gap, mask)
+    meters.maximum("mismatch_abs_max", gap, mask)
     meters.mean("mismatch_kl", kl_estimate(engine, learner, "k3"), mask)
     weight = (learner - engine).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().double()
     meters.mean(_WEIGHT, weight, mask)
@@ -135,13 +118,15 @@ class MismatchGuard:
         self._warned = False
 
     def check(self, node: str, metrics: dict[str, float]) -> None:
-        """Warns once, or raises MismatchError, when the mean |Δ log p| of `metrics` is above its limit; NaN is above every limit."""
-        found, limits = metrics.get("mismatch_abs", 0.0), self.limits
-        said = (
-            f"node '{node}': engine and learner differ by {found:.3g} nats per token at equal weights (mean |Δ log p|)"
+        """Warns once, or raises MismatchError, when the mean |Δ log p| is above its limit; NaN is above every limit."""
+        gap = metrics.get("mismatch_abs", 0.0)
+        finding = (
+            f"node '{node}': engine and learner differ by {gap:.3g} nats per token at equal weights (mean |Δ log p|)"
         )
-        if limits.stop and not found <= limits.stop:
-            raise MismatchError(f"{said}; wanted at most mismatch.stop = {limits.stop:g}. Check the engine: {_CAUSES}.")
-        if limits.warn and not found <= limits.warn and not self._warned:
+        stop = self.limits.stop
+        if stop and not gap <= stop:
+            raise MismatchError(f"{finding}; expected at most mismatch.stop = {stop:g}. Check the engine: {_CAUSES}.")
+        warn = self.limits.warn
+        if warn and not gap <= warn and not self._warned:
             self._warned = True
-            logger.warning("%s, above mismatch.warn = %g; %s.", said, limits.warn, _CAUSES)
+            logger.warning("%s, above mismatch.warn = %g; %s.", finding, warn, _CAUSES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,11 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.lr < 0 or self.grad_clip < 0 or self.weight_decay < 0 or self.warmup < 0:
             raise ValueError(
-                f"lr {self.lr}, weight_decay {self.weight_decay}, grad_clip {self.grad_clip}, warmup {self.warmup}: "
-                "none may be negative."
+                f"expected lr, weight_decay, grad_clip and warmup ≥ 0, got {self.lr}, {self.weight_decay}, "
+                f"{self.grad_clip} and {self.warmup}."
             )
         if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas {self.betas}; wanted two numbers in [0, 1).")
+            raise ValueError(f"expected two betas in [0, 1), got {self.betas}.")
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
@@ -58,6 +58,40 @@ def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
     return settings.lr * falling
 
 
+class Update(NamedTuple):
+    """One optimiser step.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping; 0 for a step that was skipped.
+        lr: learning rate of the step.
+        made: whether the weights were updated.
+    """
+
+    grad_norm: float
+    lr: float
+    made: bool
+
+
+class Schedule:
+    """The learning rate of the coming step, and how many steps were counted.
+
+    Args:
+        settings: of the schedule.
+        total_steps: planned optimiser steps.
+    """
+
+    def __init__(self, settings: OptimizerSettings, total_steps: int) -> None:
+        self.settings = settings
+        self.total_steps = total_steps
+        self.step_count = 0
+
+    def advance(self) -> float:
+        """Counts a step, made or skipped, so that the schedule keeps to the plan; returns its learning rate."""
+        rate = learning_rate(self.settings, self.step_count, self.total_steps)
+        self.step_count += 1
+        return rate
+
+
 class Optimizer:
     """AdamW over named parameters.
 
@@ -74,22 +108,27 @@ class Optimizer:
     def __init__(
         self, parameters: dict[str, nn.Parameter], settings: OptimizerSettings, total_steps: int, no_decay: set[str]
     ) -> None:
-        self.settings, self.total_steps, self.step_count = settings, total_steps, 0
+        self.settings = settings
+        self.schedule = Schedule(settings, total_steps)
         self._parameters = parameters
         self._masters: dict[str, Tensor] = {
             n: p if p.dtype == torch.float32 else p.detach().float().clone().requires_grad_()
             for n, p in parameters.items()
         }
         self._narrow = [n for n, p in parameters.items() if self._masters[n] is not p]
-        decay = [m for n, m in self._masters.items() if settings.decay_all or (m.dim() > 1 and n not in no_decay)]
-        rest = [m for n, m in self._masters.items() if not (settings.decay_all or (m.dim() > 1 and n not in no_decay))]
-        groups = [{"params": p, "weight_decay": w} for p, w in ((decay, settings.weight_decay), (rest, 0.0)) if p]
+        decays = {n: settings.decay_all or (m.dim() > 1 and n not in no_decay) for n, m in self._masters.items()}
+        groups = []
+        for which, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
+            members = [m for n, m in self._masters.items() if decays[n] == which]
+            if members:
+                groups.append({"params": members, "weight_decay": weight_decay})
         self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
     def collect(self) -> None:
         """Moves gradients of narrow parameters to their masters; call after each micro-batch's backward pass."""
         for name in self._narrow:
-            parameter, master = self._parameters[name], self._masters[name]
+            parameter = self._parameters[name]
+            master = self._masters[name]
             if parameter.grad is None:
                 continue
             if master.grad is None:
@@ -98,14 +137,11 @@ class Optimizer:
                 master.grad += parameter.grad
             parameter.grad = None
 
-    def step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> tuple[float, float, bool]:
-        """Clips, updates and forgets the gradients; a non-finite gradient changes nothing but the schedule.
+    def step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Update:
+        """Clips, updates and drops the gradients; a non-finite gradient changes nothing but the schedule.
 
         Args:
             reduce: sums a tensor over replicas; None for one replica.
-
-        Returns:
-            the gradient norm before clipping, the learning rate, and whether the update was made.
         """
         masters = list(self._masters.values())
         if reduce is not None:
@@ -113,9 +149,8 @@ class Optimizer:
                 master.grad = reduce(torch.zeros_like(master) if master.grad is None else master.grad)
         grads = [m.grad for m in masters if m.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        size, rate = float(norm), self.next_rate()
-        self.step_count += 1
-        made = math.isfinite(size)
+        rate = self.schedule.advance()
+        made = math.isfinite(float(norm))
         if made:
             if self.settings.grad_clip:
                 nn.utils.clip_grads_with_norm_(masters, self.settings.grad_clip, norm)
@@ -125,25 +160,18 @@ class Optimizer:
             with torch.no_grad():
                 for name in self._narrow:
                     self._parameters[name].copy_(self._masters[name])
-        self.forget()
-        return size, rate, made
+        self._drop_gradients()
+        return Update(float(norm), rate, made)
 
-    def forget(self) -> None:
-        """Drops all gradients."""
+    def skip(self) -> Update:
+        """Counts a step without an update and drops the gradients."""
+        self._drop_gradients()
+        return Update(0.0, self.schedule.advance(), made=False)
+
+    def _drop_gradients(self) -> None:
         self._adam.zero_grad(set_to_none=True)
         for name in self._narrow:
             self._parameters[name].grad = None
-
-    def next_rate(self) -> float:
-        """Learning rate of the coming step."""
-        return learning_rate(self.settings, self.step_count, self.total_steps)
-
-    def skip(self) -> float:
-        """Counts a step without an update, so that the schedule keeps to the plan; returns its learning rate."""
-        rate = self.next_rate()
-        self.step_count += 1
-        self.forget()
-        return rate
 
     def state_dict(self) -> dict[str, Any]:
         """Master weights and moments by parameter name, and the step count; all copies."""
@@ -155,7 +183,7 @@ class Optimizer:
         return {
             "masters": {n: m.detach().clone() for n, m in self._masters.items()},
             "moments": moments,
-            "step_count": self.step_count,
+            "step_count": self.schedule.step_count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,9 +192,8 @@ class Optimizer:
         if missing:
             raise ValueError(
                 f"learner: the checkpoint and the model differ in {len(missing)} trained parameters, first "
-                f"'{missing[0]}'; wanted the "
-                "model and LoRA settings that wrote the checkpoint. Resume with the same configuration or start a new "
-                "run."
+                f"'{missing[0]}'; expected the model and LoRA settings that wrote the checkpoint. Resume with the same "
+                "configuration, or start a new run."
             )
         with torch.no_grad():
             for name, master in self._masters.items():
@@ -178,4 +205,4 @@ class Optimizer:
             master = self._masters[name]
             # The step counter stays on the CPU unless the fused kernel wants it beside the parameter.
             self._adam.state[master] = {k: v.detach().clone().to(master.device) for k, v in moments.items()}
-        self.step_count = int(state["step_count"])
+        self.schedule.step_count = int(state["step_count"])

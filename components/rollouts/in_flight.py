@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import join_rows, scatter_rows, unsampled
+from components.rollouts.requests import scatter_rows, unsampled
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Policy, Progress, Prompts, Requests, Sampling, Trajectories
 
@@ -104,11 +104,11 @@ def continued(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tenso
         # The engine decodes new tokens alone, which is the text of the row only if it had none before.
         texts[place] = text if reasons[place] and not before else ""
     grown = rows.replace(
-        response_tokens=join_rows(rows.response_tokens, new_tokens),
-        engine_logprobs=join_rows(rows.engine_logprobs, scatter_rows(done.logprobs, index, count)),
-        entropies=join_rows(rows.entropies, scatter_rows(done.entropies, index, count)),
+        response_tokens=rows.response_tokens.join(new_tokens),
+        engine_logprobs=rows.engine_logprobs.join(scatter_rows(done.logprobs, index, count)),
+        entropies=rows.entropies.join(scatter_rows(done.entropies, index, count)),
         thought_ends=Jagged.concat([rows.thought_ends, done.thought_ends]).select(ends_from),
-        token_versions=join_rows(rows.versions_by_token(), new_versions),
+        token_versions=rows.versions_by_token().join(new_versions),
         finish_reason=reasons,
         text=texts,
     )

@@ -72,14 +72,6 @@ def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     return torch.stack([stream.seeds(uid, draw) for draw in range(first, first + count)], dim=1)
 
 
-def join_rows(left: Jagged, right: Jagged) -> Jagged:
-    """Row-wise concatenation: row i of the result is row i of `left` followed by row i of `right` (dtype of `left`)."""
-    both = Jagged.concat([left, right.to(left.values.dtype)])
-    rows = len(left)
-    interleaved = torch.arange(2 * rows).view(2, rows).t().reshape(-1)
-    return Jagged.from_lengths(both.select(interleaved).values, left.lengths + right.lengths)
-
-
 def unsampled(prompts: Prompts, rows: Tensor, uid: Tensor, version: int, temperature: float) -> Trajectories:
     """Trajectories without a token yet, one per entry of `rows` [N]; the group of each is its prompt.
 
@@ -178,14 +170,14 @@ def sample_from_prefix(
     done = _generate(
         policy,
         Requests(
-            tokens=join_rows(parents.prompt_tokens, prefix),
+            tokens=parents.prompt_tokens.join(prefix),
             seed=seed,
             sampling=sampling,
             max_tokens=sampling.max_tokens - prefix_length,
             max_thoughts=None if sampling.thoughts is None else sampling.thoughts.max_thoughts - num_thoughts,
         ),
     )
-    tokens = join_rows(prefix, done.tokens)
+    tokens = prefix.join(done.tokens)
     new_ends = done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids])
     return parents.replace(
         uid=uid,
@@ -193,9 +185,9 @@ def sample_from_prefix(
         parent=parents.uid.clone(),
         response_tokens=tokens,
         inherited=prefix_length.clone(),
-        engine_logprobs=join_rows(parents.engine_logprobs.slice_rows(start, prefix_length), done.logprobs),
-        entropies=join_rows(parents.entropies.slice_rows(start, prefix_length), done.entropies),
-        thought_ends=join_rows(ends.slice_rows(start, num_thoughts), new_ends),
+        engine_logprobs=parents.engine_logprobs.slice_rows(start, prefix_length).join(done.logprobs),
+        entropies=parents.entropies.slice_rows(start, prefix_length).join(done.entropies),
+        thought_ends=ends.slice_rows(start, num_thoughts).join(new_ends),
         policy_version=torch.full_like(uid, policy.version),
         finish_reason=done.finish_reason,
         # Decoded as a whole: two decoded halves need not join to the decoding of their tokens.

@@ -9,7 +9,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import join_rows
 from components.rollouts.segments import check_segments
 from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
@@ -74,8 +73,8 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
     if rewards is not None:
         check_aligned(trajectories, rewards)
     return Boundaries(
-        place=join_rows(Jagged.from_rows([[0]] * len(trajectories), torch.int64), segments.ends),
-        trunk=join_rows(trajectories.prompt_tokens, trajectories.response_tokens),
+        place=Jagged.from_rows([[0]] * len(trajectories), torch.int64).join(segments.ends),
+        trunk=trajectories.prompt_tokens.join(trajectories.response_tokens),
         start=trajectories.prompt_tokens.lengths,
     )
 
@@ -83,7 +82,7 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
 def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
     """Values whose differences are these gains [one per segment] and whose last one is `final` [N]; float32."""
     wide = gain.to(torch.float64)
-    total = join_rows(Jagged.from_rows([[0.0]] * len(gain), torch.float64), wide.cumsum())
+    total = Jagged.from_rows([[0.0]] * len(gain), torch.float64).join(wide.cumsum())
     return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from components.rollouts.requests import join_rows
 from components.rollouts.segments import segment_of_token
 from components.value.bank import AnswerEstimator, Bank
 from components.value.boundaries import Boundaries, values_from_gains
@@ -33,7 +32,7 @@ class GradientAttribution(AnswerEstimator):
         exit_length = references.lengths - bank.scored[entry]
         exits = references.slice_rows(torch.zeros_like(exit_length), exit_length)
         answers = references.slice_rows(exit_length, references.lengths)
-        products = policy.attribute(join_rows(bounds.trunk.select(row), exits), answers, trajectories.temperature)
+        products = policy.attribute(bounds.trunk.select(row).join(exits), answers, trajectories.temperature)
         own = products.slice_rows(bounds.start[row], bounds.trunk.lengths[row]).to(torch.float64)
         scale = bank.reward[fits]
         if self.config.length_normalise:

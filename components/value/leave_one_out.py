@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from components.rollouts.requests import join_rows
 from components.value.answer_likelihood import pooled, tail_probability
 from components.value.bank import AnswerEstimator, Bank
 from components.value.boundaries import Boundaries, values_from_gains
@@ -36,10 +35,8 @@ class LeaveOneOut(AnswerEstimator):
         place = references.entries.row_ids[fits]
         entry = references.entries.values[fits]
         owner = bounds.owner[place]
-        context = join_rows(
-            bounds.trunk.slice_rows(torch.zeros_like(owner), begin[place], owner),
-            bounds.trunk.slice_rows(end[place], lengths[place], owner),
-        )
+        before = bounds.trunk.slice_rows(torch.zeros_like(owner), begin[place], owner)
+        context = before.join(bounds.trunk.slice_rows(end[place], lengths[place], owner))
         tokens = bank.tokens.select(entry)
         scores = policy.score(context, tokens, trajectories.temperature)
         normalise = self.config.length_normalise

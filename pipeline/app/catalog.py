@@ -212,7 +212,7 @@ def _settings(config: _Class, prefix: str = "") -> Iterator[Setting]:
         for n in config.node.body
         if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
-    for base in list(_with_bases(config))[1:]:
+    for base in reversed(list(_with_bases(config))[1:]):  # the order of dataclass fields
         yield from _settings(base, prefix)
     for setting in settings_in(config.node):
         annotation = _unquoted(annotations[setting.name])

@@ -249,6 +249,11 @@ class Component:
         """Number of processes that hold one replica of a collective node's model; known before anything loads."""
         return 1
 
+    @classmethod
+    def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
+        """What a node with these settings logs: `metrics`, unless a part chosen in the settings logs more."""
+        return cls.metrics
+
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""
         self.context = context

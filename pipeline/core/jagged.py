@@ -63,6 +63,19 @@ class Jagged:
             raise ValueError("Jagged.concat: no parts; expected at least one.")
         return Jagged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
+    def join(self, right: Jagged) -> Jagged:
+        """Row-wise concatenation: each row followed by the same row of `right`, in the dtype of `self`.
+
+        >>> Jagged.from_rows([[1, 2], [3]]).join(Jagged.from_rows([[4], [5, 6]])).to_lists()
+        [[1, 2, 4], [3, 5, 6]]
+        """
+        total = len(self.values) + len(right.values)
+        out = Jagged.from_lengths(self.values.new_empty(total), self.lengths + right.lengths)
+        starts = out.offsets[:-1]
+        out.values[starts[self.row_ids] + self.positions] = self.values
+        out.values[(starts + self.lengths)[right.row_ids] + right.positions] = right.values.to(self.values.dtype)
+        return out
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -18,6 +18,18 @@ from pipeline.core.errors import did_you_mean
 _FAILED = object()
 
 
+class SettingsError(ValueError):
+    """Raised by `__post_init__` of settings that build further settings, as a component's part with a config of its own does.
+
+    Args:
+        problems: of `build_config`, their places relative to the settings that raise.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
 def build_config(config_class: type, values: Mapping[str, Any] | None, place: str) -> tuple[Any, list[str]]:
     """Builds a settings dataclass from plain values.
 
@@ -95,6 +107,9 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
         return _FAILED
     try:
         return config_class(**arguments)
+    except SettingsError as error:
+        problems += [f"{place}.{problem}" for problem in error.problems]
+        return _FAILED
     except ValueError as error:
         problems.append(f"{place}: {error}")
         return _FAILED

@@ -11,7 +11,7 @@ from pipeline.run.executor import Executor
 from pipeline.run.recording import read_payload
 from pipeline.run.run_directory import RunDirectory
 
-RATIO_KINDS = ("sequence", "gated_sequence", "trace")
+RATIO_OBJECTIVES = ("gspo", "gspo_gated", "trace")
 PAPERS = ("dapo", "drgrpo", "entropy_8020", "grpo", "grpo_lambda", "gspo", "p_trace", "rrpo", "s_trace", "srpo")
 
 
@@ -20,7 +20,7 @@ def experiment(recipe, *overrides):
 
 
 def setting(found, path):
-    """A node's setting by dotted path, such as "learner.objective.clip_low"; or of the sections model and run."""
+    """A node's setting by dotted path, such as "learner.objective.config.clip_low"; or of the sections model and run."""
     head, *rest = path.split(".")
     value = getattr(found, head) if head in ("model", "run") else found.graph[head].config
     for name in rest:
@@ -63,7 +63,7 @@ def test_every_file_says_what_it_is(group):
 )
 def test_ratio_methods_take_several_steps_per_batch(recipe):
     learner = experiment(f"toy_{recipe}").graph["learner"].config
-    assert learner.objective.kind in RATIO_KINDS
+    assert learner.objective.use in RATIO_OBJECTIVES
     assert learner.minibatches == 4  # with one, every ratio is 1 and the method is not tested
 
 
@@ -72,28 +72,28 @@ def test_ratio_methods_take_several_steps_per_batch(recipe):
 PUBLISHED = {
     "gspo_qwen3_30b_a3b": {
         "model.path": "Qwen/Qwen3-30B-A3B-Base",
-        "learner.objective.kind": "sequence",
-        "learner.objective.clip_low": 3e-4,
-        "learner.objective.clip_high": 4e-4,
+        "learner.objective.use": "gspo",
+        "learner.objective.config.clip_low": 3e-4,
+        "learner.objective.config.clip_high": 4e-4,
         "learner.objective.kl.coefficient": 0.0,
         "learner.objective.aggregate": "seq_mean_token_mean",
         "learner.minibatches": 4,
     },
     "grpo_lambda_qwen2_5_7b_instruct": {
-        "learner.objective.trace.decay": 0.99,
-        "learner.objective.trace.style": "both",
-        "learner.objective.trace.clip": "traced",
-        "learner.objective.trace.min_advantage": -0.1,
+        "learner.objective.config.decay": 0.99,
+        "learner.objective.config.style": "both",
+        "learner.objective.config.clip": "traced",
+        "learner.objective.config.min_advantage": -0.1,
         "learner.minibatches": 4,
     },
     "p_trace_qwen3_4b": {
         "model.path": "Qwen/Qwen3-4B",
-        "learner.objective.trace.clip": "current",
+        "learner.objective.config.clip": "current",
         "learner.objective.entropy_mask.keep": 1.0,
     },
     "s_trace_qwen3_4b": {
         "model.path": "Qwen/Qwen3-4B",
-        "learner.objective.trace.clip": "current",
+        "learner.objective.config.clip": "current",
         "learner.objective.entropy_mask.keep": 0.2,
         "learner.objective.entropy_mask.where": "trace",
     },
@@ -102,15 +102,15 @@ PUBLISHED = {
         "learner.objective.entropy_mask.keep": 0.2,
         "learner.objective.entropy_mask.scope": "batch",
         "learner.objective.entropy_mask.where": "loss",
-        "learner.objective.clip_high": 0.28,
+        "learner.objective.config.clip_high": 0.28,
         "learner.objective.kl.coefficient": 0.0,
         "sampler.max_tokens": 20480,
         "learner.optimizer.lr": 1e-6,
     },
     "dapo_qwen2_5_32b": {
         "model.path": "Qwen/Qwen2.5-32B",
-        "learner.objective.clip_low": 0.2,
-        "learner.objective.clip_high": 0.28,
+        "learner.objective.config.clip_low": 0.2,
+        "learner.objective.config.clip_high": 0.28,
         "learner.objective.aggregate": "token_mean",
         "learner.objective.kl.coefficient": 0.0,
         "learner.minibatches": 16,
@@ -157,7 +157,7 @@ PUBLISHED = {
         "expander.temperature": 0.7,
         "expander.thoughts.max_thoughts": 20,
         "advantage.normalize": "std_exact",
-        "learner.objective.kind": "reinforce",
+        "learner.objective.use": "reinforce",
         "learner.objective.aggregate": "seq_mean_token_mean",
         "learner.lora.rank": 64,
         "learner.lora.alpha": 64,
@@ -267,7 +267,7 @@ def assert_close(a, b, share):
 
 
 GRPO4 = ("toy_grpo", "learner.minibatches=4")
-NO_DECAY = "learner.objective.trace.decay=0"
+NO_DECAY = "learner.objective.config.decay=0"
 ONE_STEP = "learner.minibatches=1"
 
 
@@ -277,7 +277,7 @@ ONE_STEP = "learner.minibatches=1"
         (("toy_s_trace", "learner.objective.entropy_mask.keep=1"), ("toy_p_trace",)),
         (("toy_s_trace", NO_DECAY), GRPO4),
         (("toy_p_trace", NO_DECAY), GRPO4),
-        (("toy_grpo_lambda", NO_DECAY, "learner.objective.trace.min_advantage=null"), GRPO4),
+        (("toy_grpo_lambda", NO_DECAY, "learner.objective.config.min_advantage=null"), GRPO4),
         (("toy_entropy_8020", "learner.objective.entropy_mask.keep=1"), ("toy_dapo",)),
     ],
 )
@@ -295,7 +295,7 @@ def test_gspo_token_is_gspo_at_equal_advantages(train):
     "recipe",
     [("toy_gspo",)]
     + [
-        (f"toy_{name}", "learner.objective.trace.history=stop_gradient", "learner.objective.trace.min_advantage=null")
+        (f"toy_{name}", "learner.objective.config.history=stop_gradient", "learner.objective.config.min_advantage=null")
         for name in ("grpo_lambda", "grpo_lambda_both", "p_trace", "s_trace")
     ],
 )

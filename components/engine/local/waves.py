@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from components.engine.base import Limits
-from components.rollouts.requests import join_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Requests
 
@@ -50,7 +49,7 @@ class Begun:
         ends = before.thought_ends
         last = torch.tensor([row[-1] if row else 0 for row in ends.to_lists()], dtype=torch.int64)
         return cls(
-            contexts=join_rows(requests.tokens, before.tokens),
+            contexts=requests.tokens.join(before.tokens),
             taken=taken,
             thoughts=ends.lengths,
             opened=before.tokens.slice_rows(last, taken),

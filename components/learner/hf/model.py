@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from components.learner.logprobs import Head, token_logprobs
-from components.learner.packing.attention import Gather, register
+from components.learner.packing.attention import register
 from components.learner.packing.pack import PackedBatch, pack
+from components.learner.settings import Lora, Recompute
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Low-rank adapters through peft."""
-
-    rank: int = 0
-    """rank r of the adapters; 0 trains all parameters"""
-    alpha: float = 64.0
-    """adapters are scaled by alpha / rank"""
-    target: str = "all-linear"
-    """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
-    publish: Literal["merged", "adapter"] = "merged"
-    """what engines are given: merged, whole weights with the adapters in them; adapter, the adapters' own tensors,
-    which are small and which engine.vllm takes as they are (other engines merge them)"""
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank is {self.rank}; wanted 0 (full fine-tuning) or a positive rank.")
-        if self.publish == "adapter" and not self.rank:
-            raise ValueError(
-                "lora.publish is 'adapter', but lora.rank is 0, so there is none; wanted a positive rank, or "
-                "publish=merged."
-            )
 
 
 class LearnerModel:
@@ -50,13 +25,21 @@ class LearnerModel:
 
     Args:
         model: a transformers causal LM on its device.
-        lora: adapters, or rank 0 for full fine-tuning.
-        gradient_checkpointing: recompute activations in the backward pass.
+        lora: adapters; None or rank 0 for full fine-tuning.
+        recompute: activations computed again in the backward pass; see `LearnerSettings`.
         keep_reference: keep what is needed to score with the initial weights.
         seed: of the adapters' initial values.
     """
 
-    def __init__(self, model: Any, lora: Lora, gradient_checkpointing: bool, keep_reference: bool, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        lora: Lora | None = None,
+        recompute: Recompute = "none",
+        keep_reference: bool = False,
+        seed: int = 0,
+    ) -> None:
+        lora = lora or Lora()
         model.config.use_cache = False
         model.eval()
         _check_head(model)
@@ -65,12 +48,13 @@ class LearnerModel:
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
-        self.padded = not _packs(model)
-        if self._reference is not None and not self.padded:
+        self.packs = _packs(model)
+        if self._reference is not None and self.packs:
             self._reference.set_attn_implementation(register())
         if not lora.rank:
             model.requires_grad_(True)
-        if gradient_checkpointing:
+        # "selective" asks for nothing here: packed attention keeps no scores.
+        if recompute == "full":
             _checkpoint(model)
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -79,10 +63,11 @@ class LearnerModel:
 
     def embedding_names(self) -> set[str]:
         """Names of trained parameters that are embeddings or the output head."""
-        kept = {id(m.weight) for m in self.causal_lm.modules() if isinstance(m, nn.Embedding)}
+        weights = {id(m.weight) for m in self.causal_lm.modules() if isinstance(m, nn.Embedding)}
         head = self.causal_lm.get_output_embeddings()
-        kept |= {id(head.weight)} if head is not None else set()
-        return {n for n, p in self.trainable().items() if id(p) in kept}
+        if head is not None:
+            weights.add(id(head.weight))
+        return {n for n, p in self.trainable().items() if id(p) in weights}
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
         """Log-probs and entropies of the response tokens, float32, with gradient."""
@@ -93,27 +78,15 @@ class LearnerModel:
         """Log-probs under the initial weights."""
         if self._reference is not None:
             return self._score(self._reference, batch, temperature)[0]
-        with self.adapters_off():
-            return self._score(self.causal_lm, batch, temperature)[0]
-
-    @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """The model without its adapters."""
         if self._peft is None:
             raise RuntimeError("learner: no reference model was kept")
+        # Without its adapters the model is the initial one.
         with self._peft.disable_adapter():
-            yield
+            return self._score(self.causal_lm, batch, temperature)[0]
 
     def _score(self, model: Any, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
-        hidden = hidden_states(model, batch)
-        gather: Any = Gather.apply
-        chosen = (
-            hidden.index_select(0, batch.predict) if batch.bags is None else gather(hidden, batch.predict, *batch.bags)
-        )
-        logprobs, entropies = token_logprobs(chosen, batch.wanted, Head.of(model), temperature)
-        if batch.spread is not None:
-            logprobs, entropies = logprobs.index_select(0, batch.spread), entropies.index_select(0, batch.spread)
-        return batch.targets.with_values(logprobs), batch.targets.with_values(entropies)
+        hidden = hidden_states(model, batch, self.packs)
+        return batch.by_row(*token_logprobs(batch.predicting(hidden), batch.next_tokens, Head.of(model), temperature))
 
     @torch.no_grad()
     def published(self) -> dict[str, Tensor]:
@@ -133,52 +106,44 @@ class LearnerModel:
 
     @torch.no_grad()
     def published_adapter(self) -> tuple[dict[str, Tensor], Adapter]:
-        """A snapshot of the adapters alone, under PEFT's names, and what is to be known of them."""
+        """A snapshot of the adapters alone, under PEFT's names, and their description."""
         from peft import get_peft_model_state_dict
 
-        found = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in found}
-        about = Adapter(rank=self._lora.rank, alpha=float(self._lora.alpha), targets=tuple(sorted(layers)))
-        return {name: tensor.detach().clone() for name, tensor in found.items()}, about
+        state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in state}
+        adapter = Adapter(rank=self._lora.rank, alpha=float(self._lora.alpha), targets=tuple(sorted(layers)))
+        return {name: tensor.detach().clone() for name, tensor in state.items()}, adapter
 
 
-def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
-    """Last hidden states [slots, D] of a packed or padded batch."""
-    kwargs = (
-        {"attention_mask": batch.attention_mask}
-        if batch.layout is None
-        else {"attention_mask": None, "packed": batch.layout}
-    )
-    out = model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **kwargs)
-    hidden: Tensor = out.last_hidden_state
-    return hidden.flatten(0, 1)
+def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
+    """Last hidden states [tokens, D]. Through a model that does not take packed sequences the rows go one by one."""
+    bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
+    packed = {"packed": batch.layout} if packs else {}
+    out = []
+    for begin, end in pairwise(bounds):
+        ids = batch.input_ids[:, begin:end]
+        positions = batch.position_ids[:, begin:end]
+        result = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+        out.append(result.last_hidden_state[0])
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 @torch.no_grad()
 def _check_head(model: Any) -> None:
     """Raises ValueError when the model's logits are more than its head applied to its last hidden states."""
-    ids = (
-        torch.arange(6, device=model.get_input_embeddings().weight.device)[None]
-        % model.config.get_text_config().vocab_size
-    )
-    wanted = (
-        model(input_ids=ids, use_cache=False)
-        .logits[0, :-1]
-        .float()
-        .log_softmax(-1)
-        .gather(1, ids[0, 1:, None])
-        .squeeze(1)
-    )
+    embedding = model.get_input_embeddings().weight
+    ids = torch.arange(6, device=embedding.device)[None] % model.config.get_text_config().vocab_size
+    targets = ids[0, 1:]
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    own = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-    found, _ = token_logprobs(hidden, ids[0, 1:], Head.of(model))
-    worst = float((found - wanted).abs().max())
+    computed, _ = token_logprobs(hidden, targets, Head.of(model))
+    worst = float((computed - own).abs().max())
     if not worst <= (1e-3 if hidden.dtype == torch.float32 else 0.2):
         raise ValueError(
             f"learner: log-probs of {type(model).__name__} from its output head differ from its own logits by "
-            f"{worst:.2g} nats; its "
-            "forward pass does more than a linear head with scale and soft cap. Add that to "
-            "components.learner.logprobs.Head, or use "
-            "another model."
+            f"{worst:.2g} nats; its forward pass does more than a linear head with scale and soft cap. Add that to "
+            "components.learner.logprobs.Head, or use another model."
         )
 
 
@@ -188,37 +153,35 @@ def _head_name(model: Any) -> str:
 
 
 def _is_tied(model: Any) -> bool:
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
 def _packs(model: Any) -> bool:
-    """Switches the model to packed attention and proves it on two random rows; restores its own attention when it refuses."""
+    """Switches the model to packed attention and tests it on three rows; restores its own attention when that fails."""
     own = model.config._attn_implementation
     device = str(next(model.parameters()).device)
     vocab = model.get_input_embeddings().weight.shape[0]
     rows = [[(7 * i + 3) % vocab for i in range(n)] for n in (9, 4, 6)]
     prompts = Jagged.from_rows([r[:1] for r in rows], torch.int64).to(device)
     responses = Jagged.from_rows([r[1:] for r in rows], torch.int64).to(device)
-    index = torch.arange(3, device=device)
     try:
         with torch.no_grad():
-            padded = pack(prompts, responses, index, padded=True)
-            wanted = hidden_states(model, padded).index_select(0, padded.predict)
+            batch = pack(prompts, responses, torch.arange(3, device=device))
+            separate_hidden = hidden_states(model, batch, packs=False)
             model.set_attn_implementation(register())
-            packed = pack(prompts, responses, index)
-            found = hidden_states(model, packed).index_select(0, packed.predict)
-        tolerance = 1e-4 if wanted.dtype == torch.float32 else 0.1
-        worst = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+            packed_hidden = hidden_states(model, batch, packs=True)
+        tolerance = 1e-4 if separate_hidden.dtype == torch.float32 else 0.1
+        largest = separate_hidden.abs().max().clamp(min=1e-6)
+        worst = float((packed_hidden - separate_hidden).abs().max() / largest)
         if worst <= tolerance:
             return True
         reason = f"packed and separate sequences differ by {worst:.2g} of the largest hidden value"
     except (NotImplementedError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     model.set_attn_implementation(own)
-    log.warning(
-        "%s does not take packed sequences (%s); using padded batches sorted by length", type(model).__name__, reason
-    )
+    log.warning("%s does not take packed sequences (%s); rows go through it one by one", type(model).__name__, reason)
     return False
 
 
@@ -233,27 +196,27 @@ def _with_lora(model: Any, lora: Lora, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            made = get_peft_model(model, config)
+            adapted = get_peft_model(model, config)
         except ValueError as error:
             raise ValueError(
                 f"learner: lora.target '{lora.target}' does not fit {type(model).__name__}: {error}"
             ) from error
     if lora.publish == "adapter":
         _check_linear(model)
-    return made
+    return adapted
 
 
 def _check_linear(model: Any) -> None:
-    """Raises ValueError for adapters of other layers than linear ones, whose matrices engines would read otherwise."""
+    """Raises ValueError for adapters of other layers than linear ones, whose matrices engines read transposed."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
         layer: Any = module
         if isinstance(module, LoraLayer) and not isinstance(layer.get_base_layer(), nn.Linear):
             raise ValueError(
-                f"learner: lora.publish is 'adapter', and '{name}' is a {type(layer.get_base_layer()).__name__}; "
-                "wanted adapters of linear "
-                "layers (torch.nn.Linear) only. Change lora.target, or set lora.publish=merged."
+                "learner: expected adapters of linear layers (torch.nn.Linear) only with lora.publish 'adapter', but "
+                f"'{name}' is a {type(layer.get_base_layer()).__name__}. Change lora.target, or set "
+                "lora.publish=merged."
             )
 
 

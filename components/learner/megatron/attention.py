@@ -1,7 +1,7 @@
 """Attention, rotary angles and norms for megatron-core layers on packed sequences and shared-prefix trees.
 
 The attention itself is that of components.learner.packing.attention, so packed batches mean the same for every learner.
-What is added here is how its layout travels through megatron-core, and how it is cut over context-parallel ranks.
+What is added here is how its layout travels through megatron-core, and how it is sharded over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,62 +18,64 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from components.learner.packing.attention import Layout, make_layout, packed_attention
+from components.learner.packing.attention import PackedLayout, make_layout, packed_attention
 from components.learner.packing.pack import PackedBatch
 from pipeline.core.jagged import Jagged
 
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
-    """A layout on its way to the attention of each layer, recomputed activations included.
+    """A layout on its way to the attention of each layer, also when activations are recomputed.
 
     megatron-core hands its packed parameters through unread unless `qkv_format` is "thd", for which it would turn
     positions itself.
     """
 
     qkv_format: str = "creditgraph"
-    layout: Layout | None = None
+    layout: PackedLayout | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Inputs:
+class RankInputs:
     """What one rank feeds its chunks for one packed batch.
 
     Attributes:
         input_ids, position_ids: int64 [1, s], this context-parallel rank's tokens.
         layout: queries are those tokens; keys are the tokens of all context-parallel ranks.
-        start, stop: the tokens' places in the packed batch, padding behind it included.
+        start, stop: the tokens' places in the packed batch, with the padding after it.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: Layout
+    layout: PackedLayout
     start: int
     stop: int
 
 
-def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) -> Inputs:
+def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) -> RankInputs:
     """Pads a packed batch to a multiple of `tensor` · `context` tokens and takes one context-parallel rank's slice.
 
     Args:
-        batch: packed; a padded batch is refused.
+        batch: of this replica.
         tensor: ranks that share the tokens between matrix products (1 without sequence parallel).
         context: context-parallel ranks.
         context_rank: which of them.
     """
-    if batch.layout is None:
-        raise ValueError("learner.megatron: a padded batch; wanted a packed one (pack(..., padded=False)).")
-    ids, positions, layout = batch.input_ids, batch.position_ids, batch.layout
+    ids = batch.input_ids
+    positions = batch.position_ids
+    layout = batch.layout
     extra = -layout.total % (tensor * context)
     if extra:
         places = torch.arange(extra, device=ids.device)
-        ids, positions = torch.cat([ids, ids.new_zeros(1, extra)], 1), torch.cat([positions, places[None]], 1)
+        ids = torch.cat([ids, ids.new_zeros(1, extra)], 1)
+        positions = torch.cat([positions, places[None]], 1)
         layout = _append(layout, places + layout.total)
     if context == 1:
-        return Inputs(input_ids=ids, position_ids=positions, layout=layout, start=0, stop=layout.total)
+        return RankInputs(input_ids=ids, position_ids=positions, layout=layout, start=0, stop=layout.total)
     size = layout.total // context
-    start, stop = context_rank * size, (context_rank + 1) * size
-    return Inputs(
+    start = context_rank * size
+    stop = start + size
+    return RankInputs(
         input_ids=ids[:, start:stop],
         position_ids=positions[:, start:stop],
         layout=_cut(layout, start, stop),
@@ -82,7 +84,7 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
     )
 
 
-def _append(layout: Layout, places: Tensor) -> Layout:
+def _append(layout: PackedLayout, places: Tensor) -> PackedLayout:
     """The layout with one more row, of padding, which nothing looks at."""
     lengths = torch.cat([layout.lengths, layout.lengths.new_tensor([len(places)])])
     if layout.keys is None:
@@ -91,7 +93,7 @@ def _append(layout: Layout, places: Tensor) -> Layout:
     return make_layout(lengths, Jagged.concat([keys, Jagged.from_lengths(places, lengths[-1:])]))
 
 
-def _cut(layout: Layout, start: int, stop: int) -> Layout:
+def _cut(layout: PackedLayout, start: int, stop: int) -> PackedLayout:
     """The rows' parts among the tokens [start, stop); a row's later part continues its earlier one."""
     own = torch.arange(layout.total, device=layout.lengths.device) if layout.keys is None else layout.keys
     keys = Jagged.from_lengths(own, layout.starts + layout.lengths)
@@ -119,10 +121,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self.group = pg_collection.cp
-        self.scale = (softmax_scale or 1.0 / math.sqrt(config.kv_channels)) * config.rope_attention_scalings[
-            layer_number - 1
-        ] ** 2
-        self.window = config.attention_windows[layer_number - 1]
+        layer = layer_number - 1
+        # The rotary factor is on queries and on keys, so on their product it is squared.
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.scale *= config.rope_attention_scalings[layer] ** 2
+        self.window = config.attention_windows[layer]
 
     def forward(
         self,

@@ -2,8 +2,8 @@
 
 Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read
 at another. torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for
-the distributed
-optimizer: state that exists before loading, loading without its step counters, and one step counter per parameter.
+the distributed optimizer: state that exists before loading, loading without its step counters, and one step counter
+per parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing, parallel_state
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,13 +34,11 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
         optimizer: over them.
         state: numbers and strings that are equal on all ranks.
     """
-    from megatron.core import dist_checkpointing
-
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     _fill_state(optimizer)
-    steps = {"updates": _updates(optimizer), "step_count": optimizer.step_count}
+    steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
     dist_checkpointing.save(_sharded(chunks, optimizer, loading=False) | {"state": state | steps}, str(folder))
 
 
@@ -48,31 +47,27 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
 
     Raises RunError for a folder that is missing, cut short, or of another architecture.
     """
-    from megatron.core import dist_checkpointing
-
     if not (folder / "metadata.json").is_file():
         raise RunError(
-            f"{folder}: no Megatron checkpoint (metadata.json is missing); wanted one that learner.megatron wrote. "
-            "Resume with the learner "
-            "that wrote the run, or start a new run."
+            f"{folder}: no Megatron checkpoint (metadata.json is missing); expected one that learner.megatron wrote. "
+            "Resume with the learner that wrote the run, or start a new run."
         )
     _fill_state(optimizer)
-    wanted = _sharded(chunks, optimizer, loading=True)
     try:
-        found: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        loaded: dict[str, Any] = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
         for name, chunk in zip(_names(chunks), chunks, strict=True):
-            chunk.load_state_dict(found[name])
+            chunk.load_state_dict(loaded[name])
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         reason = " ".join(str(error).split())[-300:]
         raise RunError(
             f"{folder}: the checkpoint does not fit this model or is damaged ({type(error).__name__}: …{reason}); "
-            "wanted one of the same architecture, complete. Resume with the model that wrote it, or from an earlier "
+            "expected a complete one of the same architecture. Resume with the model that wrote it, or from an earlier "
             "checkpoint."
         ) from error
-    state: dict[str, Any] = found["state"]
-    optimizer.inner.load_state_dict(found["optimizer"])
+    state: dict[str, Any] = loaded["state"]
+    optimizer.inner.load_state_dict(loaded["optimizer"])
     _set_updates(optimizer, int(state.pop("updates")))
-    optimizer.step_count = int(state.pop("step_count"))
+    optimizer.schedule.step_count = int(state.pop("step_count"))
     optimizer.set_weight_decay()
     return state
 
@@ -82,8 +77,6 @@ def _names(chunks: Sequence[nn.Module]) -> list[str]:
 
 
 def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     metadata = METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # Extra state is TransformerEngine's fp8 scaling, which is not used.
     model: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""megatron-core without CUDA: what it asks of a CUDA device by name is answered by the CPU.
+"""megatron-core without CUDA: its calls for a CUDA device get the CPU.
 
 megatron-core 0.16 names CUDA in some thirty places that a CPU run reaches: `device="cuda"`,
-`torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator.
-`megatron_on_cpu` answers those calls while it is open, and only when they come from a module of megatron; everyone
-else's CUDA calls fail as ever. With a CUDA device present it does nothing.
+`torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator. While
+`megatron_on_cpu` is open these calls get the CPU, and only when they come from a module of megatron; the CUDA calls of
+all other code fail as ever. With a CUDA device present it does nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
+from megatron.core.tensor_parallel import random
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -27,34 +27,33 @@ def megatron_on_cpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.tensor_parallel import random
-
+    cuda = torch.cuda
     with ExitStack() as stack:
-        patch = stack.enter_context
         # The device of new buffers, of received pipeline tensors and of parameters moved to "the" device.
-        patch(mock.patch.object(torch.cuda, "current_device", _for_megatron(torch.cuda.current_device, lambda: CPU)))
+        stack.enter_context(_replaced(cuda, "current_device", _for_megatron(cuda.current_device, lambda: CPU)))
         # After pipeline communication and before a checkpoint; the CPU has nothing pending.
-        patch(mock.patch.object(torch.cuda, "synchronize", _for_megatron(torch.cuda.synchronize, lambda *_: None)))
+        stack.enter_context(_replaced(cuda, "synchronize", _for_megatron(cuda.synchronize, lambda *_: None)))
         # The tracker of random states takes each region's state from the device generator: here the CPU's, so that
         # recomputed activations draw the same numbers as the first time.
-        patch(mock.patch.object(torch.cuda, "manual_seed", _for_megatron(torch.cuda.manual_seed, torch.manual_seed)))
-        patch(
-            mock.patch.object(
-                torch.cuda, "get_rng_state", _for_megatron(torch.cuda.get_rng_state, lambda *_: torch.get_rng_state())
-            )
+        stack.enter_context(_replaced(cuda, "manual_seed", _for_megatron(cuda.manual_seed, torch.manual_seed)))
+        get_state = _for_megatron(cuda.get_rng_state, lambda *_: torch.get_rng_state())
+        stack.enter_context(_replaced(cuda, "get_rng_state", get_state))
+        stack.enter_context(_replaced(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()))
+        stack.enter_context(
+            _replaced(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
         )
-        patch(mock.patch.object(random, "_get_cuda_rng_state", _get_rng_state))
-        patch(mock.patch.object(random, "_set_cuda_rng_state", _set_rng_state))
-        patch(_Redirect())
+        stack.enter_context(_Redirect())
         yield
 
 
-def _get_rng_state(device: Any = -1, clone: bool = False, graph_safe: bool = False) -> Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 class _Redirect(TorchFunctionMode):

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor, nn
 
-from components.learner.optimizer import OptimizerSettings, learning_rate
+from components.learner.optimizer import OptimizerSettings, Schedule, Update
 
 
 def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -> list[nn.Module]:
@@ -25,8 +29,6 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
         chunks: GPTModels of this rank, in virtual pipeline order.
         distributed: prepare for the distributed optimizer.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     return [
         DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0)
@@ -35,9 +37,7 @@ def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -
 
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators already."""
-    from megatron.core.distributed import finalize_model_grads
-
+    """Sums gradients over replicas, tied embeddings and sequence-parallel norms; the loss has its denominators."""
     finalize_model_grads(chunks, None, **kwargs)
 
 
@@ -60,10 +60,9 @@ class MegatronOptimizer:
         dtype: torch.dtype,
         distributed: bool,
     ) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-
-        self.settings, self.total_steps, self.step_count, self.chunks = settings, total_steps, 0, chunks
+        self.settings = settings
+        self.schedule = Schedule(settings, total_steps)
+        self.chunks = chunks
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -100,25 +99,19 @@ class MegatronOptimizer:
         )
 
     def clear(self) -> None:
-        """Forgets all gradients; call before the passes of a step."""
+        """Drops all gradients; call before the passes of a step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.inner.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> tuple[float, float, bool]:
-        """Clips and updates from finalised gradients; a non-finite gradient changes nothing but the schedule.
-
-        Returns:
-            the gradient norm before clipping, the learning rate, and whether the update was made; equal on all ranks.
-        """
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
+    def step(self) -> Update:
+        """Clips and updates, the same on all ranks; a non-finite gradient changes nothing but the schedule."""
         self.inner.prepare_grads()
-        norm, rate = float(self.inner.get_grad_norm()), self.next_rate()
-        self.step_count += 1
+        norm = float(self.inner.get_grad_norm())
+        rate = self.schedule.advance()
         if not math.isfinite(norm):
-            return norm, rate, False
+            return Update(norm, rate, made=False)
         for part in self.inner.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and self.settings.grad_clip:
@@ -126,14 +119,8 @@ class MegatronOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = rate
         self.inner.step_with_ready_grads()
-        return norm, rate, True
+        return Update(norm, rate, made=True)
 
-    def next_rate(self) -> float:
-        """Learning rate of the coming step."""
-        return learning_rate(self.settings, self.step_count, self.total_steps)
-
-    def skip(self) -> float:
-        """Counts a step without an update, so that the schedule keeps to the plan; returns its learning rate."""
-        rate = self.next_rate()
-        self.step_count += 1
-        return rate
+    def skip(self) -> Update:
+        """Counts a step without an update; gradients are dropped before the next passes."""
+        return Update(0.0, self.schedule.advance(), made=False)

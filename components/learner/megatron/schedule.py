@@ -1,23 +1,27 @@
-"""Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, forward-only passes, agreement of ranks.
+"""Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, and forward-only passes.
 
-Micro-batches have any lengths: stages tell each other the shape of what they send. Replicas may run different numbers
+Micro-batches have any lengths: stages send each other the shape first. Replicas may run different numbers
 of them, since gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is
 filled up with one-token micro-batches of weight zero, and so is a replica without rows.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.jagged import Jagged
 
+COMPUTE = ("forward-compute", "backward-compute")
 Forward = Callable[[nn.Module, PackedBatch], Tensor]
 Consume = Callable[[int, PackedBatch, Tensor], tuple[Tensor, Any]]
 
@@ -31,8 +35,10 @@ def filler(device: str) -> PackedBatch:
 def num_fillers(count: int, pipeline: int, virtual: int) -> int:
     """Micro-batches to add to `count` so that the schedule takes them.
 
-    >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)], [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
-    ([2, 1, 0, 1], [1, 0, 0])
+    >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)]
+    [2, 1, 0, 1]
+    >>> [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
+    [1, 0, 0]
     """
     if virtual > 1:
         return pipeline if count == 0 else -count % pipeline
@@ -61,9 +67,6 @@ def run_schedule(
     Returns:
         on the last stage the data, in order; elsewhere nothing.
     """
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     extra = num_fillers(len(batches), pipeline, len(chunks))
     work = list(enumerate(batches)) + [(-1, filler(device))] * extra
@@ -93,15 +96,11 @@ def run_schedule(
 
 def is_last_stage() -> bool:
     """Whether this rank holds the output head, and so the log-probs, the loss and the metrics."""
-    from megatron.core import parallel_state
-
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
 def from_last_stage(value: Tensor) -> Tensor:
     """The last stage's value on all stages of the pipeline; shape and dtype must agree."""
-    from megatron.core import parallel_state
-
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         value = value.contiguous().clone()
         dist.broadcast(
@@ -114,8 +113,6 @@ def from_last_stage(value: Tensor) -> Tensor:
 
 def objects_from_last_stage(value: Any) -> Any:
     """The last stage's Python value on all stages of the pipeline."""
-    from megatron.core import parallel_state
-
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
     box = [value]
@@ -124,9 +121,64 @@ def objects_from_last_stage(value: Any) -> Any:
     return box[0]
 
 
-def mean_and_most(value: float) -> tuple[float, float]:
+def mean_and_maximum(value: float) -> tuple[float, float]:
     """Mean and largest of a number over all ranks of the run."""
-    total, most = (torch.tensor(value, dtype=torch.float64) for _ in range(2))
+    total = torch.tensor(value, dtype=torch.float64)
+    largest = total.clone()
     dist.all_reduce(total)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(total) / dist.get_world_size(), float(most)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(total) / dist.get_world_size(), float(largest)
+
+
+class ComputeClock:
+    """In place of the timers of megatron-core's schedules: adds up the forward and backward passes of this rank.
+
+    On a GPU passes are measured by events of the stream, so waiting for another stage's tensors does not count.
+
+    >>> clock = ComputeClock("cpu")
+    >>> clock("forward-recv").start(); clock("forward-recv").stop(); clock.take()
+    0.0
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        self._marks: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        """The timer of that name: this clock for passes, nothing for others."""
+        return self if name in COMPUTE else _NOTHING
+
+    def start(self, barrier: bool = False) -> None:
+        """A pass begins."""
+        self._begin = self._now()
+
+    def stop(self, barrier: bool = False) -> None:
+        """A pass ends."""
+        self._marks.append((self._begin, self._now()))
+
+    def take(self) -> float:
+        """Seconds of all passes since the last call; on a GPU it waits until they are done."""
+        marks, self._marks = self._marks, []
+        if not self._cuda:
+            return float(sum(end - begin for begin, end in marks))
+        torch.cuda.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in marks)) / 1000
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class _Nothing:
+    def start(self, barrier: bool = False) -> None:
+        """Does nothing."""
+
+    def stop(self, barrier: bool = False) -> None:
+        """Does nothing."""
+
+
+_NOTHING = _Nothing()

@@ -1,27 +1,70 @@
 """Which tokens have high entropy: H_t ≥ τ, τ the k-th largest entropy of the scope, k = ⌈keep·n⌉ (ties are all kept).
 
 Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy
-tokens out of the eligibility trace [R]. H is the entropy of the sampling distribution; n counts trained tokens.
+tokens out of the eligibility trace (our reading). H is the entropy of the sampling distribution; n counts trained
+tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import AllSum, Inputs
-from components.learner.objective.config import EntropyMask
+from components.learner.objective.base import LossInputs
+from components.learner.objective.meters import AllSum
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import known_entropies
 
-COLUMN = "high_entropy"
+HIGH = "high_entropy"
+"""column of bools: trained tokens of high entropy"""
+IN_LOSS = "in_loss"
+"""the same column, when the mask acts on the loss"""
+IN_TRACE = "in_trace"
+"""the same column, when the mask acts on eligibility traces: an objective with a trace leaves the other tokens out"""
 
 
-def add_column(inputs: Inputs, settings: EntropyMask, all_sum: AllSum) -> Inputs:
-    """Adds column "high_entropy"; with `denominator: kept` and a mask on the loss, low-entropy tokens leave the loss mask too."""
+@dataclass(frozen=True, kw_only=True)
+class EntropyMask:
+    """Keeps tokens of high sampling entropy."""
+
+    keep: float = 1.0
+    """share of trained tokens kept; 1 switches the mask off, 0.2 is the 80/20 rule"""
+    scope: Literal["batch", "sequence", "group"] = "batch"
+    """over which tokens the threshold is taken"""
+    where: Literal["trace", "trace_and_loss", "loss"] = "trace"
+    """S-trace masks the history ("trace"), 80/20 the loss"""
+    denominator: Literal["all", "kept"] = "all"
+    """whether a masked loss is averaged over all trained tokens, or over the kept ones"""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"expected 0 < keep ≤ 1 (1 keeps all tokens), got {self.keep}.")
+
+    def check(self, use: str, has_trace: bool) -> None:
+        """Raises ValueError when the mask cannot act on objective `use` as it says."""
+        if self.keep == 1:
+            return
+        if self.where == "trace" and not has_trace:
+            raise ValueError(
+                f"entropy_mask.where is 'trace', but objective '{use}' has no trace to mask; set where: loss, or "
+                "choose an objective with a trace (use: trace)."
+            )
+        if has_trace and (self.where, self.denominator) == ("loss", "kept"):
+            raise ValueError(
+                "entropy_mask.where 'loss' with denominator 'kept' takes masked tokens out of the credit mask, which "
+                f"also masks the trace of objective '{use}'; set where: trace_and_loss, or denominator: all."
+            )
+
+
+def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> LossInputs:
+    """Adds the columns above; with `denominator: kept`, low-entropy tokens leave the mask of the loss too."""
     if settings.keep >= 1:
         return inputs
-    entropies, mask = inputs.old_entropies.values, inputs.mask.values
+    entropies = inputs.old_entropies.values
+    mask = inputs.mask.values
     known_entropies(entropies[mask], "objective.entropy_mask")
     if settings.scope == "batch":
         high = entropies >= kth_largest(entropies[mask], settings.keep, all_sum)
@@ -29,11 +72,15 @@ def add_column(inputs: Inputs, settings: EntropyMask, all_sum: AllSum) -> Inputs
         row_ids = inputs.mask.row_ids
         scope = row_ids if settings.scope == "sequence" else torch.unique(inputs.group, return_inverse=True)[1][row_ids]
         high = _high_by_scope(entropies, mask, scope, settings.keep)
-    high &= mask
-    changed = inputs.replace(columns=inputs.columns | {COLUMN: inputs.mask.with_values(high)})
-    if settings.where != "trace" and settings.denominator == "kept":
-        return changed.replace(mask=inputs.mask.with_values(high))
-    return changed
+    column = inputs.mask.with_values(high & mask)
+    inputs = inputs.with_columns(**{HIGH: column})
+    if settings.where != "loss":
+        inputs = inputs.with_columns(**{IN_TRACE: column})
+    if settings.where != "trace":
+        inputs = inputs.with_columns(**{IN_LOSS: column})
+        if settings.denominator == "kept":
+            inputs = inputs.replace(mask=column)
+    return inputs
 
 
 def kth_largest(values: Tensor, keep: float, all_sum: AllSum) -> Tensor:
@@ -43,12 +90,12 @@ def kth_largest(values: Tensor, keep: float, all_sum: AllSum) -> Tensor:
     """
     bits = values.float().clamp(min=0).view(torch.int32).long()
     count = all_sum(torch.tensor(float(len(bits)), dtype=torch.float64, device=values.device))
-    wanted = torch.ceil(count * keep - 1e-9)
+    rank = torch.ceil(count * keep - 1e-9)
     low, high = 0, 0x7F800000  # +0 and +inf
     while low < high:
         middle = (low + high + 1) // 2
         above = all_sum((bits >= middle).sum().double())
-        low, high = (middle, high) if bool(above >= wanted) else (low, middle - 1)
+        low, high = (middle, high) if bool(above >= rank) else (low, middle - 1)
     if not float(count):
         return torch.tensor(-torch.inf, device=values.device)
     return torch.tensor(low, dtype=torch.int32, device=values.device).view(torch.float32)
@@ -57,7 +104,9 @@ def kth_largest(values: Tensor, keep: float, all_sum: AllSum) -> Tensor:
 def _high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) -> Tensor:
     if not bool(mask.any()):
         return mask.clone()
-    chosen, where = entropies[mask], scope[mask]
+    chosen = entropies[mask]
+    where = scope[mask]
+    # Sorted by scope, and within it by falling entropy; the threshold stands at place ⌈keep·n⌉ − 1.
     order = torch.argsort(chosen, descending=True, stable=True)
     order = order[torch.argsort(where[order], stable=True)]
     sizes = torch.bincount(where, minlength=int(scope.max()) + 1)

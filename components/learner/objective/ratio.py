@@ -1,58 +1,77 @@
-"""Pieces that all ratio objectives share: a safe exponential, the clipped surrogate, and its metrics."""
+"""What the ratio objectives share: clip settings, a safe exponential, the clipped surrogate and its metrics."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from components.learner.objective.base import MAX_LOG_RATIO, Meters
-from components.learner.objective.config import Objective
+from components.learner.objective.base import MAX_LOG_RATIO
+from components.learner.objective.meters import Meters
+from pipeline.core.metric import Metric
+
+RATIO_METRICS: tuple[Metric, ...] = (
+    Metric("ratio_mean", "ratio", "mean of π/π_old over trained tokens (of sequences for `gspo`)"),
+    Metric("ratio_max", "ratio", "largest π/π_old"),
+    Metric("ratio_overflow", "share", "tokens whose log ratio was clamped to keep exp finite"),
+    Metric("clip_fraction", "share", "trained tokens whose gradient clipping stopped"),
+    Metric("clip_fraction_low", "share", "those clipped from below"),
+    Metric("clip_fraction_high", "share", "those clipped from above"),
+    Metric("clip_fraction_dual", "share", "those stopped by the second clip of negative advantages"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Bounds of PPO's clip."""
+
+    clip_low: float = 0.2
+    """ratios below 1 − clip_low lose their gradient where the advantage is negative"""
+    clip_high: float = 0.2
+    """ratios above 1 + clip_high lose their gradient where the advantage is positive"""
+    dual_clip: float = 0.0
+    """for negative advantages the loss stops growing beyond this ratio (3 is usual); 0 is off"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ValueError(
+                f"expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0, got clip_low {self.clip_low} and clip_high "
+                f"{self.clip_high}."
+            )
+        if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"expected dual_clip above 1 + clip_high = {1 + self.clip_high}, or 0 (off), got {self.dual_clip}."
+            )
 
 
 def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     """exp with |log ratio| clamped to 20; the share of clamped trained tokens is metric "ratio_overflow"."""
-    lost = ~(log_ratio.detach().abs() <= MAX_LOG_RATIO)
-    meters.share("ratio_overflow", lost, mask)
-    apply: Any = _SafeExp.apply
-    ratio: Tensor = apply(log_ratio, lost)
-    return ratio
+    clamped = ~(log_ratio.detach().abs() <= MAX_LOG_RATIO)
+    meters.share("ratio_overflow", clamped, mask)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-class _SafeExp(torch.autograd.Function):
-    # Beyond the clamp, and where the log ratio is NaN, the gradient is 0 as that of clamp is.
-    @staticmethod
-    def forward(ctx: Any, log_ratio: Tensor, lost: Tensor) -> Tensor:
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-        ctx.save_for_backward(ratio, lost)
-        return ratio
+def clipped_loss(ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip, meters: Meters) -> Tensor:
+    """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise, all [n].
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ratio, lost = ctx.saved_tensors
-        return (grads[0] * ratio).masked_fill_(lost, 0.0), None
-
-
-def clipped_loss(ratio: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
-    """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise."""
-    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    Metrics, over trained tokens: shares that lost their gradient to a clip, mean and maximum of the ratio.
+    """
+    bounded = ratio.clamp(1 - clip.clip_low, 1 + clip.clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
-    if objective.dual_clip:
-        loss = torch.where(advantage < 0, torch.minimum(loss, -objective.dual_clip * advantage), loss)
-    return loss
-
-
-def ratio_meters(meters: Meters, ratio: Tensor, advantage: Tensor, mask: Tensor, objective: Objective) -> None:
-    """Clip fractions (tokens that lost their gradient), mean and maximum of the ratio, over trained tokens."""
+    if clip.dual_clip:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -clip.dual_clip * advantage), loss)
     ratio = ratio.detach()
-    low = (advantage < 0) & (ratio < 1 - objective.clip_low)
-    high = (advantage > 0) & (ratio > 1 + objective.clip_high)
-    dual = (advantage < 0) & (ratio > objective.dual_clip) if objective.dual_clip else torch.zeros_like(low)
-    meters.share("clip_fraction", low | high | dual, mask)
+    low = (advantage < 0) & (ratio < 1 - clip.clip_low)
+    high = (advantage > 0) & (ratio > 1 + clip.clip_high)
+    clipped = low | high
     meters.share("clip_fraction_low", low, mask)
     meters.share("clip_fraction_high", high, mask)
-    if objective.dual_clip:
+    if clip.dual_clip:
+        dual = (advantage < 0) & (ratio > clip.dual_clip)
+        clipped |= dual
         meters.share("clip_fraction_dual", dual, mask)
+    meters.share("clip_fraction", clipped, mask)
     meters.mean("ratio_mean", ratio, mask)
-    meters.top("ratio_max", ratio, mask)
+    meters.maximum("ratio_max", ratio, mask)
+    return loss

@@ -1,15 +1,19 @@
-"""REINFORCE: −A log π_θ(y_t). No ratio and no clip.
-
-Source: RRPO/SRPO (2605.25507) [P]. On-policy its gradient equals that of the token objective; off-policy it is not
-corrected.
-"""
+"""`reinforce`: the plain policy gradient."""
 
 from __future__ import annotations
 
-from components.learner.objective.base import Inputs, Meters, Terms
-from components.learner.objective.config import Objective
+from torch import Tensor
+
+from components.learner.objective.base import LossInputs, Objective
+from components.learner.objective.meters import Meters
 
 
-def terms(inputs: Inputs, objective: Objective) -> Terms:
-    """Per-token loss."""
-    return Terms(loss=inputs.logprobs.with_values(-inputs.advantage.values * inputs.logprobs.values), meters=Meters())
+class Reinforce(Objective):
+    """−A_t log π_θ(y_t): no ratio and no clip. On-policy its gradient equals that of `ppo_clip`.
+
+    Off-policy it is not corrected. Source: RRPO and SRPO (2605.25507).
+    """
+
+    def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
+        """Loss per token."""
+        return -inputs.advantage.values * inputs.logprobs.values

@@ -1,4 +1,4 @@
-"""Linear maps of whole rows, such as the decayed sum z_t = x_t + d·z_{t−1}: blocked, forward and backward, no loop over tokens.
+"""Linear maps of whole rows, such as the decayed sum z_t = x_t + d·z_{t−1}, in blocks: no loop over tokens.
 
 Rows are laid out in a [rows, width] grid, zero after a row's end, and cut into blocks of 64. Inside a block the scan is
 one matrix product with the triangle d^{t−k}; the last values of the blocks, carried with decay d^64, are the same
@@ -8,7 +8,6 @@ problem on rows 64 times shorter. The adjoint (the backward pass) is the same sc
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +18,9 @@ from pipeline.core.jagged import Jagged
 
 BLOCK = 64
 
-# (grid [rows, width], reverse) ↦ another such grid: a linear map of each row, or its transpose. It must not change its
-# argument.
+# (grid [rows, width], reverse) ↦ another such grid: a linear map of each row, or its transpose. It must not change
+# its argument.
 RowMap = Callable[[Tensor, bool], Tensor]
-
-
-def decayed_sum(x: Jagged, decay: float) -> Jagged:
-    """z_t = x_t + decay·z_{t−1} within each row; 0 ≤ decay ≤ 1; differentiable.
-
-    >>> decayed_sum(Jagged.from_rows([torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0])]), 0.5).values.tolist()
-    [1.0, 1.5, 1.75, 1.0]
-    """
-    return x if decay == 0 else map_rows(x, partial(scan, decay))
 
 
 def map_rows(x: Jagged, row_map: RowMap) -> Jagged:

@@ -2,7 +2,7 @@
 
 Every other layer of a transformer works on tokens one by one, so a packed input wastes nothing there; only attention
 must know where sequences begin, and which prefix, computed by other rows, they continue. The function here is
-registered with transformers as an attention implementation and receives the `Layout` through the model's keyword
+registered with transformers as an attention implementation and receives the `PackedLayout` through the model's keyword
 arguments.
 """
 
@@ -23,14 +23,15 @@ IMPLEMENTATION = "creditgraph_packed"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Layout:
+class PackedLayout:
     """Where the sequences of a packed input lie.
 
     Attributes:
         lengths: int64 [rows], tokens that each row computes, at least 1.
         starts: int64 [rows], tokens of its path that come before them, computed by other rows.
         keys: int64 [Σ starts + lengths], places of all tokens of each row's path; None when no row shares any.
-        rows, total, longest, longest_path: numbers.
+        rows, total: number of rows, and of tokens that they compute.
+        longest, longest_path: of their lengths, and of their paths.
         sources: tokens that keys are taken from when they are more than the `total` that rows compute (a slice of a
             batch); else 0.
     """
@@ -52,9 +53,9 @@ class Layout:
     @cached_property
     def key_offsets(self) -> Tensor:
         """int32 [rows + 1], cumulative path lengths."""
-        return (
-            self.offsets if self.keys is None else F.pad((self.starts + self.lengths).cumsum(0), (1, 0)).to(torch.int32)
-        )
+        if self.keys is None:
+            return self.offsets
+        return F.pad((self.starts + self.lengths).cumsum(0), (1, 0)).to(torch.int32)
 
     @cached_property
     def key_bags(self) -> tuple[Tensor, Tensor]:
@@ -68,11 +69,11 @@ class Layout:
         return Grids.of(self)
 
 
-def make_layout(lengths: Tensor, keys: Jagged | None = None) -> Layout:
+def make_layout(lengths: Tensor, keys: Jagged | None = None) -> PackedLayout:
     """The layout of rows that compute `lengths` tokens each, at least 1, at the end of the paths `keys`."""
     paths = lengths if keys is None else keys.lengths
     longest, longest_path, total = torch.stack([lengths.max(), paths.max(), lengths.sum()]).tolist()
-    return Layout(
+    return PackedLayout(
         lengths=lengths,
         starts=paths - lengths,
         keys=None if keys is None else keys.values,
@@ -101,19 +102,6 @@ class Gather(torch.autograd.Function):
         return out.view(-1, *grad.shape[1:]), None, None, None
 
 
-class _ToGrid(torch.autograd.Function):
-    """Tokens → slots of all grids. `tokens` [slots] is arbitrary in unused slots, `slots` [total] is its inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
 class _FromGrid(torch.autograd.Function):
     """Slots → tokens; unused slots get no gradient."""
 
@@ -130,7 +118,10 @@ class _FromGrid(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Rows of like size: `rows` × `queries` tokens on `rows` × `keys` path tokens, left-aligned; starts as in the layout."""
+    """Rows of like size: `rows` × `queries` tokens that attend to `rows` × `keys` path tokens, both left-aligned.
+
+    `starts` int64 [rows] as in the layout; `causal` when all are 0.
+    """
 
     rows: int
     queries: int
@@ -173,30 +164,44 @@ class Grids:
     key_bags: tuple[Tensor, Tensor]
 
     @staticmethod
-    def of(layout: Layout) -> Grids:
+    def of(layout: PackedLayout) -> Grids:
         """Groups rows by whether they have a prefix and by the powers of two above their queries and keys."""
-        device, path = layout.lengths.device, layout.starts + layout.lengths
-        sizes = torch.stack([layout.starts, layout.lengths, path], 1).tolist()
-        bins = [(start > 0, (queries - 1).bit_length(), (keys - 1).bit_length()) for start, queries, keys in sizes]
+        device = layout.lengths.device
+        path = layout.starts + layout.lengths
         members: dict[tuple[bool, int, int], list[int]] = {}
-        for row, key in enumerate(bins):
-            members.setdefault(key, []).append(row)
-        grids, base, key_base, used, key_used = [], torch.zeros_like(path), torch.zeros_like(path), 0, 0
-        for (branch, _, _), rows in sorted(members.items()):
+        for row, (start, queries, keys) in enumerate(torch.stack([layout.starts, layout.lengths, path], 1).tolist()):
+            size = (start > 0, (queries - 1).bit_length(), (keys - 1).bit_length())
+            members.setdefault(size, []).append(row)
+        grids = []
+        # The first slot of each row, among those of queries and of keys.
+        base = torch.zeros_like(path)
+        key_base = torch.zeros_like(path)
+        used = 0
+        key_used = 0
+        for (has_prefix, _, _), rows in sorted(members.items()):
             which = torch.tensor(rows, device=device)
-            queries, keys = int(layout.lengths[which].max()), int(path[which].max())
-            grids.append(Grid(len(rows), queries, keys, layout.starts[which], not branch))
-            base[which] = used + torch.arange(len(rows), device=device) * queries
-            key_base[which] = key_used + torch.arange(len(rows), device=device) * keys
-            used, key_used = used + len(rows) * queries, key_used + len(rows) * keys
-        slots = _spread(base, layout.lengths, layout.total)
+            grid = Grid(
+                rows=len(rows),
+                queries=int(layout.lengths[which].max()),
+                keys=int(path[which].max()),
+                starts=layout.starts[which],
+                causal=not has_prefix,
+            )
+            grids.append(grid)
+            place = torch.arange(len(rows), device=device)
+            base[which] = used + place * grid.queries
+            key_base[which] = key_used + place * grid.keys
+            used += grid.rows * grid.queries
+            key_used += grid.rows * grid.keys
+        slots = _slots(base, layout.lengths, layout.total)
         tokens = slots.new_zeros(used)
         tokens[slots] = torch.arange(layout.total, device=device)
         free = torch.ones(used, dtype=torch.bool, device=device)
         free[slots] = False
-        key_tokens, key_bags = tokens, (slots, torch.arange(layout.total, device=device))
+        key_tokens = tokens
+        key_bags = (slots, torch.arange(layout.total, device=device))
         if layout.keys is not None:
-            key_slots = _spread(key_base, path, len(layout.keys))
+            key_slots = _slots(key_base, path, len(layout.keys))
             key_tokens = slots.new_zeros(key_used)
             key_tokens[key_slots] = layout.keys
             order, starts = layout.key_bags
@@ -211,7 +216,7 @@ class Grids:
         )
 
 
-def _spread(base: Tensor, lengths: Tensor, total: int) -> Tensor:
+def _slots(base: Tensor, lengths: Tensor, total: int) -> Tensor:
     # base[row] + place within the row, row after row.
     shift = base - (lengths.cumsum(0) - lengths)
     return torch.repeat_interleave(shift, lengths, output_size=total) + torch.arange(total, device=base.device)
@@ -226,13 +231,19 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed: Layout | None = None,
+    packed: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence; query [1, H, total, D], key and value [1, H_kv, total, D] → [1, total, H, D].
+    """Causal attention within each packed sequence; without a layout, ordinary causal attention.
 
-    Without a layout it is ordinary causal attention. Soft caps and attention sinks are refused by an exception, on
-    which the learner falls back to padded batches.
+    Soft caps and attention sinks are refused by an exception, on which the learner falls back to one row after the other.
+
+    Args:
+        query: [1, H, total, D].
+        key, value: [1, H_kv, total, D].
+
+    Returns:
+        [1, total, H, D], and None in place of attention weights.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError("packed attention: soft caps and attention sinks are not supported")
@@ -244,12 +255,12 @@ def packed_attention(
     return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
 
 
-def _whole_rows(query: Tensor) -> Layout:
+def _whole_rows(query: Tensor) -> PackedLayout:
     batch, length = query.shape[0], query.shape[2]
     return make_layout(torch.full((batch,), length, dtype=torch.int64, device=query.device))
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     if layout.keys is not None:
@@ -272,22 +283,21 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | Non
     return out
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scaling: float | None, window: int | None) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
     grids = layout.grids
-    to_grid: Any = _ToGrid.apply
-    from_grid: Any = _FromGrid.apply
     gather: Any = Gather.apply
-    q = to_grid(q, grids.tokens, grids.slots)
-    if layout.keys is None:
-        k, v = (to_grid(x, grids.tokens, grids.slots) for x in (k, v))
-    else:
-        k, v = (gather(x, grids.key_tokens, *grids.key_bags) for x in (k, v))
+    from_grid: Any = _FromGrid.apply
+    # Each token has one query slot, and as many key slots as there are paths through it.
+    q = gather(q, grids.tokens, grids.slots, torch.arange(layout.total, device=q.device))
+    k, v = (gather(x, grids.key_tokens, *grids.key_bags) for x in (k, v))
+    queries = torch.split(q, [g.rows * g.queries for g in grids.grids])
+    key_sizes = [g.rows * g.keys for g in grids.grids]
+    keys = torch.split(k, key_sizes)
+    values = torch.split(v, key_sizes)
     outs = []
-    sizes, key_sizes = [g.rows * g.queries for g in grids.grids], [g.rows * g.keys for g in grids.grids]
-    for grid, a, b, c in zip(
-        grids.grids, *(torch.split(x, n) for x, n in ((q, sizes), (k, key_sizes), (v, key_sizes))), strict=True
-    ):
-        q4, k4, v4 = (x.view(grid.rows, -1, x.shape[1], x.shape[2]).transpose(1, 2) for x in (a, b, c))
+    for grid, *parts in zip(grids.grids, queries, keys, values, strict=True):
+        # [rows · length, H, D] → [rows, H, length, D]
+        q4, k4, v4 = (x.view(grid.rows, -1, x.shape[1], x.shape[2]).transpose(1, 2) for x in parts)
         mask = grid.mask(window)
         out = F.scaled_dot_product_attention(
             q4, k4, v4, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]

@@ -1,4 +1,4 @@
-"""Which replica trains on which trajectories: prompts stay whole, and every replica gets about the same number of tokens.
+"""Which replica trains on which trajectories: prompts stay whole, and all replicas get about as many tokens.
 
 A step takes as long as its slowest replica. Trajectories of one prompt stay together, because they share its prefix, so
 what is spread is prompts: longest first, each to the replica with the least so far (LPT, Graham 1969: at most 4/3 of
@@ -26,10 +26,12 @@ def assign(costs: Tensor, group: Tensor, num_replicas: int) -> Tensor:
     """
     if num_replicas == 1 or not len(costs):
         return torch.zeros_like(group)
-    which, totals = _totals(costs, group)
-    place = [0] * len(totals)
+    which, count = _in_order(group)
+    sums = torch.zeros(count, dtype=torch.float64, device=costs.device).index_add(0, which, costs.double())
+    totals = sums.tolist()
+    place = [0] * count
     loads = [(0.0, r) for r in range(num_replicas)]  # a heap; equal loads go to the lower replica
-    for index in sorted(range(len(totals)), key=lambda i: (-totals[i], i)):
+    for index in sorted(range(count), key=lambda i: (-totals[i], i)):
         load, replica = loads[0]
         place[index] = replica
         heapq.heapreplace(loads, (load + totals[index], replica))
@@ -39,7 +41,7 @@ def assign(costs: Tensor, group: Tensor, num_replicas: int) -> Tensor:
 
 
 def contiguous(group: Tensor, num_replicas: int) -> Tensor:
-    """The replica of each row, int64 [rows], when groups are cut evenly in their order: what it would be without balancing."""
+    """The replica of each row, int64 [rows], when groups are cut evenly in their order, as without balancing."""
     which, count = _in_order(group)
     return which * num_replicas // max(count, 1)
 
@@ -56,17 +58,10 @@ def imbalance(costs: Tensor, replica: Tensor, num_replicas: int) -> float:
 
 
 def _in_order(group: Tensor) -> tuple[Tensor, int]:
-    """Number of each row's group, counted in the order in which groups first appear; and how many there are."""
+    """Number of each row's group, counted in the order in which groups first appear, and how many there are."""
     uids, which = torch.unique(group, return_inverse=True)
     first = torch.full((len(uids),), len(group), dtype=torch.int64, device=group.device)
     first = first.scatter_reduce(0, which, torch.arange(len(group), device=group.device), "amin")
     number = torch.empty_like(first)
     number[torch.argsort(first)] = torch.arange(len(uids), device=group.device)
     return number[which], len(uids)
-
-
-def _totals(costs: Tensor, group: Tensor) -> tuple[Tensor, list[float]]:
-    which, count = _in_order(group)
-    return which, torch.zeros(count, dtype=torch.float64, device=costs.device).index_add(
-        0, which, costs.double()
-    ).tolist()

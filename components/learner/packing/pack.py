@@ -6,11 +6,12 @@ A sequence is prompt + response without its last token, which nothing is predict
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.learner.packing.attention import Layout, make_layout
+from components.learner.packing.attention import Gather, PackedLayout, make_layout
 from components.learner.packing.prefix import bags, overlaps, paths, without_last, worthwhile
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
@@ -21,69 +22,69 @@ class PackedBatch:
     """Model input for some rows.
 
     Attributes:
-        input_ids, position_ids: int64, [1, total] when packed, [rows, longest] when padded.
-        attention_mask: [rows, longest] when padded, else None.
-        layout: of the sequences when packed, else None.
-        predict: int64 [pairs], place in the flattened hidden states that predicts each pair's token.
-        wanted: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share is
-            one pair, and the last token of a prefix predicts a different token for each continuation: one pair for
+        input_ids, position_ids: int64 [1, tokens].
+        layout: of the sequences.
+        predict: int64 [pairs], place in the hidden states that predicts each pair's token.
+        next_tokens: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share
+            is one pair, and the last token of a prefix predicts a different token for each continuation: one pair for
             each.
         bags: for each place in the hidden states, the pairs it predicts; None without shared prefixes.
         targets: Jagged int64, the response tokens of the rows.
         spread: int64 [targets], the pair of each response token; None when they are the same.
-        slots: token places computed, padding included.
-        tokens: of them, real ones.
+        tokens: how many are computed.
         saved: tokens not computed, because another row did.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
-    layout: Layout | None
+    layout: PackedLayout
     predict: Tensor
-    wanted: Tensor
+    next_tokens: Tensor
     bags: tuple[Tensor, Tensor] | None = None
     targets: Jagged
     spread: Tensor | None = None
-    slots: int
     tokens: int
     saved: int = 0
 
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """Hidden states [pairs, D] at the places that predict, from those [tokens, D] of all places."""
+        if self.bags is None:
+            return hidden.index_select(0, self.predict)
+        gather: Any = Gather.apply
+        out: Tensor = gather(hidden, self.predict, *self.bags)
+        return out
 
-def join(left: Jagged, right: Jagged) -> Jagged:
-    """Row-wise concatenation: row i is left[i] followed by right[i]."""
-    lengths = left.lengths + right.lengths
-    out = Jagged.from_lengths(left.values.new_empty(len(left.values) + len(right.values)), lengths)
-    starts = out.offsets[:-1]
-    out.values[starts[left.row_ids] + left.positions] = left.values
-    out.values[(starts + left.lengths)[right.row_ids] + right.positions] = right.values.to(left.values.dtype)
-    return out
+    def by_row(self, logprobs: Tensor, entropies: Tensor) -> tuple[Jagged, Jagged]:
+        """Values [pairs] as rows of response tokens."""
+        if self.spread is not None:
+            logprobs = logprobs.index_select(0, self.spread)
+            entropies = entropies.index_select(0, self.spread)
+        return self.targets.with_values(logprobs), self.targets.with_values(entropies)
 
 
 def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
-    """Raises DataError for a row the model cannot take: an empty prompt before a response, or more tokens than the context."""
+    """Raises DataError for a row the model cannot take: a response without a prompt, or too many tokens."""
     empty = (prompt.lengths == 0) & (response.lengths > 0)
     if bool(empty.any()):
         raise DataError(
             f"learner: row {int(empty.nonzero()[0])} has an empty prompt; the first response token needs at least one "
-            "token before it. "
-            "Give the prompt a BOS token."
+            "token before it. Give the prompt a BOS token."
         )
     lengths = prompt.lengths + response.lengths
     if len(lengths) and max_context and int(lengths.max()) > max_context:
         row = int(lengths.argmax())
         raise DataError(
-            f"learner: row {row} has {int(lengths[row])} tokens "
-            f"(prompt {int(prompt.lengths[row])}, response {int(response.lengths[row])}), but "
-            f"the model's context is {max_context}; lower the sampler's max_tokens or raise model.max_context."
+            f"learner: row {row} has {int(lengths[row])} tokens (prompt {int(prompt.lengths[row])}, response "
+            f"{int(response.lengths[row])}), but the model's context is {max_context}; lower the sampler's max_tokens "
+            "or raise model.max_context."
         )
 
 
-def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
-    """Cuts rows into micro-batches of at most `budget` tokens (token places including padding when `padded`).
+def plan(lengths: Tensor, budget: int) -> list[Tensor]:
+    """Cuts rows into micro-batches of at most `budget` tokens.
 
-    Rows are sorted by length, so neighbours are alike and padding inside a micro-batch is small. Rows of length 0 are
-    left out; a row longer than the budget gets a micro-batch of its own.
+    Rows are sorted by length, so those of a micro-batch are alike. Rows of length 0 are left out; a row longer than
+    the budget gets a micro-batch of its own.
 
     Args:
         lengths: int64 [rows].
@@ -95,65 +96,48 @@ def plan(lengths: Tensor, budget: int, padded: bool = False) -> list[Tensor]:
     order = torch.argsort(lengths, stable=True)
     sizes = lengths[order].tolist()
     first = next((i for i, n in enumerate(sizes) if n > 0), len(sizes))
-    cuts, start, used = [], first, 0
+    cuts = []
+    start = first
+    used = 0
     for i in range(first, len(sizes)):
-        cost = sizes[i] * (i - start + 1) if padded else used + sizes[i]
-        if budget and i > start and cost > budget:
+        if budget and i > start and used + sizes[i] > budget:
             cuts.append(order[start:i])
-            start, used = i, 0
+            start = i
+            used = 0
         used += sizes[i]
     if start < len(sizes):
         cuts.append(order[start:])
     return cuts
 
 
-def pack(prompt: Jagged, response: Jagged, index: Tensor, padded: bool = False, share: bool = False) -> PackedBatch:
-    """Lays out the rows `index`, each with a non-empty prompt and response.
+def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -> PackedBatch:
+    """Lays out the rows `index`, each with a non-empty prompt and response, end to end.
 
     Args:
         prompt, response: token rows.
         index: int64, the rows to take.
-        padded: as a padded grid instead of end to end.
         share: compute the common prefix of each row and the row before it in `index` once; pays when the order is that
             of `Sorted`.
     """
-    prompts, targets = prompt.select(index), response.select(index).to(torch.int64)
-    whole = join(prompts, targets)
-    if share and not padded:
+    prompts = prompt.select(index)
+    targets = response.select(index).to(torch.int64)
+    whole = prompts.join(targets)
+    if share:
         overlap = overlaps(whole)
         inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)
         if bool(inputs_overlap.any()):
             return _pack_shared(prompts, targets, whole, overlap, inputs_overlap)
     inputs = whole.slice_rows(torch.zeros_like(whole.lengths), whole.lengths - 1)
-    places = inputs.positions
     # Response token t of a row with P prompt tokens is predicted at place P + t − 1.
     before = (prompts.lengths - 1)[targets.row_ids] + targets.positions
-    tokens = len(inputs.values)
-    if padded:
-        grid = inputs.to_padded()
-        rows, longest = grid.shape
-        mask = torch.arange(longest, device=grid.device)[None] < inputs.lengths[:, None]
-        return PackedBatch(
-            input_ids=grid.long(),
-            position_ids=torch.arange(longest, device=grid.device).expand(rows, -1),
-            attention_mask=mask.long(),
-            layout=None,
-            predict=targets.row_ids * longest + before,
-            wanted=targets.values,
-            targets=targets,
-            slots=rows * longest,
-            tokens=tokens,
-        )
     return PackedBatch(
         input_ids=inputs.values.long()[None],
-        position_ids=places[None],
-        attention_mask=None,
+        position_ids=inputs.positions[None],
         layout=make_layout(inputs.lengths),
         predict=inputs.offsets[:-1][targets.row_ids] + before,
-        wanted=targets.values,
+        next_tokens=targets.values,
         targets=targets,
-        slots=tokens,
-        tokens=tokens,
+        tokens=len(inputs.values),
     )
 
 
@@ -161,22 +145,23 @@ def _pack_shared(
     prompts: Jagged, targets: Jagged, whole: Jagged, overlap: Tensor, inputs_overlap: Tensor
 ) -> PackedBatch:
     # Two trees: that of inputs (rows without their last token), whose nodes are computed, and that of whole rows, whose
-    # nodes are the distinct (path, next token) pairs.
+    # nodes are the distinct (path, next token) pairs. `own` tokens of each input row are computed for it.
     lengths = whole.lengths - 1
     keys = paths(inputs_overlap, lengths)
-    starts, own = whole.offsets[:-1], lengths - inputs_overlap
+    own = lengths - inputs_overlap
     computed = whole.slice_rows(inputs_overlap, lengths)
     places = computed.positions + inputs_overlap[computed.row_ids]
 
     node = paths(torch.minimum(overlap, inputs_overlap + 1), whole.lengths)
     at = prompts.lengths[targets.row_ids] + targets.positions
-    pair = node.values[starts[targets.row_ids] + at]
+    pair = node.values[whole.offsets[:-1][targets.row_ids] + at]
     used = torch.zeros(int(node.values.max()) + 1, dtype=torch.int64, device=pair.device)
     used[pair] = 1
     spread = (used.cumsum(0) - 1)[pair]
-    predict, wanted = (spread.new_empty(int(used.sum())) for _ in range(2))
+    predict = spread.new_empty(int(used.sum()))
     predict[spread] = keys.values[keys.offsets[:-1][targets.row_ids] + at - 1]
-    wanted[spread] = targets.values
+    next_tokens = torch.empty_like(predict)
+    next_tokens[spread] = targets.values
 
     tokens = len(computed.values)
     # A row that adds nothing of its own has no queries.
@@ -184,14 +169,12 @@ def _pack_shared(
     return PackedBatch(
         input_ids=computed.values.long()[None],
         position_ids=places[None],
-        attention_mask=None,
         layout=make_layout(own[kept], keys.select(kept)),
         predict=predict,
-        wanted=wanted,
+        next_tokens=next_tokens,
         bags=bags(predict, tokens),
         targets=targets,
         spread=spread,
-        slots=tokens,
         tokens=tokens,
         saved=len(keys.values) - tokens,
     )

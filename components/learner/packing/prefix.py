@@ -1,9 +1,9 @@
 """Shared prefixes: rows that begin with the same tokens compute them once.
 
 Rows of one prompt, and continuations of one reset state, are paths of a tree of tokens. Sorted lexicographically, each
-row shares its longest common prefix with the row before it, so a tree is told by one number per row, the `overlap`: the
-tokens [0, overlap) of row i are those of row i − 1, whoever computed them; the rest are row i's own. What a token's
-hidden state is depends on its path only, so log-probs and gradients are those of separate rows.
+row shares its longest common prefix with the row before it, so one number per row encodes the tree, the `overlap`: the
+tokens [0, overlap) of row i are those of row i − 1, whichever row computes them; the rest are row i's own. A token's
+hidden state depends on its path only, so log-probs and gradients are those of separate rows.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Sorted:
     @staticmethod
     def of(tokens: Jagged) -> Sorted:
         """Sorts rows of non-negative tokens."""
-        flat, bounds = tokens.values.cpu().numpy().astype(">u4"), tokens.offsets.tolist()
-        keys = [flat[a:b].tobytes() for a, b in pairwise(bounds)]
-        order = torch.tensor(
-            sorted(range(len(keys)), key=keys.__getitem__), dtype=torch.int64, device=tokens.values.device
-        )
+        # Big-endian bytes sort like the numbers.
+        flat = tokens.values.cpu().numpy().astype(">u4")
+        keys = [flat[a:b].tobytes() for a, b in pairwise(tokens.offsets.tolist())]
+        places = sorted(range(len(keys)), key=keys.__getitem__)
+        order = torch.tensor(places, dtype=torch.int64, device=tokens.values.device)
         return Sorted(order=order, overlap=overlaps(tokens.select(order)))
 
     def restrict(self, keep: Tensor) -> Sorted:
@@ -59,7 +59,10 @@ class Sorted:
 
 def overlaps(tokens: Jagged) -> Tensor:
     """Length of the common prefix of each row with the row before it, int64 [rows]."""
-    lengths, starts, positions, row_ids = tokens.lengths, tokens.offsets[:-1], tokens.positions, tokens.row_ids
+    lengths = tokens.lengths
+    starts = tokens.offsets[:-1]
+    positions = tokens.positions
+    row_ids = tokens.row_ids
     before = torch.cat([lengths.new_zeros(min(1, len(lengths))), lengths[:-1]])
     limit = torch.minimum(lengths, before)
     inside = positions < limit[row_ids]
@@ -80,7 +83,7 @@ def worthwhile(overlap: Tensor, lengths: Tensor) -> Tensor:
 
 
 def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
-    """Cuts rows into micro-batches of at most `budget` computed tokens, neighbours in the tree together.
+    """Cuts rows into micro-batches of at most `budget` computed tokens; neighbours in the tree stay together.
 
     Args:
         rows: rows with something to predict.
@@ -93,7 +96,8 @@ def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
     """
     sizes = lengths[rows.order]
     own = (sizes - worthwhile(without_last(rows.overlap, sizes + 1), sizes)).tolist()
-    pieces, start, used, path = [], 0, 0, 0
+    pieces = []
+    start, used, path = 0, 0, 0
     for i, size in enumerate(sizes.tolist()):
         if budget and i > start and (used + own[i] > budget or path + size > PATH_BUDGETS * budget):
             pieces.append(rows.order[start:i])
@@ -110,7 +114,7 @@ def unique_tokens(rows: Sorted, lengths: Tensor) -> int:
 
 
 def paths(overlap: Tensor, lengths: Tensor) -> Jagged:
-    """For each token of each row, the place of the computed token that stands for it.
+    """For each token of each row, the place of the computed token whose hidden state it has.
 
     Computed tokens lie row after row, each row's own ones only.
 
@@ -128,6 +132,6 @@ def paths(overlap: Tensor, lengths: Tensor) -> Jagged:
 
 
 def bags(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Which places of `index` hold each number below `size`: all places sorted by number, and where each number's begin."""
+    """Which places of `index` hold each number below `size`: places sorted by number, and where each number's begin."""
     counts = torch.bincount(index, minlength=size)
     return torch.argsort(index, stable=True), counts.cumsum(0) - counts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from components.engine.weights import merged
-from components.learner.hf.model import LearnerModel, Lora
+from components.learner.hf.model import LearnerModel
 from components.models.load import load_causal_lm
 from components.rollouts.segments import segment_of_token
 from pipeline.app.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs
@@ -77,7 +77,7 @@ def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel,
         weights = merged(weights, experiment.model)
         if weights.tensors is not None:
             model.load_state_dict(weights.tensors, strict=False)  # a tied output head is not among them
-    learner = LearnerModel(model, lora=Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     return learner, Weights(version=0, tensors=learner.published())
 
 

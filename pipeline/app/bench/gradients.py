@@ -140,7 +140,7 @@ def prompt_gradients(
         if not len(rows):
             found[uid] = torch.zeros(sum(p.numel() for p in parameters))
             continue
-        logprobs, _ = model.logprobs(pack(prompt_tokens, response, rows, model.padded), temperature)
+        logprobs, _ = model.logprobs(pack(prompt_tokens, response, rows), temperature)
         coefficient = weight.select(rows.cpu()).values.to(device, logprobs.values.dtype)
         grads = torch.autograd.grad((logprobs.values * coefficient).sum(), parameters, allow_unused=True)
         flat = [

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from components.learner.objective import KL, Inputs, Objective, aggregate, counts, loss_terms, prepare
+from components.learner.objective import (
+    KL,
+    LossInputs,
+    Meters,
+    ObjectiveSettings,
+    aggregate,
+    counts,
+    loss_terms,
+    prepare,
+)
 from components.rollouts.segments import increments, segment_of_token
 from pipeline.app.bench.statistics import Floats, offset, pearson, share_within, sign_agreement, spearman
 from pipeline.app.bench.truth import Truth
@@ -33,12 +42,12 @@ class Effective:
     weight: Jagged
 
 
-def effective_credit(trajectories: Trajectories, credit: Credit, objective: Objective) -> Effective:
+def effective_credit(trajectories: Trajectories, credit: Credit, objective: ObjectiveSettings) -> Effective:
     """Differentiates the objective with respect to the log-probs at the policy that sampled, without KL, bonus and mismatch terms."""
     bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance_cap=0.0)
     sampled = trajectories.engine_logprobs
     leaf = sampled.values.clone().requires_grad_()
-    inputs = Inputs(
+    inputs = LossInputs(
         logprobs=sampled,
         old_logprobs=sampled,
         engine_logprobs=sampled,
@@ -49,7 +58,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
         columns=dict(credit.columns),
     )
     inputs = prepare(inputs, bare, identity_sum).replace(logprobs=sampled.with_values(leaf))
-    loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare).loss
+    loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare, Meters())
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
     whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask, bare))
     if not tokens.requires_grad:

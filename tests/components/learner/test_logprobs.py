@@ -88,9 +88,9 @@ def test_no_tokens():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"hidden \(3, 4\) and targets \(2,\); wanted \[N, D\] and \[N\]"):
+    with pytest.raises(ValueError, match=r"expected hidden \[N, D\] and targets \[N\], got \(3, 4\) and \(2,\)"):
         token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), Head(weight=torch.zeros(5, 4)))
-    with pytest.raises(ValueError, match="temperature 0"):
+    with pytest.raises(ValueError, match=r"expected temperature > 0 .*, got 0\."):
         token_logprobs(
             torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Head(weight=torch.zeros(5, 4)), temperature=0
         )

@@ -95,7 +95,7 @@ def test_checkpoint_of_another_model_is_refused():
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="none may be negative"):
+    with pytest.raises(ValueError, match=r"expected lr, .* ≥ 0, got -1.0, 0.0, 1.0 and 0"):
         OptimizerSettings(lr=-1.0)
-    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\)"):
+    with pytest.raises(ValueError, match=r"expected two betas in \[0, 1\), got \(0.9, 1.0\)"):
         OptimizerSettings(betas=(0.9, 1.0))

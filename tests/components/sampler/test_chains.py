@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from components.rollouts.requests import join_rows, keyed_seeds, sample_from_prefix
+from components.rollouts.requests import keyed_seeds, sample_from_prefix
 from components.sampler.chains import Chains
-from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Sampling, ThoughtLimits
 from pipeline.core.streams import Stream
 
@@ -68,14 +67,6 @@ def test_no_prompts_gives_no_rows(toolbox):
 def test_impossible_settings_are_reported(settings, text):
     with pytest.raises(ValueError, match=text):
         Chains.Config(**settings)
-
-
-def test_join_rows_joins_row_by_row():
-    joined = join_rows(
-        Jagged.from_rows([[1], [], [2, 3]], torch.int32), Jagged.from_rows([[4, 5], [6], []], torch.int32)
-    )
-    assert joined.to_lists() == [[1, 4, 5], [6], [2, 3]]
-    assert joined.values.dtype == torch.int32
 
 
 def test_keyed_seeds_do_not_depend_on_how_draws_are_cut():

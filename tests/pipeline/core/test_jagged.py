@@ -77,6 +77,13 @@ def test_select_and_concat(rows: list[list[int]], data: st.DataObject) -> None:
     assert Jagged.concat([ints(rows[:cut]), ints(rows[cut:])]).equal(j)
 
 
+def test_join_appends_row_to_row_in_the_dtype_of_the_left() -> None:
+    left = Jagged.from_rows([[1], [], [2, 3], []], torch.int32)
+    joined = left.join(Jagged.from_rows([[4, 5], [6], [], []], torch.int64))
+    assert joined.to_lists() == [[1, 4, 5], [6], [2, 3], []]
+    assert joined.values.dtype == torch.int32
+
+
 @fast
 @given(SOME_ROWS, st.data())
 def test_slices(rows: list[list[int]], data: st.DataObject) -> None:

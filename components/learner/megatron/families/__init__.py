@@ -1,0 +1,15 @@
+"""The model types that `learner.megatron` trains; a family is one file here and one line per model type."""
+
+from components.learner.megatron.families.family import Family
+from components.learner.megatron.families.llama import LLAMA
+from components.learner.megatron.families.olmo import OLMO
+from components.learner.megatron.families.qwen import QWEN2, QWEN3
+
+# Model type of transformers' configuration → family.
+FAMILIES: dict[str, Family] = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+}

@@ -1,4 +1,4 @@
-"""OLMo-2 and OLMo-3 layers: norms behind attention and MLP instead of before, and query and key norms over all heads together."""
+"""OLMo-2 and OLMo-3: post-norm layers, and query and key norms over all heads together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from components.learner.megatron.attention import RMSNorm
+from components.learner.megatron.families.family import Family
 
 LAYER = "model.layers.{layer_number}."
 
@@ -38,16 +39,18 @@ class OlmoBridge(LLMBridge):  # type: ignore[misc]
     }
 
     def _build_config(self) -> Any:
-        # Not qk_layernorm: megatron-core would sum the gradients of these norms, which are cut like the heads, over the
-        # ranks.
+        # Not qk_layernorm: megatron-core would sum the gradients of these norms, which are sharded like the heads, over
+        # the ranks.
         return self._build_base_config()
 
 
 def adapt(layer: Any) -> None:
     """Turns a local layer specification into OLMo's."""
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    attention.q_layernorm = QueryNorm
+    attention.k_layernorm = KeyNorm
     attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
 
 
@@ -65,14 +68,15 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class HeadsNorm(nn.Module):
-    """RMS norm over all heads of a token together; weights and heads are cut over the tensor-parallel ranks."""
+    """RMS norm over all heads of a token together; weights and heads are sharded over the tensor-parallel ranks."""
 
     heads: str
 
     def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
         super().__init__()
         count = getattr(config, self.heads)
-        self.width, self.eps = count * hidden_size, eps
+        self.width = count * hidden_size
+        self.eps = eps
         weight = torch.empty(self.width // config.tensor_model_parallel_size, dtype=config.params_dtype)
         self.weight = nn.Parameter(weight)
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
@@ -87,7 +91,7 @@ class HeadsNorm(nn.Module):
         return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """For distributed checkpoints: cut along the weight."""
+        """For distributed checkpoints: sharded along the weight."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
         )
@@ -103,3 +107,7 @@ class KeyNorm(HeadsNorm):
     """Over the key heads."""
 
     heads = "num_query_groups"
+
+
+# The norm over all key heads needs each of them on one rank only.
+OLMO = Family(OlmoBridge, adapt, pre_norm=False, whole_key_heads=True)

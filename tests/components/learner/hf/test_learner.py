@@ -1,20 +1,22 @@
 import dataclasses
 import math
+import re
 import threading
 
 import pytest
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.model import Lora
-from components.learner.objective import KINDS, KL, Objective
+from components.learner.objective import KL, OBJECTIVES, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
+from components.learner.settings import Lora
 from pipeline.core.component import Ranks
 from pipeline.core.errors import AlignmentError, DataError
 from pipeline.core.jagged import Jagged
+from pipeline.core.settings import build_config
 
 FAST = OptimizerSettings(lr=1e-2)
-REINFORCE = Objective(kind="reinforce", aggregate="seq_mean_token_mean")
+REINFORCE = ObjectiveSettings(use="reinforce", aggregate="seq_mean_token_mean")
 
 
 def run(learner, batch):
@@ -53,7 +55,6 @@ def test_run_trains_and_reports(make_learner, make_batch):
     assert metrics["lr"] == 1e-2
     assert metrics["trained_tokens"] == len(trajectories.response_tokens.values)
     assert metrics["forward_tokens"] == metrics["trained_tokens"] + int((trajectories.prompt_tokens.lengths - 1).sum())
-    assert metrics["pack_waste"] == 0.0
     assert metrics["zero_credit_rows"] == 0.0
     assert set(out.report.seconds) == {"forward_backward", "optimizer", "publish"}
     assert learner.context.metrics["loss"] == metrics["loss"]
@@ -80,11 +81,11 @@ def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, re
         torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_token_budget_does_not_matter(make_learner, make_batch, kind):
+@pytest.mark.parametrize("use", sorted(OBJECTIVES))
+def test_token_budget_does_not_matter(make_learner, make_batch, use):
     moments, metrics = [], []
     for budget in (0, 1, 40, 100):
-        learner = make_learner(objective=Objective(kind=kind), optimizer=FAST, micro_batch_tokens=budget)
+        learner = make_learner(objective=ObjectiveSettings(use=use), optimizer=FAST, micro_batch_tokens=budget)
         out = run(learner, make_batch())
         moments.append({n: m["exp_avg"] for n, m in learner.state_dict()["optimizer"]["moments"].items()})
         metrics.append(out.report.metrics)
@@ -119,7 +120,7 @@ def test_mismatch_is_measured_only_at_equal_weights(make_learner, make_batch):
 
 def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_batch):
     metrics = run(
-        make_learner(old_logprobs="recompute", objective=Objective(importance_cap=2.0)), make_batch()
+        make_learner(old_logprobs="recompute", objective=ObjectiveSettings(importance_cap=2.0)), make_batch()
     ).report.metrics
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert metrics["mismatch_abs"] > 0.1
@@ -133,11 +134,11 @@ def test_minibatches_count_and_keep_prompts_together(make_learner, make_batch):
     learner = make_learner(optimizer=FAST, minibatches=2, epochs=3)
     out = run(learner, make_batch(rows=12))
     assert out.report.metrics["steps"] == 6
-    assert learner.optimizer.step_count == 6
-    from components.learner.hf.learner import _Pass
+    assert learner.optimizer.schedule.step_count == 6
+    from components.learner.batch import RolloutBatch
 
-    trajectories, credit = make_batch(rows=12)
-    parts = _Pass(learner, trajectories, credit).minibatch_rows(epoch=0)
+    trajectories, _ = make_batch(rows=12)
+    parts = RolloutBatch(learner.config, learner.context, trajectories, 0).minibatches(epoch=0)
     assert sorted(torch.cat(parts).tolist()) == list(range(12))
     assert [len(p) for p in parts] == [6, 6]
     prompts = [set(trajectories.prompt_uid[p].tolist()) for p in parts]
@@ -163,7 +164,7 @@ def test_trained_tokens_accumulate(make_learner, make_batch):
 @pytest.mark.parametrize("how", ["zero", "masked", "empty"])
 def test_batch_without_credit_is_skipped_and_said(make_learner, make_batch, how):
     learner = make_learner(
-        optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1), objective=Objective(kl=KL(coefficient=0.1))
+        optimizer=OptimizerSettings(lr=1e-2, weight_decay=0.1), objective=ObjectiveSettings(kl=KL(coefficient=0.1))
     )
     trajectories, credit = make_batch(zero=how == "zero")
     if how == "masked":
@@ -177,7 +178,7 @@ def test_batch_without_credit_is_skipped_and_said(make_learner, make_batch, how)
     assert out.report.metrics["steps"] == 0
     assert same(before.tensors, out.weights.tensors)
     assert out.weights.version == 1
-    assert learner.optimizer.step_count == 1
+    assert learner.optimizer.schedule.step_count == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -251,13 +252,13 @@ def test_row_without_response_counts_but_is_not_run(make_learner, make_batch):
 
 @pytest.mark.parametrize("lora", [Lora(), Lora(rank=2, alpha=4)])
 def test_reference_is_the_initial_model(make_learner, make_batch, lora):
-    learner = make_learner(objective=Objective(kl=KL(coefficient=0.1)), optimizer=FAST, lora=lora)
+    learner = make_learner(objective=ObjectiveSettings(kl=KL(coefficient=0.1)), optimizer=FAST, lora=lora)
     assert run(learner, make_batch()).report.metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert run(learner, make_batch()).report.metrics["kl_reference"] > 1e-3
 
 
 def test_entropy_bonus_raises_entropy(make_learner, make_batch):
-    learner = make_learner(objective=Objective(entropy_bonus=10.0), optimizer=FAST)
+    learner = make_learner(objective=ObjectiveSettings(entropy_bonus=10.0), optimizer=FAST)
     entropies = [run(learner, make_batch()).report.metrics["entropy"] for _ in range(4)]
     assert entropies[-1] > entropies[0] + 0.05
 
@@ -320,7 +321,7 @@ def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
         "dtype": dtype,
         "minibatches": 2,
         "optimizer": OptimizerSettings(lr=1e-2, schedule="cosine", warmup=2),
-        "objective": Objective(kl=KL(coefficient=0.1)),
+        "objective": ObjectiveSettings(kl=KL(coefficient=0.1)),
     }
     straight, first, second = (make_learner(**more) for _ in range(3))
     for i in range(4):
@@ -348,10 +349,9 @@ def test_bfloat16_trains(make_learner, make_batch):
     assert learner.state_dict()["optimizer"]["masters"]["model.norm.weight"].dtype == torch.float32
 
 
-def test_gradient_checkpointing_changes_nothing(make_learner, make_batch):
-    outs = [
-        run(make_learner(optimizer=FAST, gradient_checkpointing=g), make_batch()).weights.tensors for g in (False, True)
-    ]
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing(make_learner, make_batch, recompute):
+    outs = [run(make_learner(optimizer=FAST, recompute=r), make_batch()).weights.tensors for r in ("none", recompute)]
     assert distance(*outs) < 1e-6
 
 
@@ -366,7 +366,7 @@ def test_misaligned_credit(make_learner, make_batch):
 
 def test_row_longer_than_the_context(make_learner, make_batch):
     learner = make_learner()
-    learner.max_context = 10
+    learner.backend.max_context = 10
     with pytest.raises(DataError, match="but the model's context is 10"):
         run(learner, make_batch())
 
@@ -374,18 +374,17 @@ def test_row_longer_than_the_context(make_learner, make_batch):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"minibatches": 0}, "minibatches 0, epochs 1"),
-        ({"objective": Objective(importance_cap=2.0)}, "set old_logprobs: recompute"),
-        ({"lora": {"rank": -1}}, None),
+        ({"minibatches": 0}, "expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got 0, 1 and 16384"),
+        ({"objective": {"importance_cap": 2.0}}, "set old_logprobs: recompute"),
+        ({"lora": {"rank": -1}}, r"learner\.lora: expected rank ≥ 0 \(0 is full fine-tuning\), got -1"),
+        ({"lora": {"publish": "adapter"}}, r"learner\.lora: publish is 'adapter', but rank is 0"),
+        ({"recompute": "some"}, r"learner\.recompute: found 'some' .*; wanted 'none' or 'selective' or 'full'"),
     ],
 )
 def test_wrong_settings(settings, text):
-    if text is None:
-        with pytest.raises(ValueError, match=r"lora.rank is -1"):
-            Lora(rank=-1)
-        return
-    with pytest.raises(ValueError, match=text):
-        HFLearner.Config(**settings)
+    config, problems = build_config(HFLearner.Config, settings, "learner")
+    assert config is None
+    assert re.search(text, problems[0])
 
 
 def test_settings_are_few():
@@ -428,7 +427,7 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
     assert first["imbalance_after"] <= first["imbalance_before"]
     alone = make_learner(**settings)
     wanted = run(alone, batch).report.metrics
-    split = {"imbalance_before", "imbalance_after", "pack_waste", "forward_tokens", "shared_tokens"}
+    split = {"imbalance_before", "imbalance_after", "forward_tokens", "shared_tokens"}
     once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
     assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
     assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, Lora
+from components.learner.hf.model import LearnerModel
 
 SMALL = {
     "vocab_size": 42,
@@ -15,7 +15,7 @@ SMALL = {
 
 
 def wrap(model):
-    return LearnerModel(model.eval(), Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    return LearnerModel(model.eval())
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Olmo2", "Granite", "Mistral", "Cohere"])
@@ -26,7 +26,7 @@ def test_architectures_take_packed_sequences(kind, device):
     more = {"Granite": {"logits_scaling": 3.0}, "Cohere": {"logit_scale": 0.5}}.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device)
-    assert wrap(model).padded is False
+    assert wrap(model).packs
 
 
 def test_head_that_does_more_is_refused():

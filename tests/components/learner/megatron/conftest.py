@@ -23,25 +23,35 @@ def _beside(name: str) -> Any:
     return sys.modules[key]
 
 
-@pytest.fixture(scope="module")
-def gloo_pool() -> Iterator[Callable[[int], Any]]:
-    """gloo_pool(n) → a pool of n processes: `pool.run(function, *args)` runs a top-level function of a file on every rank at once.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # One worker of pytest-xdist runs all tests that share the pool.
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.xdist_group("megatron"))
 
-    Pools of other sizes end then, and all at the end of the file: each gloo group has threads that wake 100 times a
-    second.
-    """
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Four gloo processes for all files: `pool.run(function, *args)` runs a top-level function of a file on each rank."""
     pytest.importorskip("megatron.core", reason=REASON)
     pytest.importorskip("mbridge", reason=REASON)
-    pools: dict[int, Any] = {}
+    pool = _beside("pool").Pool(4)
+    yield pool
+    pool.close()
 
-    def make(size: int = 4) -> Any:
-        for other, pool in pools.items():
-            if other != size:
-                pool.close()
-        return pools.setdefault(size, _beside("pool").Pool(size))
+
+@pytest.fixture
+def processes() -> Iterator[Callable[[int], Any]]:
+    """processes(n) → such a pool of n ranks without process groups, for functions that start whole runs."""
+    pytest.importorskip("megatron.core", reason=REASON)
+    made: list[Any] = []
+
+    def make(size: int) -> Any:
+        made.append(_beside("pool").Pool(size, grouped=False))
+        return made[-1]
 
     yield make
-    for pool in pools.values():
+    for pool in made:
         pool.close()
 
 

@@ -30,15 +30,16 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`size` processes with a gloo group over all of them."""
+    """`size` processes with a gloo group over all of them, or the environment of torchrun alone."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, grouped: bool = True) -> None:
         self.size = size
+        self.grouped = grouped
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 10.0) -> list[Any]:
-        """The results of all ranks; RankError when one raised, or when one is silent for `grace` seconds after another raised."""
+        """The results of all ranks; RankError when one raised, or is silent for `grace` seconds after another raised."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -76,7 +77,7 @@ class Pool:
         for rank in range(self.size):
             here, there = context.Pipe()
             # The child may not be able to import this module by name, so it runs the file.
-            given = {"init_globals": {"SERVE": (there, rank, self.size, port)}, "run_name": "pooled_rank"}
+            given = {"init_globals": {"SERVE": (there, rank, self.size, port, self.grouped)}, "run_name": "pooled_rank"}
             process = context.Process(target=runpy.run_path, args=(__file__,), kwargs=given)
             process.start()
             there.close()
@@ -113,15 +114,17 @@ def _load(path: str) -> Any:
     return sys.modules[name]
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int, grouped: bool) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    if grouped:
+        dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
     while True:
         try:
             path, name, args = pipe.recv()

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.cpu import megatron_on_cpu
-from components.learner.megatron.head import vocab_parallel_logprobs
-from components.learner.megatron.model import Layout, MegatronModel, init_parallel
+from components.learner.megatron.model import MegatronModel
+from components.learner.megatron.parallel import init_parallel
+from components.learner.megatron.settings import ParallelLayout
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
@@ -18,7 +20,7 @@ from pipeline.core.jagged import Jagged
 def built(
     path: str, sizes: dict[str, Any], recompute: str = "none", dtype: torch.dtype = torch.float32
 ) -> MegatronModel:
-    layout = Layout(**sizes)
+    layout = ParallelLayout(**sizes)
     init_parallel(layout)
     model = MegatronModel.build(path, layout, recompute=recompute, dtype=dtype)
     model.load(path)
@@ -31,13 +33,13 @@ def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
     return (weights * logprobs).sum() + 0.3 * (weights.flip(0) * entropies).sum()
 
 
-def round_trip(path: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> list[str]:
+def differing(model: MegatronModel, path: str, dtype: torch.dtype) -> list[str]:
     """Names whose export differs from the file; names missing or doubled."""
     from safetensors.torch import load_file
 
     wanted = load_file(f"{path}/model.safetensors")
     bad = []
-    for name, tensor in built(path, sizes, dtype=dtype).export():
+    for name, tensor in model.export():
         if name not in wanted or not torch.equal(wanted.pop(name).to(dtype), tensor):
             bad.append(name)
     return bad + sorted(wanted)
@@ -72,7 +74,7 @@ def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
 
     tensors = dict(built(path, steps[0]).export())
     for sizes in steps[1:]:
-        layout = Layout(**sizes)
+        layout = ParallelLayout(**sizes)
         init_parallel(layout)
         model = MegatronModel.build(path, layout)
         model.load_tensors(reversed(tensors.items()))
@@ -93,11 +95,11 @@ def train(
     cuts: list[Tensor],
     recompute: str = "none",
     dtype: torch.dtype = torch.float32,
-) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None:
-    """Log-probs, entropies and gradients in Hugging Face names, first of separate rows, then with shared prefixes.
+) -> tuple[list[str], list[tuple[Tensor, Tensor, dict[str, Tensor]]] | None]:
+    """What the export has wrong; then log-probs, entropies and gradients of separate rows, and with shared prefixes.
 
-    They come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on each of
-    which the objective acts.
+    The latter come from one rank of the last stage, None from the others. `cuts` are the rows of each micro-batch, on
+    each of which the objective acts.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -117,7 +119,7 @@ def train(
         and not mpu.get_tensor_model_parallel_rank()
         and not mpu.get_data_parallel_rank(with_context_parallel=True)
     )
-    return out if one else None
+    return differing(model, path, dtype), out if one else None
 
 
 def _pass(
@@ -171,19 +173,14 @@ def head(
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
-    init_parallel(Layout(tensor=tensor))
+    init_parallel(ParallelLayout(tensor_parallel=tensor))
     group, rank = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank()
     size, out = len(weight) // tensor, []
     for i, (vocab, temperature, by) in enumerate(cases):
         h, w = hidden.clone().requires_grad_(), weight[rank * size : (rank + 1) * size].clone().requires_grad_()
-        settings = {
-            "vocab_start": rank * size,
-            "true_vocab": vocab,
-            "temperature": temperature,
-            "group": group,
-            "chunk": 5 * i,
-        }
-        logprobs, entropies = vocab_parallel_logprobs(h, w, targets, reduce_hidden=i != 2, **settings)
+        start = rank * size
+        shard = VocabShard(start=start, size=min(max(vocab - start, 0), size), group=group, reduce_hidden=i != 2)
+        logprobs, entropies = token_logprobs(h, targets, Head(weight=w, shard=shard), temperature, chunk=5 * i)
         c = torch.linspace(-1.0, 2.0, len(targets))
         by_logprobs, by_entropies = (c * logprobs).sum(), (c.flip(0) * entropies).sum()
         {"logprobs": by_logprobs, "entropies": by_entropies, "both": by_logprobs + by_entropies}[by].backward()

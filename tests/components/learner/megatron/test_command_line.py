@@ -1,66 +1,47 @@
-"""learner.megatron as a user starts it: in one process, and under torchrun with a model cut over four."""
+"""Whole runs of learner.megatron as a user starts them: in one process, and with a model sharded over four."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'creditgraph[megatron]'")
-pytestmark = pytest.mark.xdist_group("megatron command line")
 # Adam's ε is large, so that rounding of gradients near zero is not made into whole steps.
-SETTINGS = [
-    "recipe=toy_srpo",
-    "prompts.batch=4",
-    "evaluator.num_problems=2",
-    "run.iterations=2",
-    "run.wandb.mode=disabled",
-]
-SETTINGS += ["learner.optimizer.eps=1e-3"]
-LAYOUTS = {
-    "one process": ([], []),
-    "TP 2 × PP 2": (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"],
-        ["learner.tensor_parallel=2", "learner.pipeline_parallel=2"],
-    ),
-}
+SETTINGS = ["recipe=toy_srpo", "prompts.batch=4", "evaluator.num_problems=2", "run.iterations=2"]
+SETTINGS += ["run.wandb.mode=disabled", "learner.optimizer.eps=1e-3"]
 
 
-def train(folder, name, launcher, *settings):
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "creditgraph",
-        "train",
-        *SETTINGS,
-        f"run.root={folder}",
-        f"run.name={name}",
-        *settings,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+def run(arguments: list[str]) -> int:
+    """What `creditgraph` does, in a rank's process."""
+    from creditgraph import main
+
+    return main(arguments)
+
+
+def train(processes: Callable[[int], Any], size: int, folder: Path, *settings: str) -> list[dict[str, float]]:
+    arguments = ["train", *SETTINGS, f"run.root={folder}", f"run.name=r{size}", *settings]
+    assert processes(size).run(run, arguments) == [0] * size
+    rows = [json.loads(line) for line in (folder / f"r{size}" / "metrics.jsonl").read_text().splitlines()]
     return rows[:2]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    rows = train(tmp_path_factory.mktemp("hf"), "hf", [])
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("hf")
+    assert run(["train", *SETTINGS, f"run.root={folder}", "run.name=hf"]) == 0
+    rows = [json.loads(line) for line in (folder / "hf" / "metrics.jsonl").read_text().splitlines()]
     assert any("learner/grad_norm" in row for row in rows)
-    return rows
+    return rows[:2]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_trains_as_learner_hf_does(layout, reference, tmp_path):
-    launcher, settings = LAYOUTS[layout]
-    found = train(tmp_path, "megatron", launcher, "learner=megatron", *settings)
+@pytest.mark.parametrize(
+    ("size", "layout"), [(1, []), (4, ["learner.tensor_parallel=2", "learner.pipeline_parallel=2"])]
+)
+def test_it_trains_as_learner_hf_does(
+    size: int, layout: list[str], reference: list[dict[str, float]], processes: Callable[[int], Any], tmp_path: Path
+) -> None:
+    found = train(processes, size, tmp_path, "learner=megatron", *layout)
     # After a step, weights and so rollouts' log-probs differ by rounding.
     for hf, megatron, tolerance in zip(reference, found, (1e-5, 1e-3), strict=True):
         assert megatron["rewards/mean"] == hf["rewards/mean"]

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +13,24 @@ import torch
 
 from components.learner.hf.learner import HFLearner
 from components.learner.megatron.learner import MegatronLearner
-from components.learner.objective import KINDS
+from components.learner.objective import OBJECTIVES
+from components.learner.settings import Lora
 from pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
-# Ranks of the pool → layouts with all objectives, and layouts with one; what a layout leaves over are replicas.
-LAYOUTS: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
-    1: ([{}], []),
-    2: ([{}, TP2, PP2], [VPP2, {"distributed_optimizer": "on"}, {"context_parallel": 2}]),
-    4: (
-        [{**TP2, **PP2}],
-        [TP2, {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"}, {**TP2, "distributed_optimizer": "on"}],
-    ),
-}
+# Of four ranks; what a layout leaves over are replicas.
+ALL_OBJECTIVES: list[dict[str, Any]] = [{**TP2, **PP2}, PP2]
+ONE_OBJECTIVE: list[dict[str, Any]] = [
+    {},
+    {"distributed_optimizer": "on"},
+    {**TP2, "distributed_optimizer": "on"},
+    {"context_parallel": 2},
+    VPP2,
+    {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"},
+]
 ROOT = Path(__file__).parents[4]
 # What says how the work was cut, not what was learned.
-CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "pack_waste", "imbalance_before", "imbalance_after"}
+CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +88,7 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_every_objective_is_covered(training: Any) -> None:
-    assert {case["objective"].kind for case in training.CASES.values()} == set(KINDS)
+    assert {case["objective"].use for case in training.CASES.values()} == set(OBJECTIVES)
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
@@ -104,102 +105,81 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", LAYOUTS)
+@pytest.mark.parametrize(("layouts", "cases"), [(ALL_OBJECTIVES, sorted(OBJECTIVES)), (ONE_OBJECTIVE, ["ppo_clip"])])
 def test_equal_to_learner_hf(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str, reference: dict[str, Any], size: int
+    pool: Any, training: Any, folder: str, reference: dict[str, Any], layouts: list[dict[str, Any]], cases: list[str]
 ) -> None:
-    whole, brief = LAYOUTS[size]
-    for layouts, cases in ((whole, training.CASES), (brief, {"token": training.CASES["token"]})):
-        answers = gloo_pool(size).run(training.train_layouts, folder, layouts, cases)
-        for place, layout in enumerate(layouts):
-            for case in cases:
-                found, name = answers[0][place][case], f"{layout} of {size} ranks, {case}"
-                assert all(other[place][case]["metrics"] == found["metrics"] for other in answers), name
-                compare(found, reference[case], name)
+    answers = pool.run(training.train_layouts, folder, layouts, {name: training.CASES[name] for name in cases})
+    for place, layout in enumerate(layouts):
+        for case in cases:
+            found, name = answers[0][place][case], f"{layout}, {case}"
+            assert all(other[place][case]["metrics"] == found["metrics"] for other in answers), name
+            compare(found, reference[case], name)
 
 
-def test_shared_prefixes_change_nothing_but_the_work(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str
-) -> None:
-    cases = {str(share): {**training.CASES["reinforce"], "share_prefixes": share} for share in (True, False)}
-    (layouts, *_) = gloo_pool(2).run(training.train_layouts, folder, [TP2, PP2], cases)
-    for found in layouts:
-        shared, plain = found["True"], found["False"]
-        for a, b in zip(shared["metrics"], plain["metrics"], strict=True):
-            assert learned(a) == pytest.approx(learned(b), rel=1e-5, abs=2e-6)
-            assert a["forward_tokens"] < 0.8 * b["forward_tokens"]
-        assert relative(shared["weights"], plain["weights"]) < 1e-5
-
-
-def test_a_replica_without_rows_takes_part(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
-    alone, weights, logprobs = gloo_pool(1).run(training.one_prompt, folder, {})[0]
-    for metrics, found, told in gloo_pool(2).run(training.one_prompt, folder, {}):
-        assert float((told - logprobs).abs().max()) < 1e-5
-        assert learned(metrics) == pytest.approx(learned(alone), rel=1e-5, abs=2e-6)
-        assert relative(found, weights) < 1e-5
+def test_a_replica_without_rows_takes_part(pool: Any, training: Any, folder: str) -> None:
+    learner = training.hf_learner(folder, training.CASES["reinforce"])
+    trajectories, credit = training.make_batch(0, prompts=1)
+    alone = learner.run(trajectories=trajectories, credit=credit)
+    for metrics, weights, logprobs in pool.run(training.one_prompt, folder, {}):
+        assert float((logprobs - alone.logprobs.logprobs.values).abs().max()) < 1e-5
+        assert learned(metrics) == pytest.approx(learned(alone.report.metrics), rel=1e-5, abs=2e-6)
+        assert relative(weights, alone.weights.tensors) < 1e-5
 
 
 @pytest.mark.parametrize("old", ["engine", "recompute"])
-def test_every_rank_gives_out_all_logprobs_and_the_pipeline_tells_its_bubble(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str, old: str
+def test_every_rank_has_all_logprobs_and_a_pipeline_reports_its_bubble(
+    pool: Any, training: Any, folder: str, old: str
 ) -> None:
     settings = {**training.CASES["reinforce"], "old_logprobs": old, "micro_batch_tokens": 40}
     learner = training.hf_learner(folder, settings)
     trajectories, credit = training.make_batch(0)
     wanted = learner.run(trajectories=trajectories, credit=credit).logprobs.logprobs.values
-    for layouts in gloo_pool(2).run(training.one_step, folder, [{}, TP2, PP2], settings):
+    for layouts in pool.run(training.one_step, folder, [{}, {**TP2, **PP2}], settings):
         for logprobs, _ in layouts:
             assert float((logprobs - wanted).abs().max()) < 1e-5
-        logged = [metrics for _, metrics in layouts]
-        assert ["bubble" in m for m in logged] == [False, False, True]
+        replicas, pipeline = (metrics for _, metrics in layouts)
+        assert "bubble" not in replicas
         # Two stages and few micro-batches: at least one stage waits while the other computes.
-        assert 0 < logged[2]["bubble"] <= logged[2]["bubble_max"] < 1
+        assert 0 < pipeline["bubble"] <= pipeline["bubble_max"] < 1
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("layout", [{}, PP2])
 def test_nan_on_one_rank_skips_the_step_on_all(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str, layout: dict[str, Any], what: str
+    pool: Any, training: Any, folder: str, layout: dict[str, Any], what: str
 ) -> None:
-    answers = gloo_pool(2).run(training.spoiled, folder, layout, what)
-    for metrics, stayed, again in answers:
+    for metrics, stayed, again in pool.run(training.spoiled, folder, layout, what):
         assert (metrics["skipped_nonfinite"], metrics["steps"]) == (1.0, 0.0)
         assert stayed
         assert again
 
 
-def test_bfloat16_stays_near_learner_hf(gloo_pool: Callable[[int], Any], training: Any, folder: str) -> None:
+def test_bfloat16_stays_near_learner_hf(pool: Any, training: Any, folder: str) -> None:
     cases = {"reinforce": training.CASES["reinforce"]}
     wanted = training.train_hf(folder, cases, "bfloat16")["reinforce"]
-    (layouts, *_) = gloo_pool(2).run(
-        training.train_layouts, folder, [TP2, {"distributed_optimizer": "on"}], cases, "bfloat16"
-    )
-    for found in (x["reinforce"] for x in layouts):
-        assert {t.dtype for t in found["weights"].values()} == {torch.bfloat16}
-        assert [m["loss"] for m in found["metrics"]] == pytest.approx(
-            [m["loss"] for m in wanted["metrics"]], rel=0.1, abs=0.05
-        )
-        assert [m["grad_norm"] for m in found["metrics"]] == pytest.approx(
-            [m["grad_norm"] for m in wanted["metrics"]], rel=0.1
-        )
-        # Steps of 3e-3 on weights of about 0.2, whose neighbours in bfloat16 are 1e-3 apart.
-        assert (
-            max(float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items())
-            < 0.02
-        )
+    layout = {**TP2, "distributed_optimizer": "on"}
+    found = pool.run(training.train_layouts, folder, [layout], cases, "bfloat16")[0][0]["reinforce"]
+    assert {t.dtype for t in found["weights"].values()} == {torch.bfloat16}
+    for name, more in (("loss", {"abs": 0.05}), ("grad_norm", {})):
+        expected = [m[name] for m in wanted["metrics"]]
+        assert [m[name] for m in found["metrics"]] == pytest.approx(expected, rel=0.1, **more)
+    # Steps of 3e-3 on weights of about 0.2, whose neighbours in bfloat16 are 1e-3 apart.
+    gaps = [float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items()]
+    assert max(gaps) < 0.02
 
 
 # --- checkpoints ---
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", ["off", "on"])
+@pytest.mark.parametrize(("distributed", "layouts"), [("off", [PP2, VPP2]), ("on", [{**TP2, **PP2}, {}])])
 def test_a_checkpoint_is_continued_by_any_layout(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path, distributed: str
+    pool: Any, training: Any, folder: str, tmp_path: Path, distributed: str, layouts: list[dict[str, Any]]
 ) -> None:
-    pool, target, more = gloo_pool(4), str(tmp_path / "shards"), {"distributed_optimizer": distributed}
+    target, more = str(tmp_path / "shards"), {"distributed_optimizer": distributed}
     wanted = pool.run(training.save_and_step, folder, {**TP2, **more}, target)[0]
-    for layout in (TP2, PP2, {**TP2, **PP2}, VPP2, {}):
+    for layout in (TP2, *layouts):
         found = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
         assert found["version"] == wanted["version"] == 3
         assert all(torch.equal(found["saved"][n], w) for n, w in wanted["saved"].items()), layout
@@ -208,29 +188,27 @@ def test_a_checkpoint_is_continued_by_any_layout(
         assert relative(found["weights"], wanted["weights"]) < 1e-6, layout
 
 
-def test_damaged_checkpoints_are_told(
-    gloo_pool: Callable[[int], Any], training: Any, folder: str, tmp_path: Path
-) -> None:
-    pool, target = gloo_pool(1), tmp_path / "shards"
-    text = pool.run(training.fails_to_load, folder, str(target))[0]
-    assert "no Megatron checkpoint (metadata.json is missing)" in text
+def test_a_damaged_checkpoint_is_refused_on_every_rank(pool: Any, training: Any, folder: str, tmp_path: Path) -> None:
+    target = tmp_path / "shards"
+    for text in pool.run(training.fails_to_load, folder, str(target)):
+        assert "no Megatron checkpoint (metadata.json is missing)" in text
     pool.run(training.save_and_step, folder, {}, str(target))
     largest = max(target.glob("*.distcp"), key=lambda f: f.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:1000])
-    text = pool.run(training.fails_to_load, folder, str(target))[0]
-    assert "does not fit this model or is damaged" in text
+    for text in pool.run(training.fails_to_load, folder, str(target)):
+        assert "does not fit this model or is damaged" in text
 
 
 # --- whole runs ---
 
 FAILING = """
 import os
-from components.learner.objective import Kind, token
-def terms(inputs, objective):
-    if os.environ["RANK"] == "1":
-        raise ValueError("rank 1 fails inside the pipeline")
-    return token.terms(inputs, objective)
-KIND = Kind(terms)
+from components.learner.objective.ppo_clip import PPOClip
+class Failing(PPOClip):
+    def terms(self, inputs, meters):
+        if os.environ["RANK"] == "1":
+            raise ValueError("rank 1 fails inside the pipeline")
+        return super().terms(inputs, meters)
 """
 
 
@@ -238,7 +216,7 @@ KIND = Kind(terms)
 def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
     (tmp_path / "failing.py").write_text(FAILING)
-    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.kind=failing:KIND"]
+    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.objective.use=failing:Failing"]
     settings += [
         "run.iterations=1",
         "prompts.batch=4",
@@ -268,10 +246,11 @@ def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(tmp_pat
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel 0; wanted at least 1"),
-        ({"virtual_pipeline": 2}, "virtual_pipeline 2 with pipeline_parallel 1; wanted several pipeline ranks"),
-        ({"sequence_parallel": True}, "sequence_parallel with tensor_parallel 1"),
-        ({"minibatches": 0}, "minibatches 0"),
+        ({"tensor_parallel": 0}, r"expected at least 1 \(1: not sharded\), got tensor_parallel 0"),
+        ({"virtual_pipeline": 2}, "virtual_pipeline 2 interleaves pipeline stages, but pipeline_parallel is 1"),
+        ({"sequence_parallel": True}, "sequence_parallel shards activations .*, but tensor_parallel is 1"),
+        ({"minibatches": 0}, "expected minibatches ≥ 1"),
+        ({"lora": Lora(rank=8)}, "lora.rank is 8, but learner.megatron trains all parameters"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], text: str) -> None:
@@ -290,8 +269,11 @@ def test_ranks_of_a_replica() -> None:
 
 def test_the_state_of_another_learner_is_refused() -> None:
     with pytest.raises(
-        RunError, match=r"learner\.megatron: the checkpoint holds optimizer, version; wanted the shards"
+        RunError,
+        match=r"learner\.megatron: expected the shards of learner\.megatron in the checkpoint, got optimizer, version",
     ):
         MegatronLearner().load_state_dict({"version": 1, "optimizer": {}})
-    with pytest.raises(RunError, match=r"learner\.hf: the checkpoint holds version; wanted the optimiser state"):
+    with pytest.raises(
+        RunError, match=r"learner\.hf: expected the optimiser state of learner\.hf in the checkpoint, got version"
+    ):
         HFLearner().load_state_dict(MegatronLearner.state_dict(SimpleNamespace(version=1)))

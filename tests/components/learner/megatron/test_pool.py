@@ -1,6 +1,5 @@
-"""The pool itself: results in rank order, failures told, a failed pool starts again."""
+"""The pool itself: results in rank order, failures with their rank, a failed pool starts again."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ def fail_on_one() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_results_come_in_rank_order_and_a_failure_names_its_rank(gloo_pool: Callable[..., Any]) -> None:
-    pool = gloo_pool(4)
+def test_results_come_in_rank_order_and_a_failure_names_its_rank(pool: Any) -> None:
     assert pool.run(total, 1) == [(rank, 10.0) for rank in range(4)]
     with pytest.raises(AssertionError, match="rank 1 says no"):
         pool.run(fail_on_one, grace=1.0)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, EntropyMask, Objective, Trace
+from components.learner.objective import KL, EntropyMask, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
+from components.learner.step import RolloutTraining
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
@@ -63,10 +64,10 @@ def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: in
     return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns={"shaping": shaping, "gate": gate})
 
 
-def five_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
-    """The metrics of five runs on five batches, and what `after_first` says after the first."""
+def three_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
+    """The metrics of three runs on three batches, and what `after_first` says after the first."""
     out, said = [], None
-    for seed in range(5):
+    for seed in range(3):
         learner.context.iteration = seed
         trajectories, credit = make_batch(seed, version=seed)
         out.append(learner.run(trajectories=trajectories, credit=credit).report.metrics)
@@ -78,7 +79,7 @@ def five_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, fl
 def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") -> HFLearner:
     """The reference."""
     learner = HFLearner(HFLearner.Config(**{"optimizer": OPTIMIZER, **settings}))
-    learner.setup(Context(node="learner", iterations=5, model=ModelSpec(path=folder, dtype=dtype)))
+    learner.setup(Context(node="learner", iterations=3, model=ModelSpec(path=folder, dtype=dtype)))
     return learner
 
 
@@ -95,7 +96,7 @@ def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, An
     learner.setup(
         Context(
             node="learner",
-            iterations=5,
+            iterations=3,
             ranks=ranks,
             all_sum=sum_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
@@ -116,13 +117,13 @@ def sum_over_replicas(value: torch.Tensor) -> torch.Tensor:
 
 def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
     """Whole clipped gradients of the first step in Hugging Face names: Adam's first moment over 1 − β₁."""
-    parts = learner.optimizer.inner.chained_optimizers
+    parts = learner.backend.optimizer.inner.chained_optimizers
     moments = {p: s["exp_avg"] for part in parts for p, s in part.optimizer.state.items()}
     kept = {p: p.detach().clone() for p in moments}
     with torch.no_grad():
         for p, moment in moments.items():
             p.copy_(moment / 0.1)
-    found = dict(learner.model.export())
+    found = dict(learner.backend.model.export())
     with torch.no_grad():
         for p, value in kept.items():
             p.copy_(value)
@@ -131,22 +132,20 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
 
 def logprobs_of(learner: Any) -> torch.Tensor:
     """Per-token log-probs of one batch under the present weights, as `old_logprobs: recompute` makes them."""
-    from components.learner.megatron.cpu import megatron_on_cpu
-    from components.learner.megatron.learner import _Pass
-
-    with megatron_on_cpu():
-        return _Pass(learner, *make_batch(9))._score_all(reference=False).values
+    trajectories, credit = make_batch(9)
+    training = RolloutTraining(learner.config, learner.context, learner.backend, trajectories, credit, learner.version)
+    return training.score(reference=False).values
 
 
 def train(
     folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32"
 ) -> dict[str, dict[str, Any]]:
-    """For each case: metrics of five steps, log-probs afterwards, the gradient of the first step, and the last weights."""
+    """For each case: metrics of three steps, log-probs afterwards, the gradient of the first step, and the last weights."""
     out = {}
     for name, settings in cases.items():
         learner = megatron_learner(folder, layout, settings, dtype)
         # The distributed optimizer's moments lie across parameters.
-        metrics, gradients = five_steps(
+        metrics, gradients = three_steps(
             learner, None if layout.get("distributed_optimizer") == "on" else clipped_gradients
         )
         out[name] = {
@@ -158,44 +157,47 @@ def train(
     return out
 
 
+WIDE = {"clip_low": 0.2, "clip_high": 0.2}
 CASES: dict[str, dict[str, Any]] = {
     "reinforce": {
-        "objective": Objective(kind="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
+        "objective": ObjectiveSettings(use="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
         "micro_batch_tokens": 0,
     },
-    "token": {
-        "objective": Objective(kind="token", kl=KL(coefficient=0.1), importance_cap=2.0),
+    "ppo_clip": {
+        "objective": ObjectiveSettings(use="ppo_clip", kl=KL(coefficient=0.1), importance_cap=2.0),
         "old_logprobs": "recompute",
         "minibatches": 2,
         "epochs": 2,
         "micro_batch_tokens": 40,
     },
-    "sequence": {"objective": Objective(kind="sequence"), "micro_batch_tokens": 60},
-    "gated_sequence": {
-        "objective": Objective(kind="gated_sequence", entropy_mask=EntropyMask(keep=0.5)),
+    "gspo": {"objective": ObjectiveSettings(use="gspo", config=WIDE), "micro_batch_tokens": 60},
+    "gspo_gated": {
+        "objective": ObjectiveSettings(use="gspo_gated", config=WIDE, entropy_mask=EntropyMask(keep=0.5, where="loss")),
         "micro_batch_tokens": 60,
     },
     "trace": {
-        "objective": Objective(kind="trace", trace=Trace(style="both", normalise=True)),
+        "objective": ObjectiveSettings(use="trace", config={"style": "both", "normalise": True}),
         "micro_batch_tokens": 60,
     },
     # Each row its own micro-batch: the longest sequence is above the budget.
-    "shaped": {"objective": Objective(kind="shaped"), "micro_batch_tokens": 10, "share_prefixes": False},
+    "shaped_probability": {
+        "objective": ObjectiveSettings(use="shaped_probability"),
+        "micro_batch_tokens": 10,
+        "share_prefixes": False,
+    },
 }
 
 
 def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float32") -> dict[str, dict[str, Any]]:
     """What `train` returns, of learner.hf."""
-    from components.learner.hf.learner import _Pass
-
     out = {}
     for name, settings in cases.items():
         learner = hf_learner(folder, settings, dtype)
-        metrics, moments = five_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
+        metrics, moments = three_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
         out[name] = {
             "gradients": {n: m["exp_avg"] / 0.1 for n, m in moments.items()},
             "metrics": metrics,
-            "logprobs": _Pass(learner, *make_batch(9))._score_all(reference=False).values,
+            "logprobs": logprobs_of(learner),
             "weights": learner.initial()["weights"].tensors,
         }
     return out
@@ -233,9 +235,9 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
     """A step in which the last rank's loss or gradient is NaN: metrics, whether all weights stayed, whether a later step is made."""
     import torch.distributed as dist
 
-    learner = megatron_learner(folder, layout, CASES["sequence"])
-    before = [p.detach().clone() for c in learner.model.chunks for p in c.parameters()]
-    own = learner.model.logprobs
+    learner = megatron_learner(folder, layout, CASES["gspo"])
+    before = [p.detach().clone() for c in learner.backend.model.chunks for p in c.parameters()]
+    own = learner.backend.model.logprobs
 
     def logprobs(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if what == "gradient":
@@ -245,14 +247,14 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
         return tuple(x.with_values(x.values * float("nan")) for x in found) if what == "loss" else found
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        learner.model.logprobs = logprobs
+        learner.backend.model.logprobs = logprobs
     trajectories, credit = make_batch(0)
     metrics = learner.run(trajectories=trajectories, credit=credit).report.metrics
     stayed = all(
         torch.equal(a, b)
-        for a, b in zip(before, (p for c in learner.model.chunks for p in c.parameters()), strict=True)
+        for a, b in zip(before, (p for c in learner.backend.model.chunks for p in c.parameters()), strict=True)
     )
-    learner.model.logprobs = own
+    learner.backend.model.logprobs = own
     again = learner.run(trajectories=trajectories, credit=credit).report.metrics
     return metrics, stayed, again["steps"] == 1.0
 
@@ -261,20 +263,20 @@ def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str =
     """Two steps, a checkpoint, and what the third step makes."""
     from pathlib import Path
 
-    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     for seed in range(2):
         step(learner, seed)
     learner.save_shards(Path(target))
-    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+    return {"saved": dict(learner.backend.model.export()), **step(learner, 2)}
 
 
 def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
     """The weights of a checkpoint, and what the third step makes of them."""
     from pathlib import Path
 
-    learner = megatron_learner(folder, layout, CASES["token"], dtype)
+    learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     learner.load_shards(Path(target))
-    return {"saved": dict(learner.model.export()), **step(learner, 2)}
+    return {"saved": dict(learner.backend.model.export()), **step(learner, 2)}
 
 
 def step(learner: Any, seed: int) -> dict[str, Any]:

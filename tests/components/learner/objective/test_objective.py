@@ -1,16 +1,20 @@
+import dataclasses
 import math
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
 
+from components.learner.hf.learner import HFLearner
 from components.learner.objective import (
-    KINDS,
     KL,
-    Inputs,
-    Kind,
+    OBJECTIVES,
+    EntropyMask,
+    LossInputs,
     Meters,
     Objective,
-    Terms,
+    ObjectiveSettings,
     aggregate,
     counts,
     kl_estimate,
@@ -18,8 +22,11 @@ from components.learner.objective import (
     prepare,
     weights,
 )
+from components.learner.objective.gspo import GSPO
 from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
+from pipeline.core.settings import build_config
 
 AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 
@@ -29,7 +36,7 @@ def make_inputs(lengths=(3, 5, 1, 4), seed=0, spread=0.3, on_policy=False, maske
     base = Jagged.from_lengths(-torch.rand(sum(lengths), generator=g) * 3, torch.tensor(lengths))
     change = torch.zeros(len(base.values)) if on_policy else spread * torch.randn(len(base.values), generator=g)
     mask = torch.rand(len(base.values), generator=g) > 0.3 if masked else torch.ones(len(base.values), dtype=torch.bool)
-    return Inputs(
+    return LossInputs(
         logprobs=base.with_values((base.values + change).requires_grad_()),
         old_logprobs=base,
         engine_logprobs=base.with_values(base.values + 0.1 * torch.randn(len(base.values), generator=g)),
@@ -47,7 +54,7 @@ def one_row(new, old, advantage, **more):
         return Jagged.from_rows([torch.tensor(values, dtype=torch.float32)])
 
     new = row(new)
-    return Inputs(
+    return LossInputs(
         logprobs=new.with_values(new.values.requires_grad_()),
         old_logprobs=row(old),
         engine_logprobs=row(old),
@@ -59,9 +66,16 @@ def one_row(new, old, advantage, **more):
     )
 
 
+def losses(inputs, settings):
+    """Loss per token, and metrics."""
+    meters = Meters()
+    loss = loss_terms(inputs, settings, meters)
+    return loss, meters.values()
+
+
 def total(inputs, objective, denominators=None):
     denominators = counts(inputs.mask, objective) if denominators is None else denominators
-    return aggregate(loss_terms(inputs, objective).loss, inputs.mask, objective, denominators)
+    return aggregate(losses(inputs, objective)[0], inputs.mask, objective, denominators)
 
 
 def gradient(inputs, objective, denominators=None):
@@ -75,9 +89,8 @@ def test_token_by_hand():
     # Ratios 1.5, 0.5, 1.5, 0.5 with A = 1, 1, −1, −1 and clip .2: objectives min(1.5, 1.2), min(.5, .8), min(−1.5,
     # −1.2), min(−.5, −.8).
     logs = [math.log(1.5), math.log(0.5)] * 2
-    terms = loss_terms(one_row(logs, [0.0] * 4, [1.0, 1.0, -1.0, -1.0]), Objective(kind="token"))
-    assert terms.loss.values.tolist() == pytest.approx([-1.2, -0.5, 1.5, 0.8])
-    metrics = terms.meters.values()
+    loss, metrics = losses(one_row(logs, [0.0] * 4, [1.0, 1.0, -1.0, -1.0]), ObjectiveSettings(use="ppo_clip"))
+    assert loss.values.tolist() == pytest.approx([-1.2, -0.5, 1.5, 0.8])
     assert metrics["clip_fraction"] == 0.5
     assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0.25
     assert metrics["ratio_mean"] == pytest.approx(1.0)
@@ -90,42 +103,45 @@ def test_dual_clip_by_hand():
     # Ratio 5, A = −2: without dual clip the loss is 10, with c = 3 it is 6 and has no gradient. A = 2 is untouched by
     # it: −1.2·2.
     inputs = one_row([math.log(5)] * 2, [0.0] * 2, [-2.0, 2.0])
-    assert loss_terms(inputs, Objective()).loss.values.tolist() == pytest.approx([10.0, -2.4])
-    dual = Objective(dual_clip=3.0)
-    terms = loss_terms(inputs, dual)
-    assert terms.loss.values.tolist() == pytest.approx([6.0, -2.4])
+    assert losses(inputs, ObjectiveSettings())[0].values.tolist() == pytest.approx([10.0, -2.4])
+    dual = ObjectiveSettings(config={"dual_clip": 3.0})
+    loss, metrics = losses(inputs, dual)
+    assert loss.values.tolist() == pytest.approx([6.0, -2.4])
     assert gradient(inputs, dual).tolist() == [0.0, 0.0]
-    assert terms.meters.values()["clip_fraction_dual"] == 0.5
+    assert metrics["clip_fraction_dual"] == 0.5
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 def test_token_equals_loop(reference, dual_clip):
     inputs = make_inputs(spread=0.8)
-    found = loss_terms(inputs, Objective(clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)).loss
+    found = losses(inputs, ObjectiveSettings(config={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual_clip}))[0]
     for row in range(len(found)):
         args = (inputs.logprobs.row(row), inputs.old_logprobs.row(row), inputs.advantage.row(row))
         torch.testing.assert_close(found.row(row), torch.stack(reference.token_loss(*args, 0.2, 0.3, dual_clip)))
 
 
 def test_reinforce_by_hand():
-    terms = loss_terms(one_row([-1.0, -2.0], [0.0, 0.0], [0.5, -1.0]), Objective(kind="reinforce"))
+    loss, _ = losses(one_row([-1.0, -2.0], [0.0, 0.0], [0.5, -1.0]), ObjectiveSettings(use="reinforce"))
     # −.5·(−1) = .5 and −(−1)(−2) = −2
-    assert terms.loss.values.tolist() == [0.5, -2.0]
+    assert loss.values.tolist() == [0.5, -2.0]
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
 def test_reinforce_is_token_on_policy(how):
     more = {"aggregate": how, "constant_length": 8 if how == "constant" else 0}
     inputs = make_inputs(on_policy=True)
-    a, b = gradient(inputs, Objective(kind="reinforce", **more)), gradient(inputs, Objective(kind="token", **more))
+    a, b = (
+        gradient(inputs, ObjectiveSettings(use="reinforce", **more)),
+        gradient(inputs, ObjectiveSettings(use="ppo_clip", **more)),
+    )
     torch.testing.assert_close(a, b)
     assert float(a.abs().sum()) > 0
 
 
 def test_overflowing_ratio_is_finite_and_counted():
-    terms = loss_terms(one_row([0.0, -1.0], [-500.0, -1.0], [-1.0, 1.0]), Objective())
-    assert bool(torch.isfinite(terms.loss.values).all())
-    assert terms.meters.values()["ratio_overflow"] == 0.5
+    loss, metrics = losses(one_row([0.0, -1.0], [-500.0, -1.0], [-1.0, 1.0]), ObjectiveSettings())
+    assert bool(torch.isfinite(loss.values).all())
+    assert metrics["ratio_overflow"] == 0.5
 
 
 # --- optional terms ---
@@ -160,18 +176,16 @@ def test_kl_estimators_average_to_the_kl():
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_term_adds(estimator):
     inputs = make_inputs()
-    plain = loss_terms(inputs, Objective()).loss.values
-    made = loss_terms(inputs, Objective(kl=KL(coefficient=0.3, estimator=estimator)))
+    plain = losses(inputs, ObjectiveSettings())[0].values
+    loss, metrics = losses(inputs, ObjectiveSettings(kl=KL(coefficient=0.3, estimator=estimator)))
     penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, estimator)
-    torch.testing.assert_close(made.loss.values, plain + 0.3 * penalty)
-    assert made.meters.values()["kl_reference"] == pytest.approx(
-        float(penalty[inputs.mask.values].mean().detach()), rel=1e-5
-    )
+    torch.testing.assert_close(loss.values, plain + 0.3 * penalty)
+    assert metrics["kl_reference"] == pytest.approx(float(penalty[inputs.mask.values].mean().detach()), rel=1e-5)
 
 
 def test_entropy_bonus_pulls_on_entropies():
     inputs = make_inputs()
-    loss = loss_terms(inputs, Objective(entropy_bonus=0.1)).loss.values.sum()
+    loss = losses(inputs, ObjectiveSettings(entropy_bonus=0.1))[0].values.sum()
     assert torch.autograd.grad(loss, inputs.entropies.values)[0].tolist() == pytest.approx([-0.1] * 13)
 
 
@@ -180,9 +194,9 @@ def test_importance_weight_by_hand():
     inputs = one_row([0.0, 0.0], [0.0, 0.0], [1.0, 1.0]).replace(
         engine_logprobs=Jagged.from_rows([torch.tensor([-0.5, -3.0])])
     )
-    objective = Objective(kind="reinforce", importance_cap=2.0)
+    objective = ObjectiveSettings(use="reinforce", importance_cap=2.0)
     assert gradient(inputs, objective).tolist() == pytest.approx([-math.exp(0.5) / 2, -2.0 / 2])
-    metrics = loss_terms(inputs, objective).meters.values()
+    metrics = losses(inputs, objective)[1]
     assert metrics["importance_capped"] == 0.5
 
 
@@ -194,7 +208,7 @@ def test_importance_weight_by_hand():
 def test_aggregate_equals_loop(reference, how, drop_empty):
     mask = Jagged.from_rows([[True, False, True], [False, False], [True], [True, True, False, True]])
     values = mask.with_values(torch.randn(10, generator=torch.Generator().manual_seed(0)))
-    objective = Objective(aggregate=how, constant_length=7 if how == "constant" else 0, drop_empty=drop_empty)
+    objective = ObjectiveSettings(aggregate=how, constant_length=7 if how == "constant" else 0, drop_empty=drop_empty)
     found = aggregate(values, mask, objective, counts(mask, objective))
     wanted = reference.aggregate_loss(values.to_lists(), mask.to_lists(), how, objective.constant_length, drop_empty)
     assert float(found) == pytest.approx(wanted)
@@ -213,14 +227,14 @@ def test_aggregate_by_hand(how, wanted):
     # Rows (1, 2), (3, ·), (·): trained tokens 2, 1, 0; B = 3, Σm = 3, L_max = 4.
     mask = Jagged.from_rows([[True, True], [True, False], [False]])
     values = mask.with_values(torch.tensor([1.0, 2.0, 3.0, 50.0, 60.0]))
-    objective = Objective(aggregate=how, constant_length=4 if how == "constant" else 0)
+    objective = ObjectiveSettings(aggregate=how, constant_length=4 if how == "constant" else 0)
     assert float(aggregate(values, mask, objective, counts(mask, objective))) == pytest.approx(wanted)
 
 
 def test_drop_empty_by_hand():
     mask = Jagged.from_rows([[True, True], [False]])
     values = mask.with_values(torch.tensor([1.0, 2.0, 9.0]))
-    objective = Objective(aggregate="seq_mean_token_mean", drop_empty=True)
+    objective = ObjectiveSettings(aggregate="seq_mean_token_mean", drop_empty=True)
     assert counts(mask, objective).tolist() == [1, 2]
     assert float(aggregate(values, mask, objective, counts(mask, objective))) == 1.5
 
@@ -229,7 +243,7 @@ def test_drop_empty_by_hand():
 def test_masked_infinity_does_not_reach_the_loss(how):
     mask = Jagged.from_rows([[True, False]])
     values = mask.with_values(torch.tensor([1.0, math.inf], requires_grad=True))
-    objective = Objective(aggregate=how, constant_length=1 if how == "constant" else 0)
+    objective = ObjectiveSettings(aggregate=how, constant_length=1 if how == "constant" else 0)
     loss = aggregate(values, mask, objective, counts(mask, objective))
     assert float(loss.detach()) == 1.0
     assert torch.autograd.grad(loss, values.values)[0].tolist() == [1.0, 0.0]
@@ -238,30 +252,27 @@ def test_masked_infinity_does_not_reach_the_loss(how):
 def test_all_masked_has_weight_zero():
     mask = Jagged.from_rows([[False, False], [False]])
     for how in AGGREGATES:
-        objective = Objective(aggregate=how, constant_length=1 if how == "constant" else 0)
+        objective = ObjectiveSettings(aggregate=how, constant_length=1 if how == "constant" else 0)
         assert weights(mask, objective, counts(mask, objective)).values.tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_cut_does_not_matter(how, kind):
-    objective = Objective(
-        kind=kind, aggregate=how, constant_length=6 if how == "constant" else 0, kl=KL(coefficient=0.1)
+@pytest.mark.parametrize("use", sorted(OBJECTIVES))
+def test_cut_does_not_matter(how, use):
+    objective = ObjectiveSettings(
+        use=use, aggregate=how, constant_length=6 if how == "constant" else 0, kl=KL(coefficient=0.1)
     )
     inputs = prepare(make_inputs(spread=0.5), objective, identity_sum)
     denominators = counts(inputs.mask, objective)
-    whole_terms = loss_terms(inputs, objective)
-    whole = aggregate(whole_terms.loss, inputs.mask, objective, denominators)
+    terms, wanted = losses(inputs, objective)
+    whole = aggregate(terms, inputs.mask, objective, denominators)
     meters, loss = Meters(), torch.zeros(())
     for index in ([3], [0, 2], [1]):
         part = inputs.select(torch.tensor(index))
-        terms = loss_terms(part, objective)
-        loss = loss + aggregate(terms.loss, part.mask, objective, denominators)
-        meters.merge(terms.meters)
+        loss = loss + aggregate(loss_terms(part, objective, meters), part.mask, objective, denominators)
     torch.testing.assert_close(loss, whole)
     a, b = (torch.autograd.grad(x, inputs.logprobs.values)[0] for x in (loss, whole))
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    wanted = whole_terms.meters.values()
     assert meters.values() == pytest.approx(wanted)
     assert set(wanted) >= {"approx_kl", "entropy", "kl_reference"}
 
@@ -269,43 +280,112 @@ def test_cut_does_not_matter(how, kind):
 # --- settings and plug-in ---
 
 
-def _twice(inputs, objective):
-    return Terms(loss=inputs.logprobs.with_values(2 * inputs.columns["mine"].values), meters=Meters())
+class Scaled(Objective):
+    """An objective from outside: the advantage, times a setting, from a column that it prepares."""
+
+    metrics = (Metric("mine", "1", "mean of the column"),)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        factor: float = 1.0
+
+        def __post_init__(self):
+            if self.factor <= 0:
+                raise ValueError(f"expected factor > 0, got {self.factor}.")
+
+    def prepare(self, inputs, all_sum):
+        return inputs.with_columns(mine=inputs.advantage)
+
+    def terms(self, inputs, meters):
+        meters.mean("mine", inputs.columns["mine"].values, inputs.mask.values)
+        return self.config.factor * inputs.columns["mine"].values
 
 
-TWICE = Kind(_twice, lambda inputs, objective, all_sum: inputs.replace(columns={"mine": inputs.advantage}))
-
-
-def test_objective_from_outside(monkeypatch):
-    import sys
-
+@pytest.fixture
+def outside(monkeypatch):
+    """This module under a name of its own."""
     monkeypatch.setitem(sys.modules, "outside", sys.modules[__name__])
-    objective = Objective(kind="outside:TWICE")
-    inputs = prepare(make_inputs(), objective, identity_sum)
-    torch.testing.assert_close(loss_terms(inputs, objective).loss.values, 2 * inputs.advantage.values)
-    with pytest.raises(ValueError, match="objective 'outside:one_row' is function; wanted a"):
-        prepare(inputs, Objective(kind="outside:one_row"), identity_sum)
+    return "outside:Scaled"
+
+
+def test_objective_from_outside_has_settings_and_metrics_of_its_own(outside):
+    settings = ObjectiveSettings(use=outside, config={"factor": 3})
+    inputs = prepare(make_inputs(), settings, identity_sum)
+    loss, metrics = losses(inputs, settings)
+    torch.testing.assert_close(loss.values, 3 * inputs.advantage.values)
+    assert metrics["mine"] == pytest.approx(float(inputs.advantage.values[inputs.mask.values].mean()))
+    names = [m.name for m in HFLearner.metrics_of(HFLearner.Config(objective=settings))]
+    assert "mine" in names
+    assert "mine" not in [m.name for m in HFLearner.metrics]
+
+
+@pytest.mark.parametrize(
+    ("values", "problems"),
+    [
+        (
+            {"use": "ppo_clp"},
+            ["l.use: 'ppo_clp' is not an objective; expected a registered name or 'package.module:Class'. "
+             "Did you mean 'ppo_clip'?"],
+        ),
+        ({"use": "outside:one_row"}, ["l.use: component 'outside:one_row': outside:one_row is not a class."]),
+        (
+            {"use": "outside:Jagged"},
+            ["l.use: outside:Jagged is not an objective; derive it from creditgraph.Objective."],
+        ),
+        (
+            {"use": "no_such_module:X"},
+            ["l.use: component 'no_such_module:X': module 'no_such_module' cannot be imported; install it or correct "
+             "'no_such_module'."],
+        ),
+        (
+            {"use": "outside:Scaled", "config": {"factr": 1, "clip_low": 1}},
+            ["l.config.factr: unknown setting. Did you mean 'factor'?",
+             "l.config.clip_low: unknown setting. Known: factor."],
+        ),
+        ({"use": "outside:Scaled", "config": {"factor": -1}}, ["l.config: expected factor > 0, got -1.0."]),
+        ({"config": {"clip_low": "x"}}, ["l.config.clip_low: found 'x' (str); wanted float."]),
+        (
+            {"config": {"clip_low": 1.5}},
+            ["l.config: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0, got clip_low 1.5 and clip_high 0.2."],
+        ),
+        (
+            {"config": {"dual_clip": 1.1}},
+            ["l.config: expected dual_clip above 1 + clip_high = 1.2, or 0 (off), got 1.1."],
+        ),
+        (
+            {"use": "reinforce", "config": {"clip_low": 0.1}},
+            ["l.config.clip_low: unknown setting. There are no settings here."],
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_reported_with_their_place(outside, values, problems):
+    settings, found = build_config(ObjectiveSettings, values, "l")
+    assert settings is None
+    assert found == problems
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"kind": "tokne"}, "kind 'tokne' is not an objective. Did you mean 'token'?"),
-        ({"clip_low": 1.5}, "wanted 0 ≤ clip_low ≤ 1"),
-        ({"dual_clip": 1.1}, "wanted 0 \\(off\\) or a ratio above 1 \\+ clip_high = 1.2"),
         ({"aggregate": "constant"}, "'constant' divides by B·constant_length"),
-        ({"importance_cap": -1.0}, "importance_cap is -1.0"),
+        ({"importance_cap": -1.0}, "expected importance_cap ≥ 0 .*, got -1.0"),
+        ({"entropy_mask": EntropyMask(keep=0.5)}, "objective 'ppo_clip' has no trace to mask; set where: loss"),
     ],
 )
 def test_wrong_settings(settings, text):
     with pytest.raises(ValueError, match=text):
-        Objective(**settings)
+        ObjectiveSettings(**settings)
+
+
+def test_settings_survive_a_replacement():
+    settings = ObjectiveSettings(use="gspo", config={"clip_low": 0.1})
+    assert dataclasses.replace(settings, entropy_bonus=0.1).config == GSPO.Config(clip_low=0.1)
 
 
 def test_kl_without_reference():
     inputs = make_inputs().replace(reference_logprobs=None)
     with pytest.raises(ValueError, match="gave no reference log-probs"):
-        loss_terms(inputs, Objective(kl=KL(coefficient=0.1)))
+        losses(inputs, ObjectiveSettings(kl=KL(coefficient=0.1)))
 
 
 def test_meters_reduce_over_replicas():

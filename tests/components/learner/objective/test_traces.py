@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -5,10 +6,9 @@ import torch
 
 from components.learner.objective import (
     EntropyMask,
-    Inputs,
+    LossInputs,
     Meters,
-    Objective,
-    Trace,
+    ObjectiveSettings,
     aggregate,
     counts,
     loss_terms,
@@ -16,8 +16,7 @@ from components.learner.objective import (
 )
 from components.learner.objective.entropy_mask import kth_largest
 from components.learner.objective.ratio import safe_exp
-from components.learner.objective.scan import decayed_sum
-from components.learner.objective.trace import trace_sum
+from components.learner.objective.trace import Trace, trace_sum
 from pipeline.core.component import identity_sum
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
@@ -32,7 +31,7 @@ def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constan
     size = len(base.values)
     mask = torch.rand(size, generator=g) > 0.25 if masked else torch.ones(size, dtype=torch.bool)
     per_token = base.with_values(torch.randn(size, generator=g))
-    return Inputs(
+    return LossInputs(
         logprobs=base.with_values((base.values + spread * torch.randn(size, generator=g)).requires_grad_()),
         old_logprobs=base,
         engine_logprobs=base,
@@ -44,20 +43,28 @@ def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constan
 
 
 def losses(inputs, objective):
+    """Prepared inputs, loss per token, metrics."""
     inputs = prepare(inputs, objective, identity_sum)
-    return inputs, loss_terms(inputs, objective)
+    meters = Meters()
+    loss = loss_terms(inputs, objective, meters)
+    return inputs, loss, meters.values()
 
 
 def gradient(inputs, objective):
-    inputs, terms = losses(inputs, objective)
-    loss = aggregate(terms.loss, inputs.mask, objective, counts(inputs.mask, objective))
-    return torch.autograd.grad(loss, inputs.logprobs.values)[0]
+    inputs, loss, _ = losses(inputs, objective)
+    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask, objective))
+    return torch.autograd.grad(total, inputs.logprobs.values)[0]
+
+
+def gspo(use="gspo", **config):
+    """With a clip wide enough for ratios to leave 1."""
+    return ObjectiveSettings(use=use, config={"clip_low": 0.2, "clip_high": 0.2, **config})
 
 
 def by_hand(logs, advantage, **more):
     """One row, ratios exp(logs) against old log-probs 0."""
     row = Jagged.from_rows([torch.tensor(logs)])
-    return Inputs(
+    return LossInputs(
         logprobs=row.with_values(row.values.requires_grad_()),
         old_logprobs=row.with_values(torch.zeros(len(logs))),
         engine_logprobs=row.with_values(torch.zeros(len(logs))),
@@ -77,7 +84,7 @@ def by_hand(logs, advantage, **more):
 def test_scan_equals_loop(lengths, decay):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), dtype=torch.float64, generator=g).requires_grad_()
-    found = decayed_sum(Jagged.from_lengths(x, torch.tensor(lengths)), decay).values
+    found = trace_sum(Jagged.from_lengths(x, torch.tensor(lengths)), Trace.Config(decay=decay)).values
     wanted = []
     for row in torch.split(x.detach(), lengths):
         carry = 0.0
@@ -94,8 +101,9 @@ def test_scan_equals_loop(lengths, decay):
 def test_scan_float32_is_exact_enough():
     lengths = torch.full((4,), 8192)
     x = torch.randn(4 * 8192, generator=torch.Generator().manual_seed(0)) * 0.1
-    narrow = decayed_sum(Jagged.from_lengths(x, lengths), 0.99).values
-    wide = decayed_sum(Jagged.from_lengths(x.double(), lengths), 0.99).values
+    config = Trace.Config(decay=0.99)
+    narrow = trace_sum(Jagged.from_lengths(x, lengths), config).values
+    wide = trace_sum(Jagged.from_lengths(x.double(), lengths), config).values
     assert float((narrow - wide).abs().max()) < 1e-5
 
 
@@ -103,7 +111,7 @@ def test_scan_float32_is_exact_enough():
 @pytest.mark.parametrize("decay", [0.0, 0.6, 0.97, 1.0])
 def test_trace_sum_equals_loop(reference, style, floor, decay):
     x = Jagged.from_lengths(torch.randn(84, generator=torch.Generator().manual_seed(0)), torch.tensor([9, 1, 70, 4]))
-    found = trace_sum(x, Trace(decay=decay, style=style, floor=floor))
+    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
     for row in range(len(x)):
         values = x.row(row).tolist()
         wanted = [
@@ -123,7 +131,7 @@ def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, 
     g = torch.Generator().manual_seed(0)
     x = Jagged.from_lengths(torch.randn(sum(lengths), dtype=torch.float64, generator=g), torch.tensor(lengths))
     x = x.with_values((x.values * (x.positions >= x.spread(torch.tensor(start)).values)).requires_grad_())
-    found = trace_sum(x, Trace(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
+    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
     u = x.with_values(torch.randn(sum(lengths), dtype=torch.float64, generator=g))
     (adjoint,) = torch.autograd.grad((found.values * u.values).sum(), x.values)
     for row, (length, first) in enumerate(zip(lengths, start, strict=True)):
@@ -139,7 +147,7 @@ def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, 
 @pytest.mark.parametrize(("style", "floor"), STYLES)
 def test_trace_sum_in_float32_is_exact_enough(style, floor):
     x = torch.randn(4 * 8192, generator=torch.Generator().manual_seed(0)) * 0.01
-    rows, trace = Jagged.from_lengths(x, torch.full((4,), 8192)), Trace(decay=0.99, style=style, floor=floor)
+    rows, trace = Jagged.from_lengths(x, torch.full((4,), 8192)), Trace.Config(decay=0.99, style=style, floor=floor)
     wide = trace_sum(rows.to(torch.float64), trace).values
     assert float((trace_sum(rows, trace).values - wide).abs().max()) < 1e-5
 
@@ -151,7 +159,7 @@ def test_trace_sum_in_float32_is_exact_enough(style, floor):
 @pytest.mark.parametrize(("style", "floor"), STYLES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_masked_tokens_may_hold_anything(clip, style, floor, value):
-    objective = Objective(kind="trace", trace=Trace(style=style, floor=floor, clip=clip))
+    objective = ObjectiveSettings(use="trace", config={"style": style, "floor": floor, "clip": clip})
     inputs = make_inputs()
     odd = inputs.replace(
         logprobs=inputs.logprobs.with_values(inputs.logprobs.values.detach().masked_fill(~inputs.mask.values, value))
@@ -173,14 +181,14 @@ def test_safe_exp_by_hand():
 
 def test_traced_by_hand():
     # l = .1, .2, .3, d = .5: z = .1, .25, .425. Clip .3: R = 1.105, 1.284, 1.53 → the last is cut to 1.3.
-    objective = Objective(kind="trace", trace=Trace(decay=0.5), clip_high=0.3)
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.5, "clip_high": 0.3})
     inputs = by_hand([0.1, 0.2, 0.3], [1.0, 1.0, 1.0])
-    prepared, terms = losses(inputs, objective)
-    assert terms.loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.25), -1.3])
+    prepared, loss, metrics = losses(inputs, objective)
+    assert loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.25), -1.3])
     # On-policy C_k: (1 − d^{T−k+1})/(1 − d) = 1.75, 1.5, 1
     assert prepared.columns["trace_scale"].values.tolist() == pytest.approx([1.75, 1.5, 1.0])
-    assert terms.meters.values()["gradient_scale"] == pytest.approx(4.25 / 3)
-    assert terms.meters.values()["clip_fraction"] == pytest.approx(1 / 3)
+    assert metrics["gradient_scale"] == pytest.approx(4.25 / 3)
+    assert metrics["clip_fraction"] == pytest.approx(1 / 3)
     # C_1 = R_1 + ½ R_2, C_2 = R_2, C_3 = 0 (clipped)
     wanted = [-(math.exp(0.1) + 0.5 * math.exp(0.25)) / 3, -math.exp(0.25) / 3, 0.0]
     assert gradient(inputs, objective).tolist() == pytest.approx(wanted)
@@ -188,21 +196,21 @@ def test_traced_by_hand():
 
 def test_current_by_hand():
     # P-A: e_2 = exp(.5·.1), e_3 = exp(.25·.1 + .5·.2); ρ_3 = e^{.3} is cut to 1.3.
-    objective = Objective(kind="trace", trace=Trace(decay=0.5, clip="current"), clip_high=0.3)
-    _, terms = losses(by_hand([0.1, 0.2, 0.3], [1.0, 1.0, 1.0]), objective)
-    assert terms.loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05 + 0.2), -math.exp(0.125) * 1.3])
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.5, "clip": "current", "clip_high": 0.3})
+    _, loss, _ = losses(by_hand([0.1, 0.2, 0.3], [1.0, 1.0, 1.0]), objective)
+    assert loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05 + 0.2), -math.exp(0.125) * 1.3])
 
 
 def test_normalised_by_hand():
-    objective = Objective(kind="trace", trace=Trace(decay=0.5, clip="normalised"), clip_high=0.3)
-    _, terms = losses(by_hand([0.1, 0.2], [1.0, 1.0]), objective)
-    assert terms.loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.25 / 1.5)])
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.5, "clip": "normalised", "clip_high": 0.3})
+    _, loss, _ = losses(by_hand([0.1, 0.2], [1.0, 1.0]), objective)
+    assert loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.25 / 1.5)])
 
 
 def test_advantage_floor_by_hand():
-    objective = Objective(kind="trace", trace=Trace(min_advantage=-0.1))
-    _, terms = losses(by_hand([0.0, 0.0], [-1.0, 2.0]), objective)
-    assert terms.loss.values.tolist() == pytest.approx([0.1, -2.0])
+    objective = ObjectiveSettings(use="trace", config={"min_advantage": -0.1})
+    _, loss, _ = losses(by_hand([0.0, 0.0], [-1.0, 2.0]), objective)
+    assert loss.values.tolist() == pytest.approx([0.1, -2.0])
 
 
 @pytest.mark.parametrize("history", ["differentiated", "stop_gradient"])
@@ -210,12 +218,10 @@ def test_advantage_floor_by_hand():
 @pytest.mark.parametrize(("style", "floor"), STYLES)
 @pytest.mark.parametrize("keep", [1.0, 0.3])
 def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
-    trace = Trace(decay=0.8, style=style, floor=floor, clip=clip, history=history)
-    objective = Objective(
-        kind="trace", trace=trace, clip_high=0.28, entropy_mask=EntropyMask(keep=keep, scope="sequence")
-    )
+    config = Trace.Config(clip_high=0.28, decay=0.8, style=style, floor=floor, clip=clip, history=history)
+    objective = ObjectiveSettings(use="trace", config=config, entropy_mask=EntropyMask(keep=keep, scope="sequence"))
     inputs = make_inputs(lengths=(9, 1, 14, 4), spread=0.2)
-    prepared, terms = losses(inputs, objective)
+    prepared, loss, _ = losses(inputs, objective)
     trained = prepared.mask.values
     high = prepared.columns["high_entropy"] if keep < 1 else prepared.mask
     wanted = []
@@ -224,37 +230,38 @@ def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
         masks = (inputs.mask.row(row).tolist(), high.row(row).tolist())
         wanted += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
     wanted = torch.stack(wanted)
-    torch.testing.assert_close(terms.loss.values[trained], wanted[trained], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.values[trained], wanted[trained], rtol=1e-5, atol=1e-5)
     leaf = inputs.logprobs.values
-    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (terms.loss.values, wanted))
+    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (loss.values, wanted))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("clip", ["traced", "current", "normalised", "eps_weight"])
 @pytest.mark.parametrize("history", ["differentiated", "stop_gradient"])
-def test_no_decay_is_the_token_objective(clip, history):
+def test_no_decay_is_ppo_clip(clip, history):
     inputs = make_inputs(spread=0.3)
-    objective = Objective(kind="trace", trace=Trace(decay=0.0, clip=clip, history=history))
-    torch.testing.assert_close(gradient(inputs, objective), gradient(inputs, Objective(kind="token")))
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": clip, "history": history})
+    torch.testing.assert_close(gradient(inputs, objective), gradient(inputs, ObjectiveSettings(use="ppo_clip")))
 
 
 @pytest.mark.parametrize("clip", ["traced", "current", "inside"])
 @pytest.mark.parametrize(("style", "floor"), STYLES)
-def test_stop_gradient_on_policy_is_the_token_objective(clip, style, floor):
+def test_stop_gradient_on_policy_is_ppo_clip(clip, style, floor):
     inputs = make_inputs(spread=0.0)
-    trace = Trace(style=style, floor=floor, clip=clip, history="stop_gradient")
+    config = Trace.Config(style=style, floor=floor, clip=clip, history="stop_gradient")
     torch.testing.assert_close(
-        gradient(inputs, Objective(kind="trace", trace=trace)), gradient(inputs, Objective(kind="token"))
+        gradient(inputs, ObjectiveSettings(use="trace", config=config)),
+        gradient(inputs, ObjectiveSettings(use="ppo_clip")),
     )
 
 
 @pytest.mark.parametrize("clip", ["traced", "current"])
 def test_keeping_everything_is_the_plain_trace(clip):
     inputs = make_inputs()
-    plain = Objective(kind="trace", trace=Trace(clip=clip))
-    masked = Objective(kind="trace", trace=Trace(clip=clip), entropy_mask=EntropyMask(keep=1.0))
+    plain = ObjectiveSettings(use="trace", config={"clip": clip})
+    masked = ObjectiveSettings(use="trace", config={"clip": clip}, entropy_mask=EntropyMask(keep=1.0))
     assert torch.equal(gradient(inputs, plain), gradient(inputs, masked))
-    tiny = Objective(kind="trace", trace=Trace(clip=clip), entropy_mask=EntropyMask(keep=0.999999, scope="batch"))
+    tiny = ObjectiveSettings(use="trace", config={"clip": clip}, entropy_mask=EntropyMask(keep=0.999999, scope="batch"))
     torch.testing.assert_close(gradient(inputs, plain), gradient(inputs, tiny))
 
 
@@ -271,14 +278,14 @@ def test_gae_identity():
             gae.append((len(gae), carry))
         gae[-len(row) :] = gae[-len(row) :][::-1]
     left = sum(a * b for (_, a), b in zip(gae, grads.values.tolist(), strict=True))
-    right = float((delta.values * decayed_sum(grads, 0.95).values).sum())
+    right = float((delta.values * trace_sum(grads, Trace.Config(decay=0.95)).values).sum())
     assert left == pytest.approx(right)
 
 
 def test_on_policy_scale_is_the_gradient(reference):
     # Differentiated, on-policy, constant A: C_k = A (1 − d^{T−k+1})/(1 − d).
     inputs = make_inputs(spread=0.0, masked=False, constant=True)
-    objective = Objective(kind="trace", trace=Trace(decay=0.9))
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.9})
     found = gradient(inputs, objective) * len(inputs.mask.values)
     left = inputs.mask.spread(inputs.mask.lengths).values - inputs.mask.positions
     torch.testing.assert_close(found, -inputs.advantage.values * (1 - 0.9**left) / 0.1, rtol=1e-4, atol=1e-4)
@@ -288,9 +295,12 @@ def test_frame_of_ratio_objectives(reference):
     # §: gradient = C_k with w = 1[k = t] (token), 1/T (sequence), d^{t−k} (trace).
     logs, advantage = [0.1, -0.05, 0.3, -0.2], [1.0, 1.0, 1.0, 1.0]
     cases = {
-        "token": (Objective(), lambda t, k: float(t == k)),
-        "sequence": (Objective(kind="sequence"), lambda t, k: 0.25),
-        "trace": (Objective(kind="trace", trace=Trace(decay=0.7)), lambda t, k: 0.7 ** (t - k) if k <= t else 0.0),
+        "ppo_clip": (ObjectiveSettings(), lambda t, k: float(t == k)),
+        "gspo": (gspo(), lambda t, k: 0.25),
+        "trace": (
+            ObjectiveSettings(use="trace", config={"decay": 0.7}),
+            lambda t, k: 0.7 ** (t - k) if k <= t else 0.0,
+        ),
     }
     for objective, weight in cases.values():
         wanted = reference.ratio_frame_gradient(logs, advantage, weight, 0.2, 0.2)
@@ -299,24 +309,24 @@ def test_frame_of_ratio_objectives(reference):
 
 def test_normalise_divides_by_the_mean_scale():
     inputs = make_inputs(masked=False)
-    scale = prepare(inputs, Objective(kind="trace"), identity_sum).columns["trace_scale"].values.mean()
-    a, b = (gradient(inputs, Objective(kind="trace", trace=Trace(normalise=n))) for n in (False, True))
+    scale = prepare(inputs, ObjectiveSettings(use="trace"), identity_sum).columns["trace_scale"].values.mean()
+    a, b = (gradient(inputs, ObjectiveSettings(use="trace", config={"normalise": n})) for n in (False, True))
     torch.testing.assert_close(a / scale, b)
 
 
 def test_overflowing_trace_is_finite_and_counted():
     inputs = by_hand([9.0] * 10, [-1.0] * 10)
     for clip in ("traced", "current"):
-        _, terms = losses(inputs, Objective(kind="trace", trace=Trace(clip=clip)))
-        assert bool(torch.isfinite(terms.loss.values).all())
-        assert terms.meters.values()["ratio_overflow"] > 0.3
+        _, loss, metrics = losses(inputs, ObjectiveSettings(use="trace", config={"clip": clip}))
+        assert bool(torch.isfinite(loss.values).all())
+        assert metrics["ratio_overflow"] > 0.3
 
 
-@pytest.mark.parametrize("kind", ["trace", "sequence", "gated_sequence"])
-def test_rows_without_trained_tokens(kind):
+@pytest.mark.parametrize("use", ["trace", "gspo", "gspo_gated"])
+def test_rows_without_trained_tokens(use):
     inputs = make_inputs()
     inputs = inputs.replace(mask=inputs.mask.with_values(inputs.mask.values & (inputs.mask.row_ids != 2)))
-    found = gradient(inputs, Objective(kind=kind))
+    found = gradient(inputs, gspo(use))
     assert bool(torch.isfinite(found).all())
     assert float(found[inputs.mask.row_ids == 2].abs().sum()) == 0
 
@@ -324,33 +334,33 @@ def test_rows_without_trained_tokens(kind):
 @pytest.mark.parametrize(("style", "floor"), STYLES)
 def test_a_masked_prefix_is_as_if_it_were_prompt(style, floor):
     # The trace counts from the first trained token: an inherited prefix changes nothing.
-    objective = Objective(kind="trace", trace=Trace(decay=0.8, style=style, floor=floor))
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.8, "style": style, "floor": floor})
     short = make_inputs(lengths=(12,), masked=False)
     keep = torch.arange(12) >= 5
     masked = short.replace(mask=short.mask.with_values(keep))
     cut = short.map(lambda j: j.slice_rows(torch.tensor([5]), torch.tensor([12])), short.group)
-    torch.testing.assert_close(losses(masked, objective)[1].loss.values[5:], losses(cut, objective)[1].loss.values)
+    torch.testing.assert_close(losses(masked, objective)[1].values[5:], losses(cut, objective)[1].values)
 
 
 # --- sequence ratios ---
 
 
-def test_sequence_by_hand():
+def test_gspo_by_hand():
     # mean l = .1 and −.2: s = e^{.1}, e^{−.2}
     inputs = by_hand([0.3, -0.1], [2.0, 2.0])
-    _, terms = losses(inputs, Objective(kind="sequence"))
-    assert terms.loss.values.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2)
+    _, loss, _ = losses(inputs, gspo())
+    assert loss.values.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "gated_sequence"])
-def test_sequence_equals_loop(kind):
+@pytest.mark.parametrize("use", ["gspo", "gspo_gated"])
+def test_gspo_equals_loop(use):
     inputs = make_inputs(spread=0.3)
     gate = inputs.mask.with_values(torch.rand(84, generator=torch.Generator().manual_seed(5)) > 0.5)
     inputs = inputs.replace(columns={"gate": gate})
-    found = losses(inputs, Objective(kind=kind))[1].loss
+    found = losses(inputs, gspo(use))[1]
     for row in range(len(found)):
         logs = (inputs.logprobs.row(row) - inputs.old_logprobs.row(row)).tolist()
-        chosen = inputs.mask.row(row) & gate.row(row) if kind == "gated_sequence" else inputs.mask.row(row)
+        chosen = inputs.mask.row(row) & gate.row(row) if use == "gspo_gated" else inputs.mask.row(row)
         used = [x for x, m in zip(logs, chosen.tolist(), strict=True) if m]
         s = math.exp(sum(used) / len(used)) if used else 1.0
         wanted = [-min(s * a, min(max(s, 0.8), 1.2) * a) for a in inputs.advantage.row(row).tolist()]
@@ -359,22 +369,22 @@ def test_sequence_equals_loop(kind):
 
 def test_gate_of_ones_is_the_sequence_ratio():
     inputs = make_inputs()
-    a, b = (gradient(inputs, Objective(kind=k)) for k in ("sequence", "gated_sequence"))
+    a, b = (gradient(inputs, gspo(use)) for use in ("gspo", "gspo_gated"))
     assert torch.equal(a, b)
 
 
 def test_token_form_has_the_sequence_value_and_gradient_at_equal_advantages():
     inputs = make_inputs(constant=True)
-    a, b = (Objective(kind="sequence", sequence_form=f, aggregate="seq_mean_token_mean") for f in ("sequence", "token"))
-    torch.testing.assert_close(losses(inputs, a)[1].loss.values, losses(inputs, b)[1].loss.values)
+    a, b = (dataclasses.replace(gspo(form=f), aggregate="seq_mean_token_mean") for f in ("sequence", "token"))
+    torch.testing.assert_close(losses(inputs, a)[1].values, losses(inputs, b)[1].values)
     torch.testing.assert_close(gradient(inputs, a), gradient(inputs, b))
 
 
 def test_token_form_scales_each_token_by_its_own_advantage():
     # s = 1 here (mean l = 0): gradients −A_t/2 per token, where the sequence form spreads −mean(A)/2.
     inputs = by_hand([0.1, -0.1], [1.0, 3.0])
-    assert gradient(inputs, Objective(kind="sequence", sequence_form="token")).tolist() == pytest.approx([-0.5, -1.5])
-    assert gradient(inputs, Objective(kind="sequence")).tolist() == pytest.approx([-1.0, -1.0])
+    assert gradient(inputs, gspo(form="token")).tolist() == pytest.approx([-0.5, -1.5])
+    assert gradient(inputs, gspo()).tolist() == pytest.approx([-1.0, -1.0])
 
 
 def test_normalised_trace_without_decay_ends_in_the_sequence_ratio():
@@ -385,8 +395,8 @@ def test_normalised_trace_without_decay_ends_in_the_sequence_ratio():
         inputs.mask.values | (inputs.mask.positions == inputs.mask.spread(inputs.mask.lengths).values - 1)
     )
     inputs = inputs.replace(advantage=ones, mask=trained_last)
-    trace = losses(inputs, Objective(kind="trace", trace=Trace(decay=1.0, clip="normalised"), **wide))[1].loss
-    sequence = losses(inputs, Objective(kind="sequence", **wide))[1].loss
+    trace = losses(inputs, ObjectiveSettings(use="trace", config={"decay": 1.0, "clip": "normalised", **wide}))[1]
+    sequence = losses(inputs, gspo(**wide))[1]
     last = inputs.mask.offsets[1:] - 1
     torch.testing.assert_close(trace.values[last], sequence.values[last])
 
@@ -412,7 +422,9 @@ def test_kth_largest_equals_sort(keep):
 @pytest.mark.parametrize("keep", [0.2, 0.5])
 def test_entropy_mask_equals_loop(reference, scope, keep):
     inputs = make_inputs()
-    prepared = prepare(inputs, Objective(entropy_mask=EntropyMask(keep=keep, scope=scope)), identity_sum)
+    prepared = prepare(
+        inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")), identity_sum
+    )
     found = prepared.columns["high_entropy"].values.tolist()
     ids = {
         "batch": [0] * 84,
@@ -432,7 +444,7 @@ def test_entropy_mask_equals_loop(reference, scope, keep):
 def test_entropy_mask_wants_the_entropies_of_trained_tokens():
     inputs = make_inputs()
     trained, entropies = inputs.mask.values, inputs.old_entropies.values
-    settings = Objective(entropy_mask=EntropyMask(keep=0.5))
+    settings = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.5, where="loss"))
     for scope, unknown in (("others", ~trained), ("trained", trained)):
         gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
         if scope == "others":
@@ -448,10 +460,10 @@ def test_entropy_mask_wants_the_entropies_of_trained_tokens():
 def test_mask_on_the_loss_is_80_20():
     inputs = make_inputs()
     for denominator in ("all", "kept"):
-        objective = Objective(entropy_mask=EntropyMask(keep=0.2, where="loss", denominator=denominator))
-        prepared, _ = losses(inputs, objective)
+        objective = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.2, where="loss", denominator=denominator))
+        prepared, _, _ = losses(inputs, objective)
         high = prepared.columns["high_entropy"].values
-        plain = gradient(inputs, Objective()) * int(inputs.mask.values.sum())
+        plain = gradient(inputs, ObjectiveSettings()) * int(inputs.mask.values.sum())
         count = int(high.sum()) if denominator == "kept" else int(inputs.mask.values.sum())
         torch.testing.assert_close(gradient(inputs, objective), torch.where(high, plain, 0.0) / count)
 
@@ -459,26 +471,28 @@ def test_mask_on_the_loss_is_80_20():
 def test_trace_without_decay_masked_on_the_loss_is_80_20():
     inputs = make_inputs()
     mask = EntropyMask(keep=0.2, where="trace_and_loss")
-    trace = Objective(kind="trace", trace=Trace(decay=0.0, clip="current"), entropy_mask=mask)
-    torch.testing.assert_close(gradient(inputs, trace), gradient(inputs, Objective(entropy_mask=mask)))
+    trace = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": "current"}, entropy_mask=mask)
+    torch.testing.assert_close(gradient(inputs, trace), gradient(inputs, ObjectiveSettings(entropy_mask=mask)))
 
 
 def test_sparse_trace_by_hand():
     # Only token 1 has high entropy: z = .1, .05 (d = .5), and token 2 has no own term in the traced ratio.
     inputs = by_hand([0.1, 0.2], [1.0, 1.0])
     inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([1.0, 0.1])]))
-    objective = Objective(kind="trace", trace=Trace(decay=0.5), entropy_mask=EntropyMask(keep=0.5))
-    assert losses(inputs, objective)[1].loss.values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05)])
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.5}, entropy_mask=EntropyMask(keep=0.5))
+    assert losses(inputs, objective)[1].values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05)])
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Trace(decay=1.5), "trace.decay is 1.5"),
-        (lambda: Trace(style="weight_floor"), "trace.floor is 0.0 with style 'weight_floor'"),
-        (lambda: EntropyMask(keep=0.0), "entropy_mask.keep is 0.0"),
+        (lambda: Trace.Config(decay=1.5), "expected decay = γλ with 0 ≤ decay ≤ 1, got 1.5"),
+        (lambda: Trace.Config(style="weight_floor"), "got floor 0.0 with style 'weight_floor'"),
+        (lambda: EntropyMask(keep=0.0), "expected 0 < keep ≤ 1 .*, got 0.0"),
         (
-            lambda: Objective(kind="trace", entropy_mask=EntropyMask(keep=0.2, where="loss", denominator="kept")),
+            lambda: ObjectiveSettings(
+                use="trace", entropy_mask=EntropyMask(keep=0.2, where="loss", denominator="kept")
+            ),
             "set where: trace_and_loss",
         ),
     ],

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, Lora, _packs
+from components.learner.hf.model import LearnerModel, _packs
 from components.learner.packing.attention import make_layout
-from components.learner.packing.pack import check_rows, join, pack, plan
+from components.learner.packing.pack import check_rows, pack, plan
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 
@@ -21,16 +21,13 @@ def rows(device):
     return prompts, responses
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_packed_equals_separate(model, reference, device, padded):
+def test_packed_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     wanted, wanted_entropy = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
-    assert learner.padded is False
-    if padded:
-        model.set_attn_implementation("sdpa")
+    learner = LearnerModel(model)
+    assert learner.packs
     index = torch.tensor([2, 0, 3, 1], device=device)
-    logprobs, entropies = learner.logprobs(pack(prompts, responses, index, padded), 0.7)
+    logprobs, entropies = learner.logprobs(pack(prompts, responses, index), 0.7)
     for place, row in enumerate(index.tolist()):
         torch.testing.assert_close(logprobs.row(place), wanted[row], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropies.row(place), wanted_entropy[row], rtol=1e-5, atol=1e-5)
@@ -40,7 +37,7 @@ def test_packed_gradient_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     loss = torch.cat(reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())[0]).square().sum()
     wanted = torch.autograd.grad(loss, list(model.parameters()))
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
+    learner = LearnerModel(model)
     found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     for a, b in zip(torch.autograd.grad(found.values.square().sum(), list(model.parameters())), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
@@ -62,13 +59,13 @@ def test_sliding_window_equals_separate(reference, device):
     model = MistralForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
     wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
-    assert learner.padded is False
+    learner = LearnerModel(model)
+    assert learner.packs
     found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
-def test_model_that_refuses_gets_padded_batches(reference, device, caplog):
+def test_rows_go_one_by_one_through_a_model_that_refuses(reference, device, caplog):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -87,8 +84,8 @@ def test_model_that_refuses_gets_padded_batches(reference, device, caplog):
     wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
     assert _packs(model) is False
     assert "does not take packed sequences" in caplog.text
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
-    found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device), padded=learner.padded), 1.0)
+    learner = LearnerModel(model)
+    found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
@@ -122,34 +119,16 @@ def test_pack_by_hand():
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     assert batch.predict.tolist() == [1, 2, 3, 4]
     assert batch.targets.to_lists() == [[4, 5], [6, 7]]
-    assert batch.slots == batch.tokens == 5
+    assert batch.tokens == 5
 
 
-def test_pack_padded_by_hand():
-    batch = pack(Jagged.from_rows([[1, 2], [3]]), Jagged.from_rows([[4, 5], [6, 7]]), torch.tensor([0, 1]), padded=True)
-    assert batch.input_ids.tolist() == [[1, 2, 4], [3, 6, 0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch.predict.tolist() == [1, 2, 3, 4]
-    assert (batch.slots, batch.tokens) == (6, 5)
-
-
-def test_join_with_empty_rows():
-    assert join(Jagged.from_rows([[1], [], [2, 3]]), Jagged.from_rows([[], [4], [5]])).to_lists() == [
-        [1],
-        [4],
-        [2, 3, 5],
-    ]
-
-
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("budget", [0, 1, 10, 64, 1000])
-def test_plan_covers_every_row_once_within_budget(budget, padded):
+def test_plan_covers_every_row_once_within_budget(budget):
     lengths = torch.randint(0, 30, (50,), generator=torch.Generator().manual_seed(0))
-    pieces = plan(lengths, budget, padded)
+    pieces = plan(lengths, budget)
     assert sorted(torch.cat(pieces).tolist()) == lengths.nonzero()[:, 0].tolist()
     for piece in pieces:
-        cost = len(piece) * int(lengths[piece].max()) if padded else int(lengths[piece].sum())
-        assert budget == 0 or cost <= budget or len(piece) == 1
+        assert budget == 0 or int(lengths[piece].sum()) <= budget or len(piece) == 1
 
 
 def test_plan_of_a_row_longer_than_the_budget():
@@ -159,13 +138,6 @@ def test_plan_of_a_row_longer_than_the_budget():
 def test_plan_of_nothing():
     assert plan(torch.tensor([0, 0]), 10) == []
     assert plan(torch.zeros(0, dtype=torch.int64), 10) == []
-
-
-def test_padded_waste_is_small_when_sorted():
-    lengths = torch.randint(400, 1000, (256,), generator=torch.Generator().manual_seed(0))
-    pieces = plan(lengths, 16384, padded=True)
-    slots = sum(len(p) * int(lengths[p].max()) for p in pieces)
-    assert 1 - int(lengths.sum()) / slots < 0.05
 
 
 def test_too_long_row_is_named():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.model import LearnerModel, Lora
-from components.learner.objective import Objective
+from components.learner.hf.model import LearnerModel
+from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
-from components.learner.packing.pack import join, pack
+from components.learner.packing.pack import pack
 from components.learner.packing.prefix import Sorted, bags, overlaps, paths, plan_shared, unique_tokens, without_last
 from pipeline.core.jagged import Jagged
 from pipeline.run.compose import build_experiment, compose
@@ -82,8 +82,8 @@ def test_shared_equals_separate(reference, device, kind, rows, sort):
     )
     parameters = list(model.parameters())
     gradient = torch.autograd.grad((a * wanted + b * wanted_entropy).sum(), parameters)
-    learner = LearnerModel(model, Lora(), gradient_checkpointing=False, keep_reference=False, seed=0)
-    order = Sorted.of(join(prompts, responses)).order if sort else torch.arange(len(prompts), device=device)
+    learner = LearnerModel(model)
+    order = Sorted.of(prompts.join(responses)).order if sort else torch.arange(len(prompts), device=device)
     batch = pack(prompts, responses, order, share=True)
     assert (batch.saved > 0) or not sort
     logprobs, entropies = learner.logprobs(batch, 0.7)
@@ -102,7 +102,7 @@ def test_pack_by_hand():
     )
     assert batch.input_ids.tolist() == [[1, 2, 4, 5, 7]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3]]
-    assert list(zip(batch.predict.tolist(), batch.wanted.tolist(), strict=True)) == [
+    assert list(zip(batch.predict.tolist(), batch.next_tokens.tolist(), strict=True)) == [
         (1, 4),
         (2, 5),
         (3, 6),
@@ -139,7 +139,7 @@ def test_bags():
 @pytest.mark.parametrize("seed", range(4))
 def test_tree_counts_distinct_prefixes(kind, seed):
     prompts, responses = tree_rows(kind, seed)
-    whole = join(prompts, responses)
+    whole = prompts.join(responses)
     tree = Sorted.of(whole)
     inputs = [r[:-1] for r in whole.to_lists()]
     assert unique_tokens(tree, whole.lengths - 1) == nodes(inputs)
@@ -154,7 +154,7 @@ def test_tree_counts_distinct_prefixes(kind, seed):
 @pytest.mark.parametrize("budget", [0, 1, 20, 60, 1000])
 def test_plan_covers_every_row_once_within_budget(budget):
     prompts, responses = tree_rows("srpo")
-    whole = join(prompts, responses)
+    whole = prompts.join(responses)
     pieces = plan_shared(Sorted.of(whole), whole.lengths - 1, budget)
     assert sorted(torch.cat(pieces).tolist()) == list(range(len(whole)))
     for piece in pieces:
@@ -166,7 +166,7 @@ def test_plan_bounds_the_copied_paths():
     # 40 continuations of one token on 50: computed tokens would fit in one micro-batch of 100, their paths, 40 × 51,
     # need 3 of 800.
     prompts, responses = Jagged.from_rows([list(range(50))] * 40), Jagged.from_rows([[i, 0] for i in range(40)])
-    whole = join(prompts, responses)
+    whole = prompts.join(responses)
     assert [len(p) for p in plan_shared(Sorted.of(whole), whole.lengths - 1, 100)] == [15, 15, 10]
 
 
@@ -200,7 +200,7 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget):
             micro_batch_tokens=budget,
             old_logprobs="recompute",
             minibatches=2,
-            objective=Objective(entropy_bonus=0.01),
+            objective=ObjectiveSettings(entropy_bonus=0.01),
             optimizer=OptimizerSettings(lr=1e-3),
         )
         trajectories, credit = shared_batch(make_batch)
@@ -237,7 +237,7 @@ def test_computed_tokens_of_real_batches(recipe, tmp_path, monkeypatch):
     executor.restore()
     executor.run()
     prompts, responses = seen[0].prompt_tokens, seen[0].response_tokens
-    whole = join(prompts, responses)
+    whole = prompts.join(responses)
     tree = Sorted.of(whole)
     unique = nodes([r[:-1] for r in whole.to_lists()])
     assert unique_tokens(tree, whole.lengths - 1) == unique

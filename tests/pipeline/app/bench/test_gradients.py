@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from components.learner.hf.model import LearnerModel, Lora
+from components.learner.hf.model import LearnerModel
 from components.models.load import load_causal_lm
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from pipeline.core.component import ModelSpec
@@ -80,9 +80,7 @@ def test_too_few_prompts_give_no_number():
 
 @pytest.fixture(scope="module")
 def model():
-    return LearnerModel(
-        load_causal_lm(ModelSpec(), "cpu"), lora=Lora(), gradient_checkpointing=False, keep_reference=False, seed=0
-    )
+    return LearnerModel(load_causal_lm(ModelSpec(), "cpu"))
 
 
 def test_mean_of_prompt_gradients_is_the_gradient_of_the_batch(toolbox, model):
@@ -100,7 +98,7 @@ def test_mean_of_prompt_gradients_is_the_gradient_of_the_batch(toolbox, model):
     found = prompt_gradients(model, rows, weight, 1.0)
     assert sorted(found) == [100, 101]
     parameters = list(model.trainable().values())
-    logprobs, _ = model.logprobs(pack(rows.prompt_tokens, tokens, torch.arange(3), model.padded), 1.0)
+    logprobs, _ = model.logprobs(pack(rows.prompt_tokens, tokens, torch.arange(3)), 1.0)
     wanted = torch.autograd.grad((logprobs.values * weight.values.float()).sum(), parameters)
     whole = torch.cat([g.flatten() for g in wanted])
     assert torch.allclose((found[100] + found[101]) / 2, whole, atol=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from components.learner.objective import Objective, Trace
+from components.learner.objective import ObjectiveSettings
 from pipeline.app.bench.judging import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, true_values
 from pipeline.core.jagged import Jagged
@@ -184,19 +184,19 @@ def credited(toolbox, **objective):
     advantage = rows.response_tokens.with_values(torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]))
     mask = rows.response_tokens.with_values(torch.tensor([True, True, True, False, True]))
     credit = Credit(uid=rows.uid, advantage=advantage, mask=mask)
-    return effective_credit(rows, credit, Objective(**objective))
+    return effective_credit(rows, credit, ObjectiveSettings(**objective))
 
 
 def test_effective_credit_of_grpo_is_the_advantage(toolbox):
-    for kind in ("token", "reinforce", "sequence"):
-        found = credited(toolbox, kind=kind)
-        assert found.credit.values.tolist() == pytest.approx([1, 1, 1, 0, -0.5], abs=1e-6), kind
+    for use in ("ppo_clip", "reinforce", "gspo"):
+        found = credited(toolbox, use=use)
+        assert found.credit.values.tolist() == pytest.approx([1, 1, 1, 0, -0.5], abs=1e-6), use
     # seq_mean_token_mean: (1/2 rows)(1/T_i), T = 3 and 1
-    weight = credited(toolbox, kind="token", aggregate="seq_mean_token_mean").weight
+    weight = credited(toolbox, use="ppo_clip", aggregate="seq_mean_token_mean").weight
     assert weight.values.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0, -0.25], abs=1e-6)
 
 
 def test_effective_credit_of_a_trace_by_hand(toolbox):
     # C_k = A (1 − d^{T−k+1})/(1 − d), d = ½: k = 1, 2, 3 of 3 → 1.75, 1.5, 1
-    found = credited(toolbox, kind="trace", trace=Trace(decay=0.5))
+    found = credited(toolbox, use="trace", config={"decay": 0.5})
     assert found.credit.values.tolist() == pytest.approx([1.75, 1.5, 1, 0, -0.5], abs=1e-6)

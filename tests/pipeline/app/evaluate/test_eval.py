@@ -390,7 +390,12 @@ def test_sets_out_of_reach_are_all_named_with_the_local_override(tmp_path, capsy
     configs = write_suite(folder, tasks={"far": {}, "further": {}})
     assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
     text = capsys.readouterr().err
-    for part in ("2 of 2 sets cannot be had", "far.jsonl does not exist", "data.far.path=FILE", "data.further.path=FILE"):
+    for part in (
+        "2 of 2 sets cannot be had",
+        "far.jsonl does not exist",
+        "data.far.path=FILE",
+        "data.further.path=FILE",
+    ):
         assert part in text
     (tmp_path / "mine.jsonl").write_text(
         '{"question": "s1 + 1", "answer": "1"}\n{"question": "s1 + 2", "answer": ""}\n'

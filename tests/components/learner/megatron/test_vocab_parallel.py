@@ -9,8 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
 
-from components.learner.logprobs import Head, token_logprobs
-from components.learner.megatron.head import vocab_parallel_logprobs
+from components.learner.logprobs import Head, VocabShard, token_logprobs
 
 
 def draw(rows: int = 23, width: int = 6, vocab: int = 40, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,10 +18,15 @@ def draw(rows: int = 23, width: int = 6, vocab: int = 40, seed: int = 0) -> tupl
     return hidden, weight, torch.randint(0, vocab - 3, (rows,), generator=g)
 
 
+def of_one_rank(hidden: Tensor, weight: Tensor, targets: Tensor, vocab: int, **more: Any) -> tuple[Tensor, Tensor]:
+    """One rank has the whole vocabulary; rows beyond `vocab` are padding."""
+    return token_logprobs(hidden, targets, Head(weight=weight, shard=VocabShard(start=0, size=vocab)), **more)
+
+
 def test_numbers_by_hand() -> None:
     # Logits 0, ln 2, ln 3 → probabilities 1/6, 2/6, 3/6; the fourth entry is padding.
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)], [50.0]])
-    logprobs, entropies = vocab_parallel_logprobs(torch.ones(2, 1), weight, torch.tensor([1, 2]), true_vocab=3)
+    logprobs, entropies = of_one_rank(torch.ones(2, 1), weight, torch.tensor([1, 2]), 3)
     assert logprobs.tolist() == pytest.approx([math.log(1 / 3), math.log(1 / 2)])
     # ln 6 / 6 + ln 3 / 3 + ln 2 / 2
     assert entropies.tolist() == pytest.approx([1.011404] * 2)
@@ -30,7 +34,7 @@ def test_numbers_by_hand() -> None:
 
 def test_equals_a_plain_loop() -> None:
     hidden, weight, targets = draw(rows=5)
-    logprobs, entropies = vocab_parallel_logprobs(hidden, weight, targets, true_vocab=37, temperature=0.5, chunk=2)
+    logprobs, entropies = of_one_rank(hidden, weight, targets, 37, temperature=0.5, chunk=2)
     for i in range(5):
         exponentials = [math.exp(float(hidden[i] @ weight[j]) / 0.5) for j in range(37)]
         p = [e / sum(exponentials) for e in exponentials]
@@ -38,11 +42,11 @@ def test_equals_a_plain_loop() -> None:
         assert float(entropies[i]) == pytest.approx(-sum(q * math.log(q) for q in p), abs=1e-5)
 
 
-def test_one_rank_is_the_head_of_learner_hf_bit_for_bit() -> None:
+def test_a_shard_of_everything_is_no_shard_bit_for_bit() -> None:
     hidden, weight, targets = draw()
-    found = vocab_parallel_logprobs(hidden, weight, targets, temperature=0.7, chunk=4)
-    wanted = token_logprobs(hidden, targets, Head(weight=weight), temperature=0.7, chunk=4)
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    sharded = of_one_rank(hidden, weight, targets, len(weight), temperature=0.7, chunk=4)
+    whole = token_logprobs(hidden, targets, Head(weight=weight), temperature=0.7, chunk=4)
+    assert all(torch.equal(x, y) for x, y in zip(sharded, whole, strict=True))
 
 
 def plain(
@@ -58,11 +62,11 @@ def plain(
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_value_and_gradient_equal_float64_softmax(tensor: int, gloo_pool: Any, ranks: Any) -> None:
+def test_value_and_gradient_equal_float64_softmax(tensor: int, pool: Any, ranks: Any) -> None:
     cases = [(v, t, by) for v, t in ((40, 1.0), (29, 0.6)) for by in ("logprobs", "entropies", "both")]
     given = draw()
     given[2].clamp_(max=28)
-    answers = gloo_pool(4).run(ranks.head, tensor, *given, cases)
+    answers = pool.run(ranks.head, tensor, *given, cases)
     for i, (vocab, temperature, by) in enumerate(cases):
         wanted = plain(*given, vocab, temperature, by)
         replica = [a[i] for a in answers[:tensor]]
@@ -77,7 +81,7 @@ def peak(rows: int, vocab: int, chunk: int) -> int:
     hidden, weight = torch.randn(rows, 2, requires_grad=True), torch.randn(vocab, 2, requires_grad=True)
     targets = torch.randint(0, vocab, (rows,))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        logprobs, entropies = vocab_parallel_logprobs(hidden, weight, targets, chunk=chunk)
+        logprobs, entropies = of_one_rank(hidden, weight, targets, vocab, chunk=chunk)
         (logprobs.sum() + entropies.sum()).backward()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).cumsum(0)
@@ -91,11 +95,3 @@ def test_memory_does_not_grow_with_the_sequence_beyond_a_chunk() -> None:
     assert short > logits
     # Beside the chunk's logits only [N]-sized tensors grow: at most 100 floats per token here.
     assert long - short < 56 * 400 < logits
-
-
-def test_wrong_input_is_told() -> None:
-    hidden, weight, targets = draw()
-    with pytest.raises(ValueError, match=r"targets \(22,\); wanted \[N, D\] and \[N\]"):
-        vocab_parallel_logprobs(hidden, weight, targets[1:])
-    with pytest.raises(ValueError, match="temperature 0; wanted a number above 0"):
-        vocab_parallel_logprobs(hidden, weight, targets, temperature=0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.learner.objective import KL, Inputs, Objective, loss_terms
+from components.learner.objective import KL, LossInputs, Meters, ObjectiveSettings, loss_terms
 from pipeline.core.jagged import Jagged
 
 
@@ -12,7 +12,7 @@ def make_inputs(gamma=None, kl_weight=None, seed=0):
     old = Jagged.from_lengths(-3 * torch.rand(12, generator=g), torch.tensor([5, 4, 3]))
     new = (old.values + 0.4 * torch.randn(12, generator=g)).clamp(max=-0.01).requires_grad_()
     columns = {k: old.with_values(v) for k, v in (("shaping", gamma), ("kl_weight", kl_weight)) if v is not None}
-    return Inputs(
+    return LossInputs(
         logprobs=old.with_values(new),
         old_logprobs=old,
         engine_logprobs=old,
@@ -23,6 +23,13 @@ def make_inputs(gamma=None, kl_weight=None, seed=0):
         reference_logprobs=old,
         columns=columns,
     )
+
+
+def losses(inputs, settings):
+    """Loss per token, and metrics."""
+    meters = Meters()
+    loss = loss_terms(inputs, settings, meters)
+    return loss, meters.values()
 
 
 def test_one_token_by_hand():
@@ -39,39 +46,39 @@ def test_one_token_by_hand():
         old_entropies=row,
         columns={"shaping": row.with_values(torch.tensor([0.1]))},
     )
-    terms = loss_terms(inputs, Objective(kind="shaped"))
-    terms.loss.values.sum().backward()
-    assert terms.loss.values.item() == pytest.approx(-1.0)
+    loss, metrics = losses(inputs, ObjectiveSettings(use="shaped_probability"))
+    loss.values.sum().backward()
+    assert loss.values.item() == pytest.approx(-1.0)
     assert logprob.grad.item() == pytest.approx(-0.5)
-    assert terms.meters.values()["shaped_weight"] == pytest.approx(0.5)
+    assert metrics["shaped_weight"] == pytest.approx(0.5)
 
 
 def test_equals_the_slow_version_in_value_and_gradient(reference):
     gamma = torch.tensor([0.0] * 5 + [0.1] * 4 + [0.0, 0.3, 0.0])
     inputs = make_inputs(gamma)
-    terms = loss_terms(inputs, Objective(kind="shaped"))
+    loss, metrics = losses(inputs, ObjectiveSettings(use="shaped_probability"))
     leaf = inputs.logprobs.values.detach().clone().requires_grad_()
     advantage, old = inputs.advantage.values.tolist(), list(inputs.old_logprobs.values)
     slow = torch.stack(
         [torch.as_tensor(x) for x in reference.shaped_loss(list(leaf), old, advantage, gamma.tolist(), 0.2, 0.2)]
     )
-    torch.testing.assert_close(terms.loss.values, slow)
+    torch.testing.assert_close(loss.values, slow)
     weight = torch.arange(1.0, 13.0)
-    (terms.loss.values * weight).sum().backward()
+    (loss.values * weight).sum().backward()
     (slow * weight).sum().backward()
     torch.testing.assert_close(inputs.logprobs.values.grad, leaf.grad)
-    assert terms.meters.values()["shaped_share"] == pytest.approx(5 / 12)
+    assert metrics["shaped_share"] == pytest.approx(5 / 12)
 
 
 @pytest.mark.parametrize("gamma", [None, torch.zeros(12)])
 def test_without_shaping_it_is_the_token_objective(gamma):
-    shaped, token = make_inputs(gamma), make_inputs()
-    a, b = loss_terms(shaped, Objective(kind="shaped")), loss_terms(token, Objective(kind="token"))
-    assert torch.equal(a.loss.values, b.loss.values)
-    a.loss.values.sum().backward()
-    b.loss.values.sum().backward()
-    assert torch.equal(shaped.logprobs.values.grad, token.logprobs.values.grad)
-    assert a.meters.values()["clip_fraction"] == b.meters.values()["clip_fraction"]
+    shaped, plain = make_inputs(gamma), make_inputs()
+    a, b = losses(shaped, ObjectiveSettings(use="shaped_probability")), losses(plain, ObjectiveSettings(use="ppo_clip"))
+    assert torch.equal(a[0].values, b[0].values)
+    a[0].values.sum().backward()
+    b[0].values.sum().backward()
+    assert torch.equal(shaped.logprobs.values.grad, plain.logprobs.values.grad)
+    assert a[1]["clip_fraction"] == b[1]["clip_fraction"]
 
 
 def test_no_ratio_no_overflow():
@@ -79,17 +86,17 @@ def test_no_ratio_no_overflow():
     # not see it.
     inputs = make_inputs(torch.full((12,), 0.1))
     far = inputs.replace(old_logprobs=inputs.old_logprobs.with_values(inputs.old_logprobs.values + 30))
-    a, b = (loss_terms(x, Objective(kind="shaped")) for x in (inputs, far))
-    assert torch.equal(a.loss.values, b.loss.values)
-    assert b.meters.values()["ratio_overflow"] == 0
+    a, b = (losses(x, ObjectiveSettings(use="shaped_probability")) for x in (inputs, far))
+    assert torch.equal(a[0].values, b[0].values)
+    assert b[1]["ratio_overflow"] == 0
 
 
 def test_kl_weight_multiplies_the_penalty_per_token():
     weight = torch.tensor([10.0] * 5 + [1.0] * 4 + [0.0] * 3)
-    objective = Objective(kind="reinforce", kl=KL(coefficient=0.5, estimator="k3"))
-    without = loss_terms(make_inputs(), Objective(kind="reinforce")).loss.values
-    plain = loss_terms(make_inputs(), objective).loss.values - without
-    weighted = loss_terms(make_inputs(kl_weight=weight), objective).loss.values - without
+    objective = ObjectiveSettings(use="reinforce", kl=KL(coefficient=0.5, estimator="k3"))
+    without = losses(make_inputs(), ObjectiveSettings(use="reinforce"))[0].values
+    plain = losses(make_inputs(), objective)[0].values - without
+    weighted = losses(make_inputs(kl_weight=weight), objective)[0].values - without
     torch.testing.assert_close(weighted, plain * weight, atol=1e-6, rtol=1e-4)
-    ones = loss_terms(make_inputs(kl_weight=torch.ones(12)), objective).loss.values - without
+    ones = losses(make_inputs(kl_weight=torch.ones(12)), objective)[0].values - without
     assert torch.equal(ones, plain)

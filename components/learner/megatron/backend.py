@@ -1,0 +1,142 @@
+"""What `learner.megatron` computes with: this rank's part of a model, and megatron-core's optimiser over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.learner.megatron.checkpoint import load_shards, save_shards
+from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.model import MegatronModel
+from components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
+from components.learner.megatron.parallel import init_parallel
+from components.learner.megatron.schedule import (
+    ComputeClock,
+    from_last_stage,
+    is_last_stage,
+    mean_and_maximum,
+    objects_from_last_stage,
+    run_schedule,
+)
+from components.learner.megatron.settings import MegatronSettings
+from components.learner.objective import Meters
+from components.learner.optimizer import Update
+from components.learner.packing.pack import PackedBatch
+from components.learner.step import Backend, LossOf
+from components.models.load import check_context, load_config, resolve_model_path
+from pipeline.core.component import Context
+from pipeline.core.jagged import Jagged
+
+
+class MegatronBackend(Backend):
+    """This rank's part of a model, and its optimiser. The last pipeline stage has the losses and log-probs.
+
+    Args:
+        context: of the learner's node.
+        config: settings of the learner.
+    """
+
+    def __init__(self, context: Context, config: MegatronSettings) -> None:
+        super().__init__(context)
+        self.max_context = check_context(context.model, load_config(context.model))
+        with megatron_on_cpu():
+            init_parallel(config, context.seed)
+            self.model = self._load(config)
+            self.reference = self._load(config) if config.keeps_reference else None
+            settings = self.model.transformer_config
+            settings.finalize_model_grads_func = finalize_gradients
+            self._clock = settings.timers = ComputeClock(context.device)
+            settings.calculate_per_token_loss = True  # the loss arrives with its denominators
+            several = context.device.startswith("cuda") and context.ranks.num_replicas > 1
+            distributed = config.distributed_optimizer == "on" or (config.distributed_optimizer == "auto" and several)
+            self.chunks = data_parallel(settings, self.model.chunks, distributed)
+            steps = context.iterations * config.steps_per_batch
+            dtype = getattr(torch, context.model.dtype)
+            self.optimizer = MegatronOptimizer(self.chunks, config.optimizer, steps, dtype, distributed)
+        self._pipelined = config.pipeline_parallel > 1
+        self._computed = 0.0
+        self._passed = 0.0
+
+    def _load(self, config: MegatronSettings) -> MegatronModel:
+        spec = self.context.model
+        path = resolve_model_path(spec.path)
+        model = MegatronModel.build(path, config, getattr(torch, spec.dtype), config.recompute, self.context.device)
+        model.load(path)
+        return model
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in Hugging Face names, one at a time; all ranks of a replica iterate."""
+        with megatron_on_cpu():
+            yield from self.model.export()
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Writes this rank's shards; see checkpoint.py."""
+        with megatron_on_cpu():
+            save_shards(folder, self.model.chunks, self.optimizer, state)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Takes back what `save` wrote, at this or another layout; returns its state."""
+        with megatron_on_cpu():
+            return load_shards(folder, self.model.chunks, self.optimizer)
+
+    def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
+        """On the last stage, the log-probs of all micro-batches; nothing on the others."""
+        model = self.reference if reference else self.model
+        assert model is not None
+
+        def consume(number: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Jagged]:
+            logprobs, _ = model.logprobs(hidden, batch, temperature)
+            return hidden.new_zeros(()), logprobs
+
+        with megatron_on_cpu():
+            return run_schedule(model.chunks, model.forward, list(batches), consume, self.context.device, train=False)
+
+    def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:
+        """Gradients are summed over replicas at the end."""
+
+        def consume(number: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            share = loss(number, *self.model.logprobs(hidden, batch, temperature))
+            return share, share.detach().double()
+
+        with megatron_on_cpu():
+            packed = list(batches)
+            self.optimizer.clear()
+            self._clock.take()  # forget the passes of `score`
+            start = time.perf_counter()
+            losses = run_schedule(self.chunks, self.model.forward, packed, consume, self.context.device, train=True)
+            self._computed += self._clock.take()
+            self._passed += time.perf_counter() - start
+        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.context.device)
+
+    def update(self) -> Update:
+        """Decided by the gradient norm over all ranks."""
+        with megatron_on_cpu():
+            return self.optimizer.step()
+
+    def skip_update(self) -> Update:
+        """Gradients are cleared before the next passes."""
+        return self.optimizer.skip()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Summed over replicas on the last stage, which knows it, then sent to the others."""
+        return from_last_stage(self.context.all_sum(value) if is_last_stage() else value)
+
+    def values(self, meters: Meters) -> dict[str, float]:
+        """Those of the last stage; the others have none."""
+        values: dict[str, float] = objects_from_last_stage(super().values(meters) if is_last_stage() else {})
+        return values
+
+    def pass_metrics(self) -> dict[str, float]:
+        """The share of the passes' time in which the ranks did not compute: their mean, and the most idle one's."""
+        if not self._pipelined:
+            return {}
+        mean, largest = mean_and_maximum(1 - self._computed / self._passed if self._passed else 0.0)
+        self._computed = 0.0
+        self._passed = 0.0
+        return {"bubble": mean, "bubble_max": largest}

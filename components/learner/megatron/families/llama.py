@@ -1,0 +1,9 @@
+"""Llama 2 and 3.x."""
+
+from __future__ import annotations
+
+from mbridge.models.llama import LLaMABridge
+
+from components.learner.megatron.families.family import Family
+
+LLAMA = Family(LLaMABridge)

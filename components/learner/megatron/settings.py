@@ -1,0 +1,73 @@
+"""Settings of `learner.megatron`. Importing this file imports no megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from components.learner.settings import LearnerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """How many ranks share one model."""
+
+    tensor_parallel: int = 1
+    """ranks that each matrix is sharded over; must divide the attention heads"""
+    pipeline_parallel: int = 1
+    """ranks that the stack of layers is cut over; where they do not divide evenly the first ranks have one more"""
+    virtual_pipeline: int = 1
+    """chunks of layers per pipeline rank: smaller bubbles, more communication"""
+    context_parallel: int = 1
+    """ranks that the tokens of a micro-batch are cut over, for sequences too long for one device"""
+    sequence_parallel: bool = False
+    """shard activations between matrix products over the tensor-parallel ranks too: less memory"""
+
+    def __post_init__(self) -> None:
+        sizes = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
+        small = [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        if small:
+            raise ValueError(f"expected at least 1 (1: not sharded), got {', '.join(small)}.")
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"virtual_pipeline {self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel is 1; "
+                "set pipeline_parallel, or virtual_pipeline: 1."
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "sequence_parallel shards activations over tensor-parallel ranks, but tensor_parallel is 1; set "
+                "tensor_parallel, or sequence_parallel: false."
+            )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    def stages(self, layers: int) -> list[int]:
+        """Layers of each stage in order; where they do not divide evenly, the first have one more.
+
+        The last stage has the output head to compute besides.
+
+        >>> ParallelLayout(pipeline_parallel=2).stages(3)
+        [2, 1]
+        """
+        count = self.pipeline_parallel * self.virtual_pipeline
+        return [layers // count + (i < layers % count) for i in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings(LearnerSettings, ParallelLayout):
+    """Settings of `learner.megatron`: those of every learner, and how the model is sharded."""
+
+    distributed_optimizer: Literal["auto", "on", "off"] = "auto"
+    """shard float32 weights and moments over replicas; auto: on GPUs when there are several replicas"""
+
+    def __post_init__(self) -> None:
+        LearnerSettings.__post_init__(self)
+        ParallelLayout.__post_init__(self)
+        if self.lora.rank:
+            raise ValueError(
+                f"lora.rank is {self.lora.rank}, but learner.megatron trains all parameters; set lora.rank: 0, or "
+                "use learner.hf."
+            )

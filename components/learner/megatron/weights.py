@@ -1,0 +1,230 @@
+"""Weights in and out: this rank's shards of Hugging Face tensors, and whole tensors from all ranks' shards.
+
+A rank reads the tensors of its own stage, one at a time, and keeps its shard; export gathers one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from components.models.load import resolve_model_path
+from pipeline.core.errors import DataError
+
+TIED_HEAD = "lm_head.weight"
+Shape = tuple[int, ...]
+# Tensor name → its safetensors file, and its shape there.
+Files = dict[str, tuple[Path, Shape]]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One parameter of this rank, and the Hugging Face tensors of which it is a shard."""
+
+    name: str
+    parameter: Tensor
+    sources: list[str]
+
+
+def parts(bridge: Any, chunks: list[Any]) -> list[Part]:
+    """All parameters of this rank, named by their place in the whole model."""
+    out = []
+    for chunk in chunks:
+        whole = bridge._weight_name_mapping_mcore_local_to_global(chunk)
+        for name, parameter in chunk.named_parameters():
+            out.append(Part(whole[name], parameter, bridge._weight_name_mapping_mcore_to_hf(whole[name])))
+    return out
+
+
+# --- files ---
+
+
+def tensor_files(path: str) -> Files:
+    """The tensors of a model folder, from the headers of its files; DataError for a truncated one, or none."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DataError(
+            f"model folder {folder}: no *.safetensors; expected weights in that format. Convert them with "
+            "save_pretrained."
+        )
+    out: Files = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                out.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise DataError(
+                f"weights {file}: cannot be read ({error}); expected a whole safetensors file. Copy or download it "
+                "again."
+            ) from error
+    return out
+
+
+def read(own: list[Part], files: Files) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of which this rank needs a shard, file by file."""
+    from safetensors import safe_open
+
+    needed: dict[Path, set[str]] = {}
+    for part in own:
+        for source in part.sources:
+            needed.setdefault(files[source][0], set()).add(source)
+    for file, names in sorted(needed.items()):
+        with safe_open(file, framework="pt") as opened:
+            for name in sorted(names):
+                yield name, opened.get_tensor(name)
+
+
+def check_files(path: str, files: Files, expected: dict[str, Shape]) -> None:
+    """Raises DataError unless a model folder holds the expected tensors and no others."""
+    place = f"model folder {path}"
+    missing = sorted(expected.keys() - files.keys())
+    # Old checkpoints carry rotary buffers, and some a copy of a tied head.
+    surplus = sorted(
+        name
+        for name in files.keys() - expected.keys()
+        if not name.endswith("rotary_emb.inv_freq") and name != TIED_HEAD
+    )
+    if missing and surplus:
+        raise DataError(
+            f"{place}: weights of another architecture: they hold {surplus[0]}, which the model does not have, and "
+            f"lack {missing[0]}. config.json and weights must belong together."
+        )
+    if missing:
+        raise DataError(_missing_text(place, missing))
+    if surplus:
+        raise DataError(
+            f"{place}: tensors {_first(surplus)} that the model does not have; config.json and weights must belong "
+            "together."
+        )
+    for name, shape in expected.items():
+        _check_shape(place, name, files[name][1], shape)
+
+
+def _missing_text(place: str, names: list[str]) -> str:
+    return (
+        f"{place}: no tensor {_first(names)}; expected all tensors of the model its config.json describes. Export or "
+        "download it again."
+    )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_shape(place: str, name: str, shape: Shape, expected: Shape) -> None:
+    if shape != expected:
+        raise DataError(
+            f"{place}: expected {name} of shape {expected} by config.json, got {shape}. The weights belong to another "
+            "configuration."
+        )
+
+
+def whole_shapes(hf_config: Any) -> dict[str, Shape]:
+    """Shapes of a model's tensors by name, from an empty transformers model; without a tied output head."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if hf_config.tie_word_embeddings:
+        del shapes[TIED_HEAD]
+    return shapes
+
+
+# --- in ---
+
+
+@torch.no_grad()
+def fill(bridge: Any, own: list[Part], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Copies this rank's shards of whole tensors, given in any order, into its parameters.
+
+    Only the sources of parameters that are not complete yet are held.
+    """
+    waiting: dict[str, list[Part]] = {}
+    for part in own:
+        for source in part.sources:
+            waiting.setdefault(source, []).append(part)
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        for part in waiting.pop(name, []):
+            group = held.setdefault(part.name, {})
+            group[name] = tensor
+            if len(group) == len(part.sources):
+                _copy(bridge, part, [held[part.name][source] for source in part.sources])
+                del held[part.name]
+    if waiting:
+        raise DataError(_missing_text("weights", sorted(waiting)))
+
+
+def _copy(bridge: Any, part: Part, sources: list[Tensor]) -> None:
+    for name, tensor in zip(part.sources, sources, strict=True):
+        _check_shape("weights", name, tuple(tensor.shape), bridge.shapes[name])
+    whole = bridge._weight_to_mcore_format(part.name, sources)
+    shards = bridge._weight_split_across_tp(part.name, whole, part.parameter, bridge.mpu.tp_size)
+    part.parameter.copy_(shards[bridge.mpu.tp_rank])
+
+
+def _sharded_dim(parameter: Tensor) -> int | None:
+    return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+# --- out ---
+
+
+@torch.no_grad()
+def gather(bridge: Any, own: list[Part]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors in Hugging Face names on every rank of a replica, one parameter at a time.
+
+    Collective: all ranks of the replica iterate.
+    """
+    states = bridge.mpu
+    device = own[0].parameter.device
+    mine = [(p.name, tuple(p.parameter.shape), p.parameter.dtype, _sharded_dim(p.parameter)) for p in own]
+    plans: list[Any] = [None] * states.pp_size
+    dist.all_gather_object(plans, mine, group=states.pp_group)
+    for stage, plan in enumerate(plans):
+        source = dist.get_global_rank(states.pp_group, stage)
+        for place, (name, shape, dtype, dim) in enumerate(plan):
+            if bridge.hf_config.tie_word_embeddings and name == "output_layer.weight":
+                continue  # the embedding's copy on the last stage
+            if stage == states.pp_rank:
+                shard = own[place].parameter.detach().contiguous()
+            else:
+                shard = torch.empty(shape, dtype=dtype, device=device)
+            if states.pp_size > 1:
+                dist.broadcast(shard, source, group=states.pp_group)
+            shards = [shard]
+            if dim is not None and states.tp_size > 1:
+                shards = [torch.empty_like(shard) for _ in range(states.tp_size)]
+                dist.all_gather(shards, shard, group=states.tp_group)
+            yield from _to_hf(bridge, name, shards, dim)
+
+
+def _to_hf(bridge: Any, name: str, shards: list[Tensor], dim: int | None) -> Iterator[tuple[str, Tensor]]:
+    whole = shards[0]
+    if len(shards) > 1:
+        stub = torch.empty(0)  # mbridge reads the sharded dimension off a parameter
+        stub.tensor_model_parallel = True  # type: ignore[attr-defined]
+        stub.partition_dim = dim  # type: ignore[attr-defined]
+        whole = bridge._weight_merge_across_tp(name, shards, stub)
+    # Copies: the parameters change with the next step, and slices of one tensor cannot be written as files.
+    for hf_name, tensor in zip(*bridge._weight_to_hf_format(name, whole), strict=True):
+        yield hf_name, tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,70 @@
+"""`gspo` and `gspo_gated`: one ratio per trajectory, at each of its trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from components.learner.objective.base import LossInputs, Objective
+from components.learner.objective.meters import Meters
+from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, safe_exp
+
+GATE = "gate"
+
+
+class GSPO(Objective):
+    """−min(s A, clip(s) A) with the ratio of the sequence, s = exp(mean_t l_t), l_t = log π_θ(y_t) − log π_old(y_t).
+
+    The mean is over trained tokens. Source: GSPO (2507.18071), clip 3e-4/4e-4, four mini-batches, no KL.
+    """
+
+    metrics = RATIO_METRICS
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Clip):
+        """Where ratios are clipped, and whose advantage scales a token's gradient."""
+
+        clip_low: float = 3e-4
+        """ratios below 1 − clip_low lose their gradient where the advantage is negative"""
+        clip_high: float = 4e-4
+        """ratios above 1 + clip_high lose their gradient where the advantage is positive"""
+        form: Literal["sequence", "token"] = "sequence"
+        """token: GSPO-token, s_t = sg[s]·π_θ(y_t)/sg[π_θ(y_t)], the same value with a gradient that each token's own
+        advantage scales"""
+
+    config: Config
+
+    def gate(self, inputs: LossInputs) -> Tensor:
+        """bool [total]: the tokens whose mean makes the ratio."""
+        return inputs.mask.values
+
+    def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
+        """Loss per token, equal over a row where the advantage is."""
+        gate = self.gate(inputs)
+        log_ratio = inputs.logprobs.values - inputs.old_logprobs.values
+        count = inputs.mask.with_values(gate).sum().clamp(min=1)
+        share = gate.float() / inputs.mask.spread(count).values
+        # where, not a product: a masked token may hold inf. Summed in float64 so that a row's cut from its batch
+        # changes no bit.
+        weighted = torch.where(gate, log_ratio, 0.0).double() * share
+        mean = inputs.mask.spread(inputs.mask.with_values(weighted).sum()).values.float()
+        if self.config.form == "token":
+            mean = mean.detach() + log_ratio - log_ratio.detach()
+        ratio = safe_exp(mean, inputs.mask.values, meters)
+        return clipped_loss(ratio, inputs.advantage.values, inputs.mask.values, self.config, meters)
+
+
+class GatedGSPO(GSPO):
+    """`gspo` with the mean over gated tokens only, s = exp(Σ g l / Σ g).
+
+    g is column "gate" of the credit, times the mask. Source: 2605.05226, used with IBPO (2605.16302). Without the column this is `gspo`. A row whose gate is empty has
+    ratio 1 and no gradient.
+    """
+
+    def gate(self, inputs: LossInputs) -> Tensor:
+        """Trained tokens where column "gate" is not 0."""
+        gate = inputs.columns.get(GATE)
+        return inputs.mask.values if gate is None else inputs.mask.values & (gate.values != 0)

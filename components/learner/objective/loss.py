@@ -1,0 +1,96 @@
+"""The loss of a learner: an objective's terms, what may be added to any of them, and how they become one number.
+
+Aggregation does not depend on how the batch was cut. With trained-token mask m, T_i = Σ_t m_{i,t}, B rows:
+
+    token_mean            Σ_{i,t} m x / Σ m                (DAPO, 2503.14476)
+    seq_mean_token_mean   (1/B) Σ_i (1/T_i) Σ_t m x        (GRPO, GSPO, SRPO)
+    seq_mean_token_sum    (1/B) Σ_i Σ_t m x
+    constant              Σ_{i,t} m x / (B · L_max)        (Dr.GRPO, 2503.20783)
+
+Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted
+here locally, summed by the caller, and received back; a row with T_i = 0 adds nothing to the numerator. It still counts
+in B, unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its
+mask set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the
+denominator already.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from components.learner.objective import entropy_mask
+from components.learner.objective.base import MAX_LOG_RATIO, LossInputs
+from components.learner.objective.kl import kl_estimate
+from components.learner.objective.meters import AllSum, Meters
+from components.learner.objective.settings import ObjectiveSettings
+from pipeline.core.jagged import Jagged
+
+KL_WEIGHT = "kl_weight"
+"""column of the credit: a multiple of the KL coefficient per token (SCoRe holds first attempts back harder)"""
+
+
+@torch.no_grad()
+def prepare(inputs: LossInputs, settings: ObjectiveSettings, all_sum: AllSum) -> LossInputs:
+    """Adds the entropy mask, then what the objective needs to know of the whole batch; all replicas must call it."""
+    inputs = entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum)
+    return settings.build().prepare(inputs, all_sum)
+
+
+def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> Jagged:
+    """Loss per token with every optional term: entropy mask, importance weight, KL penalty, entropy bonus."""
+    loss = settings.build().terms(inputs, meters)
+    mask = inputs.mask.values
+    if entropy_mask.HIGH in inputs.columns:
+        meters.share("high_entropy", inputs.columns[entropy_mask.HIGH].values, mask)
+    if entropy_mask.IN_LOSS in inputs.columns:
+        loss = torch.where(inputs.columns[entropy_mask.IN_LOSS].values, loss, 0.0)
+    if settings.importance_cap:
+        log_weight = (inputs.old_logprobs.values - inputs.engine_logprobs.values).clamp(max=MAX_LOG_RATIO)
+        weight = log_weight.exp().clamp(max=settings.importance_cap)
+        meters.mean("importance_weight", weight, mask)
+        meters.share("importance_capped", log_weight.exp() > settings.importance_cap, mask)
+        loss = loss * weight
+    if settings.kl.coefficient:
+        if inputs.reference_logprobs is None:
+            raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
+        penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, settings.kl.estimator)
+        meters.mean("kl_reference", penalty, mask)
+        weights = inputs.columns.get(KL_WEIGHT)
+        loss = loss + settings.kl.coefficient * (penalty if weights is None else weights.values * penalty)
+    if inputs.entropies is not None:
+        meters.mean("entropy", inputs.entropies.values, mask)
+        if settings.entropy_bonus:
+            loss = loss - settings.entropy_bonus * inputs.entropies.values
+    # k3 of KL(π_old ‖ π_θ) with samples of π_old: e^l − 1 − l.
+    meters.mean("approx_kl", kl_estimate(inputs.old_logprobs.values, inputs.logprobs.values.detach(), "k3"), mask)
+    return inputs.logprobs.with_values(loss)
+
+
+def counts(mask: Jagged, settings: ObjectiveSettings) -> Tensor:
+    """Local denominators, float64 [2]: rows B and trained tokens Σ m."""
+    per_row = mask.sum()
+    rows = (per_row > 0).sum() if settings.drop_empty else torch.tensor(len(mask))
+    return torch.stack([rows.to(per_row.device), per_row.sum()]).double()
+
+
+def weights(mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Jagged:
+    """Weight of each token's term, float32 over tokens, from global `denominators` (see `counts`); 0 where masked."""
+    # At least 1: a step without any trained token has loss 0, not NaN.
+    rows, tokens = (max(float(x), 1.0) for x in denominators)
+    trained = mask.values.float()
+    if settings.aggregate == "token_mean":
+        return mask.with_values(trained / tokens)
+    if settings.aggregate == "seq_mean_token_sum":
+        return mask.with_values(trained / rows)
+    if settings.aggregate == "constant":
+        return mask.with_values(trained / (rows * settings.constant_length))
+    share = 1.0 / (mask.sum().clamp(min=1).double() * rows)
+    return mask.with_values(trained * mask.spread(share.float()).values)
+
+
+def aggregate(loss: Jagged, mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Tensor:
+    """This part's share of the loss; the sum over all parts of the batch is the loss."""
+    weight = weights(mask, settings, denominators)
+    # where, not a product: a masked token may hold inf or NaN.
+    return torch.where(mask.values, loss.values, 0.0).mul(weight.values).sum()

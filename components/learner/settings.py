@@ -1,0 +1,87 @@
+"""Settings that every learner has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from components.learner.metrics import Mismatch
+from components.learner.objective import ObjectiveSettings
+from components.learner.optimizer import OptimizerSettings
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters through peft."""
+
+    rank: int = 0
+    """rank r of the adapters; 0 trains all parameters, as `learner.megatron` always does"""
+    alpha: float = 64.0
+    """adapters are scaled by alpha / rank"""
+    target: str = "all-linear"
+    """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
+    publish: Literal["merged", "adapter"] = "merged"
+    """what engines are given: merged, whole weights with the adapters in them; adapter, the adapters' own tensors,
+    which are small and which engine.vllm takes as they are (other engines merge them)"""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"expected rank ≥ 0 (0 is full fine-tuning), got {self.rank}.")
+        if self.publish == "adapter" and not self.rank:
+            raise ValueError("publish is 'adapter', but rank is 0, so there is none; set rank, or publish: merged.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """Settings of every learner."""
+
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """loss per token and aggregation"""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    """AdamW, clipping, schedule"""
+    lora: Lora = field(default_factory=Lora)
+    """low-rank adapters"""
+    micro_batch_tokens: int = 16384
+    """token budget of one micro-batch, 0 for one micro-batch; lower it when memory runs out, the gradient stays the
+    same. A pipeline of P stages wants several times P micro-batches per step"""
+    minibatches: int = 1
+    """optimiser steps per epoch; prompts are split evenly among them, all trajectories of a prompt together"""
+    epochs: int = 1
+    """passes over the rollout batch"""
+    old_logprobs: Literal["engine", "recompute"] = "engine"
+    """denominators of the ratios: what the engine reported, or this model's own before its first step"""
+    recompute: Recompute = "none"
+    """activations computed again in the backward pass: none; selective, attention scores where attention keeps them
+    (that of `learner.hf` keeps none); full, all but the layers' inputs: least memory, about a third more time"""
+    skip_zero_rows: bool = True
+    """leave rows without any credit out of the passes when neither KL nor entropy bonus acts on them; same gradient,
+    but entropy, ratio and mismatch metrics then describe the other rows only"""
+    share_prefixes: bool = True
+    """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and
+    gradient. Without effect for a model that does not take packed sequences"""
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """how far the engine's log-probs may be from the learner's"""
+
+    def __post_init__(self) -> None:
+        if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:
+            raise ValueError(
+                f"expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got {self.minibatches}, "
+                f"{self.epochs} and {self.micro_batch_tokens}."
+            )
+        if self.objective.importance_cap and self.old_logprobs != "recompute":
+            raise ValueError(
+                "objective.importance_cap compares the learner's old log-probs with the engine's, but old_logprobs is "
+                "'engine'; set old_logprobs: recompute, or importance_cap: 0."
+            )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the initial model must be kept."""
+        return self.objective.kl.coefficient > 0
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimiser steps planned for one rollout batch."""
+        return self.epochs * self.minibatches
