@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.report.page import visible
+from pipeline.app.arguments import add_config_dir
+from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
 from pipeline.run.compose import compose, list_choices, read_yaml, search_dirs
 
@@ -16,6 +17,27 @@ from pipeline.run.compose import compose, list_choices, read_yaml, search_dirs
 CHECK = "pipeline.app.data.check"
 SHOWN = 1500  # characters of a prompt
 REFUSED = 5
+
+SUMMARY = "List the data files of the configuration, or load one and check it: rows, answers, verifier, revision."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph data list\n"
+        "  creditgraph data check gsm8k\n"
+        "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl --rows 1000 --model Qwen/Qwen3-4B"
+    )
+    parser.add_argument("action", choices=["list", "check"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="files of configs/data")
+    parser.add_argument("--entry", help="one entry of the file (train, eval …); default: all")
+    parser.add_argument(
+        "--path", metavar="FILE", help="read this local copy (file or folder) in place of the hub; needs one entry"
+    )
+    parser.add_argument("--rows", type=int, default=2000, help="rows to look at; 0 looks at all (default: 2000)")
+    parser.add_argument("--model", help="show prompts and count tokens with this model's tokenizer")
+    add_config_dir(parser, "data/")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -9,13 +9,24 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.app.report.page import visible
+from pipeline.app.arguments import add_overrides
+from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, compose
 
 # Named by text: pipeline/ imports nothing of components/.
 PREVIEW = "pipeline.app.data.preview"
 _SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
+
+SUMMARY = "Print exactly the tokens that the model of a recipe sees for its first prompts, and what ends a response."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = "example:\n  creditgraph preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl"
+    add_overrides(parser)
+    parser.add_argument("-n", "--prompts", type=int, default=2, help="prompts to show")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens to show of each, from both ends; 0 shows all")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -96,7 +96,7 @@ def test_servers_beside_the_ranks_and_on_another_node_make_the_same_run(slurm, g
     log = steps / "logs" / f"job-{job}.log"
     slurm.wait("the restart", lambda: "engine 1 ended with 137; starting it again" in log.read_text(), steps)
     slurm.call("scancel", "--signal=USR1", "--batch", job)
-    slurm.wait("the learner is told", lambda: "told to stop" in log.read_text(), steps)
+    slurm.wait("the signal", lambda: "stop signal: " in log.read_text(), steps)
     gate(1 << 20)
     slurm.requeued(job, 1)
     slurm.finished(steps, job)

@@ -114,7 +114,7 @@ def test_two_ranks_preempted_twice_end_with_the_same_bytes(slurm, whole, gate, t
     )
     assert slurm.state(job)["Restarts"] == "2"
     log = (run / "logs" / f"job-{job}.log").read_text()
-    assert log.count("told to stop: the learner finishes its iteration and saves") == 2
+    assert log.count("stop signal: the learner finishes its iteration and saves") == 2
     assert log.count("] saved; back in the queue") == 2  # both ranks ended with 75, none was killed
     starts = [(run / "logs").glob(f"learner-{job}-{start}-*.log") for start in range(3)]
     assert all(any("iteration" in log.read_text() for log in logs) for logs in starts)

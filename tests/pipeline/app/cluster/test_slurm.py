@@ -96,7 +96,7 @@ def test_a_run_directory_that_not_all_nodes_see(slurm, folder):
     ended = (run / "ended").read_text().strip()
     assert ended.startswith("canary failed: node2: FAIL ")
     assert ended.endswith(
-        f"{run}: not there on this node; wanted a folder shared by all nodes: set cluster.root=PATH to one"
+        f"{run}: not there on this node; expected a folder shared by all nodes: set cluster.root=PATH to one"
     )
     assert here.last_line(run / "logs" / f"job-{slurm.job(run)}.log") == ended
 

@@ -12,7 +12,8 @@ import yaml
 
 from pipeline.app.cli import main
 from pipeline.app.report.pack import pack, unpack
-from pipeline.app.report.page import kept, report_html, visible
+from pipeline.app.report.page import kept, report_html
+from pipeline.app.text import visible
 from pipeline.app.report.source import read_run
 
 EVIL = [
