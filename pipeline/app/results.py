@@ -99,7 +99,11 @@ def as_table(results: Results) -> str:
 def write_results(
     run_path: Path, names: MetricNames | None = None, title: str = "", picture: bool = True
 ) -> tuple[Results, str]:
-    """Writes result.json and, when accuracy or reward was logged, curve.png unless `picture` is off; returns the results and the table."""
+    """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
+
+    Returns:
+        the results, and their table.
+    """
     names = names or MetricNames()
     rows = read_metrics(run_path / "metrics.jsonl")
     results = summarise(rows, names)
@@ -113,23 +117,37 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
     """Draws accuracy and reward over iterations; nothing when there is neither."""
     if not accuracy and not reward:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import vl_convert
 
-    figure = Figure(figsize=(7, 4), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if reward:
-        axes.plot(*zip(*reward, strict=True), color="tab:gray", linewidth=1, alpha=0.7, label="mean reward")
-    if accuracy:
-        axes.plot(*zip(*accuracy, strict=True), color="tab:blue", marker="o", label="held-out accuracy")
-    axes.set(xlabel="iteration", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
+    layers = []
+    for name, points, color, dots in (
+        ("mean reward", reward, "#7f7f7f", False),
+        ("held-out accuracy", accuracy, "#1f77b4", True),
+    ):
+        if points:
+            layers.append(
+                {
+                    "data": {"values": [{"iteration": i, "value": v} for i, v in points]},
+                    "mark": {"type": "line", "point": dots, "strokeWidth": 2 if dots else 1},
+                    "encoding": {
+                        "x": {"field": "iteration", "type": "quantitative"},
+                        "y": {"field": "value", "type": "quantitative", "title": None},
+                        "color": {"datum": name, "type": "nominal", "title": None, "scale": {"range": [color]}},
+                    },
+                }
+            )
+    chart = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": title,
+        "width": 600,
+        "height": 320,
+        "background": "white",
+        "layer": layers,
+        "resolve": {"scale": {"color": "independent"}},
+    }
     aside = path.with_name(f".tmp-{path.name}")
     with writing(path):
-        figure.savefig(aside, format="png")
+        aside.write_bytes(vl_convert.vegalite_to_png(chart, scale=1.5))
         aside.replace(path)
 
 
