@@ -108,6 +108,7 @@ class VllmDialect:
         """The API server with worker extension and development mode."""
         command = [
             sys.executable,
+            "-P",  # a `components` folder of the user's, where the command was started, is not ours
             "-m",
             "components.engine.vllm.start",
             "--model",
