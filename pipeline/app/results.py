@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.progress import MetricNames, duration
+from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, TRAINED_TOKENS, duration
 from pipeline.run.metrics import read_metrics
 from pipeline.run.run_directory import write_aside, writing
 
@@ -40,13 +40,13 @@ class Results:
     curve: list[tuple[int, float]] = field(default_factory=list)
 
 
-def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> Results:
+def summarise(rows: list[dict[str, Any]]) -> Results:
     """Sums up the rows of a metrics.jsonl. Pure."""
-    names = names or MetricNames()
-    curve = [(int(i), float(v)) for i, v in _series(rows, names.accuracy)]
-    rewards = [v for _, v in _series(rows, names.reward)]
+    curve = [(int(i), float(v)) for i, v in _series(rows, ACCURACY)]
+    rewards = [v for _, v in _series(rows, REWARD)]
     tenth = max(1, len(rewards) // 10)
-    wall, phases = 0.0, dict[str, float]()
+    wall = 0.0
+    phases: dict[str, float] = {}
     iterations = 0
     for row in rows:
         seconds = {
@@ -66,8 +66,8 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
         accuracy_after=curve[-1][1] if curve else None,
         reward_first=sum(rewards[:tenth]) / tenth if rewards else None,
         reward_last=sum(rewards[-tenth:]) / tenth if rewards else None,
-        sampled_tokens=_total(rows, names.sampled_tokens),
-        trained_tokens=_total(rows, names.trained_tokens),
+        sampled_tokens=_total(rows, SAMPLED_TOKENS),
+        trained_tokens=_total(rows, TRAINED_TOKENS),
         seconds=wall,
         phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
         curve=curve,
@@ -77,7 +77,8 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
 def as_table(results: Results) -> str:
     """The results as lines of text."""
     lines: list[tuple[str, str]] = [("iterations", str(results.iterations))]
-    before, after = results.accuracy_before, results.accuracy_after
+    before = results.accuracy_before
+    after = results.accuracy_after
     if before is not None and after is not None:
         lines.append(
             ("held-out accuracy", f"{before:.3f} before, {after:.3f} after ({(after - before) * 100:+.1f} points)")
@@ -96,20 +97,17 @@ def as_table(results: Results) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
-def write_results(
-    run_path: Path, names: MetricNames | None = None, title: str = "", picture: bool = True
-) -> tuple[Results, str]:
+def write_results(run_path: Path, title: str = "", picture: bool = True) -> tuple[Results, str]:
     """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
 
     Returns:
         the results, and their table.
     """
-    names = names or MetricNames()
     rows = read_metrics(run_path / "metrics.jsonl")
-    results = summarise(rows, names)
+    results = summarise(rows)
     write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
     if picture:
-        draw_curve(run_path / "curve.png", results.curve, _series(rows, names.reward), title or run_path.name)
+        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), title or run_path.name)
     return results, as_table(results)
 
 
