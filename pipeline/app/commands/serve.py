@@ -13,10 +13,14 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.run.compose import build_experiment, compose
 from pipeline.run.run_directory import writing
+
+if TYPE_CHECKING:
+    from pipeline.app.cluster.servers import EngineServer
 
 SUMMARY = "Run one engine server of a configuration (job scripts do)."
 GRACE_SECONDS = 25.0
@@ -40,7 +44,10 @@ def main(options: argparse.Namespace) -> int:
         signalled.append(time.monotonic())
         if number == signal.SIGUSR2:
             ended.set()
+            if server is None:
+                os._exit(0)  # loading may take minutes that a preempted job does not have; the engine's guard ends it
 
+    server: EngineServer | None = None
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, handle)
     log = redirect_output(os.environ.get(LOG, ""))

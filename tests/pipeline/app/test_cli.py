@@ -150,7 +150,7 @@ def test_components_lists_sockets_and_settings(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("command", [["--help"], ["replay", "--help"], ["components"], ["graph", "--list"]])
 def test_light_commands_do_not_import_torch(command: list[str]) -> None:
-    """`cli.py` imports the module of every command, so a module that imports torch at its top makes all of them slow."""
+    """`cli.py` imports the module of every command, so one that imports torch at its top makes all of them slow."""
     code = (
         f"import sys; from pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'transformers') if m in sys.modules])"

@@ -92,7 +92,7 @@ def test_training_does_not_import_the_report(imported):
 
 
 def wandb_records(file: Path):
-    """The records of a .wandb file: a log of blocks of 32 KiB, whose chunks have a header of checksum, length and type."""
+    """The records of a .wandb file: blocks of 32 KiB, whose chunks have a header of checksum, length and type."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = file.read_bytes(), 7, b""

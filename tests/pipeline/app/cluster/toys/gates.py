@@ -8,7 +8,7 @@ from components.prompts.dataset import DatasetPrompts, Outputs
 
 
 class GatedPrompts(DatasetPrompts):
-    """Problems as `prompts.dataset` gives them; the iterations from the number in the file $CREDITGRAPH_TEST_GATE on are held back."""
+    """Problems of `prompts.dataset`, held back from the iteration on whose number is in $CREDITGRAPH_TEST_GATE."""
 
     def run(self) -> Outputs:
         gate = os.environ.get("CREDITGRAPH_TEST_GATE")
