@@ -112,6 +112,7 @@ def _find_class(source: _Source, name: str) -> _Class | None:
     for node in source.tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _Class(source, node)
+        # Third-party bases are not followed: their source may be a compiled module.
         if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
             if node.level or node.module.partition(".")[0] not in (
                 source.module.partition(".")[0],
@@ -128,6 +129,7 @@ def _with_bases(cls: _Class) -> Iterator[_Class]:
     yield cls
     for base in cls.node.bases:
         above = _find_class(cls.source, base.id) if isinstance(base, ast.Name) else None
+        # The contract's own base class declares no sockets and no settings.
         if above is not None and above.source.module != "pipeline.core.component":
             yield from _with_bases(above)
 
@@ -201,6 +203,7 @@ def _settings(config: _Class, prefix: str = "") -> Iterator[Setting]:
         for n in config.node.body
         if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
     }
+    # Of the bases first, so that a setting that is declared again keeps its place and takes the new default.
     for base in list(_with_bases(config))[1:]:
         yield from _settings(base, prefix)
     for setting in settings_in(config.node):

@@ -50,6 +50,7 @@ class ComponentRun:
         config, problems = build_config(cls.Config, settings, use)
         if problems:
             raise ConfigError("\n".join(problems))
+        # The smallest graph there is: one node without wires, whose inputs are passed by hand.
         node = Node(name=use.partition(".")[0], use=use, cls=cls, config=config, wires={}, settings=settings)
         context = Context(**{**vars(self._context), "node": node.name, "metrics": {}, "rejected": []})
         runner = NodeRunner(node, context)

@@ -60,6 +60,7 @@ class Progress:
         """Counts an iteration; the final pass has the number of iterations as its index."""
         final = iteration >= self.total
         self.done = min(iteration + 1, self.total)
+        # What an iteration did not log (accuracy between evaluations) stays in view, but no old duration does.
         self._latest = {**self._latest, **metrics, "seconds/iteration": metrics.get("seconds/iteration", math.nan)}
         if self._live is None:
             line = self._line(metrics)
@@ -88,6 +89,7 @@ class Progress:
         return fields
 
     def _eta(self) -> str:
+        # Iterations of an earlier start took no time of this one.
         ran = self.done - self._first
         if ran <= 0:
             return "-"

@@ -44,7 +44,7 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
     """Sums up the rows of a metrics.jsonl. Pure."""
     curve = [(int(i), float(v)) for i, v in _series(rows, ACCURACY)]
     rewards = [v for _, v in _series(rows, REWARD)]
-    tenth = max(1, len(rewards) // 10)
+    tenth = max(1, len(rewards) // 10)  # one iteration's reward is too noisy to compare
     wall = 0.0
     phases: dict[str, float] = {}
     iterations = 0
@@ -58,6 +58,7 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
         # The final pass has no iteration around it.
         wall += seconds.pop("iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
         for name, value in seconds.items():
+            # A lane that waits for the other one is inside that one's seconds.
             if not name.startswith("waiting"):
                 phases[name] = phases.get(name, 0.0) + value
     return Results(
@@ -143,6 +144,7 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
         "layer": layers,
         "resolve": {"scale": {"color": "independent"}},
     }
+    # Renamed when it is whole: a report may be written while the run ends.
     aside = path.with_name(f".tmp-{path.name}")
     with writing(path):
         aside.write_bytes(vl_convert.vegalite_to_png(chart, scale=1.5))

@@ -59,6 +59,7 @@ class RolloutTables:
         recorded = self._record.every
         if not every or not recorded or iteration % recorded:
             return False
+        # Every n-th recorded iteration, with n the number of records that `every` iterations have.
         return (iteration // recorded) % math.ceil(every / recorded) == 0
 
     def rows(self, iteration: int) -> list[list[Any]]:
@@ -115,6 +116,7 @@ class RolloutTables:
         uids = pa.concat_arrays(columns).unique() if columns else pa.array([], pa.int64())
         if not len(uids):
             return uids
+        # Evenly spaced, since rows of a group are neighbours: the first ones would all be of one prompt.
         places = np.linspace(0, len(uids) - 1, self._settings.rows).round().astype(np.int64)
         return uids.take(np.unique(places))
 
@@ -167,6 +169,7 @@ class RolloutTables:
         table = self._table(name, iteration)
         if table is None:
             return None
+        # Cut before it becomes a payload: a batch of long responses is a thousand times what is shown.
         if uids is not None:
             table = table.filter(pc.is_in(table.column("uid"), value_set=uids))
         return from_arrow(table, name)

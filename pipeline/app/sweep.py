@@ -42,6 +42,7 @@ def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (
                 f"override '{text}': a sweep without a list of values; expected {key}=a,b, {key}=choice(a,b) or "
                 f"{key}=range(start,stop)."
             )
+        # Values keep the quotes of the grammar, and the key its "+" or "~": the text is composed again.
         choices.append([f"{text.partition('=')[0]}={value}" for value in values] or [text])
     return [list(chosen) for chosen in itertools.product(*choices)]
 

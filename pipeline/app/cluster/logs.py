@@ -38,6 +38,7 @@ def newest_start(run: Path) -> list[Path]:
 
 
 def _of_newest_start(logs: list[_Log], holder: int) -> list[Path]:
+    # The job that holds the run may have written no log yet; the newest then tells more.
     jobs = {log.job for log in logs}
     job = holder if holder in jobs else max(jobs, default=-1)
     own = [log for log in logs if log.job == job]
@@ -57,6 +58,7 @@ def _holder(run: Path) -> int:
 
 def follow(file: Path) -> Iterator[str]:
     """The last lines, then those that are appended, without an end."""
+    # Polled, as inotify does not see what other nodes write to a shared folder.
     with file.open(errors="replace") as handle:
         handle.seek(max(0, os.path.getsize(file) - _TAIL_BYTES))
         while True:

@@ -68,6 +68,7 @@ def render_job(job: Job, cluster: Cluster) -> str:
 
 def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -> str:
     """A script that runs one job of a list per array task."""
+    # All runs have the cluster's options; name and log are the array's, as each task appends to the log of its run.
     options = [o for o in sbatch_options(jobs[0], cluster) if not o.startswith(("--job-name", "--output", "--array"))]
     options = [
         f"--job-name={job_name(title)}",
@@ -82,19 +83,21 @@ def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -
 
 def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
     """Options of sbatch, one per #SBATCH line."""
+    # Tasks are counted per node: servers beside ranks need places of their own, those on other nodes do not.
     servers = cluster.servers // (cluster.engine_nodes or cluster.nodes)
     ranks = cluster.ranks // cluster.nodes
     tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers
     options = [
         f"--job-name={job_name(job.title, job.run if cluster.chain > 1 else None)}",
         _output(job.run / "logs" / f"{job.kind}-", "%j"),
-        "--open-mode=append",
+        "--open-mode=append",  # a requeued job would begin its log anew
         "--requeue",
         f"--nodes={cluster.all_nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={cluster.cpus_per_task}",
         f"--time={cluster.time}",
     ]
+    # To the batch shell only (B:): it passes the signal on to the learner and knows what the end then means.
     options += [f"--signal=B:USR1@{cluster.warn_seconds}"] if cluster.warn_seconds else []
     options += [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
     for name, value in (
@@ -110,6 +113,8 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """Variables of every step; the cluster file's come last and win."""
+    # Logs show a line when it is written. Rust tokenizers in forked processes would warn of a deadlock. Two threads
+    # of a CPU rank under contention were seen to run 10 to 20 times slower than one.
     variables = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -122,6 +127,7 @@ def environment(cluster: Cluster) -> dict[str, str]:
 
 def srun_command(cluster: Cluster) -> str:
     """srun with what every step needs."""
+    # --exact: a step takes the cores and GPUs it names and leaves the others to the steps beside it.
     parts = ["srun", "--exact", "--export=ALL"]
     parts += [f"--container-image={cluster.container}"] if cluster.container else []
     parts += [f"--container-mounts={cluster.mounts}"] if cluster.container and cluster.mounts else []

@@ -53,7 +53,7 @@ def learner_overrides(experiment: Experiment, cluster: Cluster, run: Path, overr
     engine = served_engine(experiment.graph, f"cluster.placement={cluster.placement}").name
     settings: dict[str, Any] = {
         "rendezvous": run / SERVERS,
-        "servers": 0,
+        "servers": 0,  # the job starts them, not the learner
         "pool.start_seconds": cluster.ready_seconds,
     }
     chosen = {text.lstrip("+").partition("=")[0] for text in overrides}
@@ -85,12 +85,14 @@ class EngineServer:
         folder = folder_of(self._run, self._attempt) / str(index)
         with writing(folder):
             (folder / "logs").mkdir(parents=True, exist_ok=True)
+            # The engine quotes the end of its server's log when that ends, so it must find it where it expects it.
             if log is not None:
                 own = folder / "logs" / "engine-0.log"
                 own.unlink(missing_ok=True)
                 own.symlink_to(log.resolve())
         settings: Any = node.config
         pool = dataclasses.replace(settings.pool, host=own_address())
+        # As if this process had the engine for itself: one server on this host, found without a rendezvous.
         alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
         self._engine: Any = node.cls(alone)
         self._engine.setup(
@@ -142,7 +144,7 @@ def own_address() -> str:
                 request = struct.pack("256s", interface.encode()[:15])
                 return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
             if first := os.environ.get("MASTER_ADDR"):
-                probe.connect((first, 9))  # sends nothing, but chooses the interface
+                probe.connect((first, 9))  # UDP: sends nothing, but chooses the interface
                 return str(probe.getsockname()[0])
             return socket.gethostbyname(socket.gethostname())
         except OSError:

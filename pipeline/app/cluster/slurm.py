@@ -151,6 +151,7 @@ def states(jobs: Sequence[str]) -> list[State]:
     """The state of each job SLURM still knows, every task of an array alone; others are left out."""
     lines: list[str] = []
     for job in jobs:
+        # scontrol and not sacct, which needs an accounting database that small clusters do not have.
         try:
             lines += call("scontrol", "--oneliner", "show", "job", job).splitlines()
         except SlurmError:
@@ -159,6 +160,7 @@ def states(jobs: Sequence[str]) -> list[State]:
 
 
 def _state(line: str) -> State:
+    # Values with spaces (a job's command) break into parts without "=", which are not read.
     pairs = (part.partition("=") for part in line.split())
     values = {name: "" if value in _ABSENT else value for name, equals, value in pairs if equals}
     return State(
@@ -181,6 +183,7 @@ def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
     """
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
+    # Two `submit` at once would both see no job.
     with locked(run / "submit.lock", "choose another run.name"):
         jobs = Note.read(run, kind).jobs if (run / NOTES[kind]).exists() else []
         alive = [state for state in states(jobs) if state.state in ALIVE]

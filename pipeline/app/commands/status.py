@@ -58,6 +58,7 @@ def main(options: argparse.Namespace) -> int:
 
 def describe(run: Path) -> str:
     """Jobs, progress, and the reason of the last end; of a run that was not submitted, who runs it."""
+    # Its lock is held by the process that runs it; of a submitted run SLURM knows more.
     if (run / "config.yaml").exists() and not any((run / name).exists() for name in NOTES.values()):
         holder = lock_holder(run / "lock")
         running = f"run by {holder}" if holder else "not running"

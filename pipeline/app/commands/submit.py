@@ -46,6 +46,7 @@ def main(options: argparse.Namespace) -> int:
     cluster = load_cluster(name or "one_node", own, options.config_dir)
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
+        # An evaluation is one process; its engine may be a server, which it starts itself.
         cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
@@ -139,6 +140,7 @@ def prepare(job: Job, cluster: Cluster) -> str:
 
 def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
     """Hands one script to SLURM, or a chain of the same one."""
+    # A job that could never start would wait in the queue without a word.
     print(test_only(job.script))
     ids = [sbatch(job.script) for _ in range(cluster.chain)]
     Note(jobs=ids, cluster=name, command=command).write(job.run, job.kind)

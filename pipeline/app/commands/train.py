@@ -42,6 +42,7 @@ def main(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    # Libraries that log every request or file at INFO.
     for noisy in ("httpx", "urllib3", "filelock", "datasets", "transformers", "wandb", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     meeting = rendezvous()
@@ -130,12 +131,13 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
 
 
 def _not_begun(number: int, frame: FrameType | None) -> None:
+    # Nothing is saved and nothing has to be closed, and an import that is under way would swallow an exception.
     print(
         f"creditgraph train: {signal.Signals(number).name} before the first iteration; start again to continue.",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(75)
+    os._exit(75)  # as a run that was stopped and saved: the job script puts it back into the queue
 
 
 def follow(experiment: Experiment, team: Team) -> int:
