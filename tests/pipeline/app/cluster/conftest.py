@@ -15,8 +15,8 @@ from slurm_jobs import TOOL, Slurm  # noqa: E402 - found on the path above
 
 
 @pytest.fixture(scope="session")
-def slurm():
-    """Starts munged, slurmctld and two slurmds below a folder; sets SLURM_CONF and the environment of jobs."""
+def daemons():
+    """Starts munged, slurmctld and two slurmds below a folder."""
     if os.getuid() != 0:
         pytest.skip("SLURM's daemons need root; run the tests in a container as root")
     if shutil.which("slurmctld") is None and not Path("/usr/sbin/slurmctld").exists():
@@ -25,17 +25,21 @@ def slurm():
     started = subprocess.run(
         [TOOL, "start", folder, "128", "2"], capture_output=True, text=True, timeout=120, check=False
     )
-    paths = [str(TOYS), os.environ.get("PYTHONPATH", "")]
     try:
         assert started.returncode == 0, started.stderr
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-            patch.setenv("OMP_NUM_THREADS", "1")
-            yield Slurm(folder)
+        yield Slurm(folder)
     finally:
         subprocess.run([TOOL, "stop", folder], check=False, timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def slurm(daemons, monkeypatch):
+    """The SLURM of the session; jobs take the environment of who submits them."""
+    monkeypatch.setenv("SLURM_CONF", str(daemons.folder / "slurm.conf"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TOYS), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return daemons
 
 
 @pytest.fixture
