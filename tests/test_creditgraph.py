@@ -36,17 +36,17 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "command"),
     [
-        [*PYTHON, "-m", "creditgraph"],
-        [SCRIPT],
-        [*PYTHON, *TORCHRUN, "--no-python", "creditgraph"],
-        [*PYTHON, *TORCHRUN, "-m", "creditgraph"],
+        ([SCRIPT], ["graph", "recipe=toy_grpo"]),  # imports classes of components, and torch with them
+        ([*PYTHON, "-m", "creditgraph"], ["components", "advantage.group"]),
+        ([*PYTHON, *TORCHRUN, "--no-python", "creditgraph"], ["components", "advantage.group"]),
+        ([*PYTHON, *TORCHRUN, "-m", "creditgraph"], ["components", "advantage.group"]),
     ],
-    ids=["python -m", "script", "torchrun --no-python", "torchrun -m"],
+    ids=["script", "python -m", "torchrun --no-python", "torchrun -m"],
 )
-def test_every_way_to_start_takes_our_packages(strangers, start):
-    done = run([*start, "graph", "recipe=toy_grpo"], strangers)
+def test_every_way_to_start_takes_our_packages(strangers, start, command):
+    done = run([*start, *command], strangers)
     assert done.returncode == 0, done.stderr
     assert "advantage.group" in done.stdout
 

@@ -11,7 +11,7 @@ import pytest
 
 TOYS = Path(__file__).parent / "toys"
 sys.path.insert(0, str(TOYS))
-from slurm_jobs import TOOL, Slurm  # noqa: E402 - found on the path above
+from slurm_jobs import TOOL, Gate, Slurm  # noqa: E402 - found on the path above
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +44,7 @@ def slurm(daemons, monkeypatch):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """`gate(n)` lets iterations before n pass."""
-    file = tmp_path / "gate"
-
-    def until(iteration):
-        aside = file.with_suffix(".new")
-        aside.write_text(str(iteration))
-        aside.replace(file)
-
-    until(1 << 20)
-    monkeypatch.setenv("CREDITGRAPH_TEST_GATE", str(file))
-    return until
+    """Holds iterations of `gates:GatedPrompts` back; open until it is set."""
+    gate = Gate(tmp_path / "gate")
+    monkeypatch.setenv("CREDITGRAPH_TEST_GATE", str(gate.file))
+    return gate

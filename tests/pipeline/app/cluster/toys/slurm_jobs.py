@@ -85,6 +85,23 @@ class Slurm:
         subprocess.run([TOOL, action, self.folder, node], check=True, timeout=WAIT)
 
 
+class Gate:
+    """`gate(n)` lets iterations before n pass."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self(1 << 20)
+
+    def __call__(self, iteration):
+        aside = self.file.with_suffix(".new")
+        aside.write_text(str(iteration))
+        aside.replace(self.file)
+
+    def waiting(self, iteration):
+        """Number of ranks that have come to an iteration and wait."""
+        return len(list(self.file.parent.glob(f"{self.file.name}.{iteration}.*")))
+
+
 def processes(job, *variables):
     """Processes of a job whose environment has these variables ("NAME=value")."""
     expected = {f"SLURM_CONF={os.environ['SLURM_CONF']}", f"SLURM_JOB_ID={job}", *variables}
