@@ -1,4 +1,7 @@
-"""What components there are, read from their source: nothing of theirs is imported, so listing them takes milliseconds."""
+"""What components there are, read from their source.
+
+Nothing of theirs is imported, so listing them takes milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -56,23 +59,16 @@ def describe(target: str) -> Entry:
     """Reads one component, "module:Class", from its source; raises ConfigError when file or class does not exist."""
     module, _, name = target.partition(":")
     source = _read(module)
-    found = _find_class(source, name)
-    if found is None:
+    component = _find_class(source, name)
+    if component is None:
         classes = [n.name for n in source.tree.body if isinstance(n, ast.ClassDef)]
         raise ConfigError(f"component '{target}': no class '{name}' in {source.path}.{did_you_mean(name, classes)}")
-    family = list(_with_bases(found))
-    doc = ast.get_docstring(found.node) or ""
-    run = next(
-        ((c, n) for c in family for n in c.node.body if isinstance(n, ast.FunctionDef) and n.name == "run"), None
-    )
+    family = list(_with_bases(component))
+    doc = ast.get_docstring(component.node) or ""
+    members = [(cls, node) for cls in family for node in cls.node.body]
+    run = next(((cls, n) for cls, n in members if isinstance(n, ast.FunctionDef) and n.name == "run"), None)
     config = next(
-        (
-            _Class(c.source, n)
-            for c in family
-            for n in c.node.body
-            if isinstance(n, ast.ClassDef) and n.name == "Config"
-        ),
-        None,
+        (_Class(cls.source, n) for cls, n in members if isinstance(n, ast.ClassDef) and n.name == "Config"), None
     )
     return Entry(
         target=target,
@@ -94,16 +90,13 @@ def _read(module: str) -> _Source:
         spec = importlib.util.find_spec(top)
     except ValueError:
         spec = None
-    bases = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    candidates = [
-        p
-        for base in bases
-        for p in (base.joinpath(*rest).with_suffix(".py") if rest else None, base.joinpath(*rest, "__init__.py"))
-        if p
-    ]
-    if spec and spec.origin and not rest:
-        candidates.append(Path(spec.origin))
-    path = next((p for p in candidates if p.is_file()), None)
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    files = [folder.joinpath(*rest, "__init__.py") for folder in folders]
+    if rest:
+        files = [folder.joinpath(*rest).with_suffix(".py") for folder in folders] + files
+    elif spec and spec.origin:
+        files.append(Path(spec.origin))
+    path = next((file for file in files if file.is_file()), None)
     if path is None:
         raise ConfigError(
             f"component module '{module}': no such file; install the package that holds it or correct the name."
@@ -119,6 +112,7 @@ def _find_class(source: _Source, name: str) -> _Class | None:
     for node in source.tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return _Class(source, node)
+        # Third-party bases are not followed: their source may be a compiled module.
         if isinstance(node, ast.ImportFrom) and node.module and any((a.asname or a.name) == name for a in node.names):
             if node.level or node.module.partition(".")[0] not in (
                 source.module.partition(".")[0],
@@ -131,10 +125,11 @@ def _find_class(source: _Source, name: str) -> _Class | None:
     return None
 
 
-def _with_bases(found: _Class) -> Iterator[_Class]:
-    yield found
-    for base in found.node.bases:
-        above = _find_class(found.source, base.id) if isinstance(base, ast.Name) else None
+def _with_bases(cls: _Class) -> Iterator[_Class]:
+    yield cls
+    for base in cls.node.bases:
+        above = _find_class(cls.source, base.id) if isinstance(base, ast.Name) else None
+        # The contract's own base class declares no sockets and no settings.
         if above is not None and above.source.module != "pipeline.core.component":
             yield from _with_bases(above)
 
@@ -142,14 +137,10 @@ def _with_bases(found: _Class) -> Iterator[_Class]:
 def _constant(family: list[_Class], name: str, default: str) -> str:
     for member in family:
         for node in member.node.body:
-            target = (
-                node.targets[0]
-                if isinstance(node, ast.Assign)
-                else node.target
-                if isinstance(node, ast.AnnAssign)
-                else None
-            )
-            if isinstance(target, ast.Name) and target.id == name and isinstance(node, ast.Assign | ast.AnnAssign):
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return str(node.value.value) if isinstance(node.value, ast.Constant) else default
     return default
 
@@ -164,8 +155,8 @@ def _outputs(owner: _Class, run: ast.FunctionDef) -> dict[str, str]:
     if not isinstance(returned, ast.Name):
         return {}
     inner = next((n for n in owner.node.body if isinstance(n, ast.ClassDef) and n.name == returned.id), None)
-    found = _Class(owner.source, inner) if inner else _find_class(owner.source, returned.id)
-    fields = found.node.body if found else []
+    outputs = _Class(owner.source, inner) if inner else _find_class(owner.source, returned.id)
+    fields = outputs.node.body if outputs else []
     return {
         f.target.id: _type_text(f.annotation)
         for f in fields

@@ -5,23 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-
-@dataclass(frozen=True, kw_only=True)
-class MetricNames:
-    """Which metrics are shown and summed up; one that a run does not log is left out."""
-
-    reward: str = "rewards/mean"
-    """mean reward of the iteration"""
-    accuracy: str = "evaluator/accuracy"
-    """held-out accuracy"""
-    sampled_tokens: str = "engine/sampled_tokens"
-    """tokens sampled in the iteration"""
-    trained_tokens: str = "learner/trained_tokens"
-    """tokens in the loss of the iteration"""
+# Metrics that are shown and summed up; one that a run does not log is left out.
+REWARD = "rewards/mean"  # of the iteration
+ACCURACY = "evaluator/accuracy"  # held out
+SAMPLED_TOKENS = "engine/sampled_tokens"  # of the iteration
+TRAINED_TOKENS = "learner/trained_tokens"  # in the loss of the iteration
 
 
 class Progress:
@@ -30,16 +21,12 @@ class Progress:
     Args:
         total: planned iterations.
         start: iterations already done, for a resumed run.
-        names: metrics to show.
         stream: where to write; a terminal gets a live display, anything else plain lines.
     """
 
-    def __init__(
-        self, total: int, start: int = 0, names: MetricNames | None = None, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None) -> None:
         self.total = total
         self.done = start
-        self.names = names or MetricNames()
         self._stream = stream or sys.stderr
         self._begin = time.perf_counter()
         self._first = start
@@ -73,6 +60,7 @@ class Progress:
         """Counts an iteration; the final pass has the number of iterations as its index."""
         final = iteration >= self.total
         self.done = min(iteration + 1, self.total)
+        # What an iteration did not log (accuracy between evaluations) stays in view, but no old duration does.
         self._latest = {**self._latest, **metrics, "seconds/iteration": metrics.get("seconds/iteration", math.nan)}
         if self._live is None:
             line = self._line(metrics)
@@ -89,18 +77,19 @@ class Progress:
 
     def _fields(self, metrics: dict[str, float]) -> list[tuple[str, str]]:
         fields = []
-        if self.names.reward in metrics:
-            fields.append(("reward", f"{metrics[self.names.reward]:.3f}"))
-        if self.names.accuracy in metrics:
-            fields.append(("accuracy", f"{metrics[self.names.accuracy]:.3f}"))
+        if REWARD in metrics:
+            fields.append(("reward", f"{metrics[REWARD]:.3f}"))
+        if ACCURACY in metrics:
+            fields.append(("accuracy", f"{metrics[ACCURACY]:.3f}"))
         seconds = metrics.get("seconds/iteration", math.nan)
-        if self.names.sampled_tokens in metrics and seconds > 0:
-            fields.append(("tokens/s", f"{metrics[self.names.sampled_tokens] / seconds:,.0f}"))
+        if SAMPLED_TOKENS in metrics and seconds > 0:
+            fields.append(("tokens/s", f"{metrics[SAMPLED_TOKENS] / seconds:,.0f}"))
         if not math.isnan(seconds):
             fields.append(("seconds", f"{seconds:.2f}"))
         return fields
 
     def _eta(self) -> str:
+        # Iterations of an earlier start took no time of this one.
         ran = self.done - self._first
         if ran <= 0:
             return "-"

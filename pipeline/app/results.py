@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.progress import MetricNames, duration
+from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, TRAINED_TOKENS, duration
 from pipeline.run.metrics import read_metrics
 from pipeline.run.run_directory import write_aside, writing
 
@@ -40,13 +40,13 @@ class Results:
     curve: list[tuple[int, float]] = field(default_factory=list)
 
 
-def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> Results:
+def summarise(rows: list[dict[str, Any]]) -> Results:
     """Sums up the rows of a metrics.jsonl. Pure."""
-    names = names or MetricNames()
-    curve = [(int(i), float(v)) for i, v in _series(rows, names.accuracy)]
-    rewards = [v for _, v in _series(rows, names.reward)]
-    tenth = max(1, len(rewards) // 10)
-    wall, phases = 0.0, dict[str, float]()
+    curve = [(int(i), float(v)) for i, v in _series(rows, ACCURACY)]
+    rewards = [v for _, v in _series(rows, REWARD)]
+    tenth = max(1, len(rewards) // 10)  # one iteration's reward is too noisy to compare
+    wall = 0.0
+    phases: dict[str, float] = {}
     iterations = 0
     for row in rows:
         seconds = {
@@ -58,6 +58,7 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
         # The final pass has no iteration around it.
         wall += seconds.pop("iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
         for name, value in seconds.items():
+            # A lane that waits for the other one is inside that one's seconds.
             if not name.startswith("waiting"):
                 phases[name] = phases.get(name, 0.0) + value
     return Results(
@@ -66,8 +67,8 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
         accuracy_after=curve[-1][1] if curve else None,
         reward_first=sum(rewards[:tenth]) / tenth if rewards else None,
         reward_last=sum(rewards[-tenth:]) / tenth if rewards else None,
-        sampled_tokens=_total(rows, names.sampled_tokens),
-        trained_tokens=_total(rows, names.trained_tokens),
+        sampled_tokens=_total(rows, SAMPLED_TOKENS),
+        trained_tokens=_total(rows, TRAINED_TOKENS),
         seconds=wall,
         phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
         curve=curve,
@@ -77,7 +78,8 @@ def summarise(rows: list[dict[str, Any]], names: MetricNames | None = None) -> R
 def as_table(results: Results) -> str:
     """The results as lines of text."""
     lines: list[tuple[str, str]] = [("iterations", str(results.iterations))]
-    before, after = results.accuracy_before, results.accuracy_after
+    before = results.accuracy_before
+    after = results.accuracy_after
     if before is not None and after is not None:
         lines.append(
             ("held-out accuracy", f"{before:.3f} before, {after:.3f} after ({(after - before) * 100:+.1f} points)")
@@ -96,16 +98,17 @@ def as_table(results: Results) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
-def write_results(
-    run_path: Path, names: MetricNames | None = None, title: str = "", picture: bool = True
-) -> tuple[Results, str]:
-    """Writes result.json and, when accuracy or reward was logged, curve.png unless `picture` is off; returns the results and the table."""
-    names = names or MetricNames()
+def write_results(run_path: Path, title: str = "", picture: bool = True) -> tuple[Results, str]:
+    """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
+
+    Returns:
+        the results, and their table.
+    """
     rows = read_metrics(run_path / "metrics.jsonl")
-    results = summarise(rows, names)
+    results = summarise(rows)
     write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
     if picture:
-        draw_curve(run_path / "curve.png", results.curve, _series(rows, names.reward), title or run_path.name)
+        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), title or run_path.name)
     return results, as_table(results)
 
 
@@ -113,23 +116,38 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
     """Draws accuracy and reward over iterations; nothing when there is neither."""
     if not accuracy and not reward:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import vl_convert
 
-    figure = Figure(figsize=(7, 4), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if reward:
-        axes.plot(*zip(*reward, strict=True), color="tab:gray", linewidth=1, alpha=0.7, label="mean reward")
-    if accuracy:
-        axes.plot(*zip(*accuracy, strict=True), color="tab:blue", marker="o", label="held-out accuracy")
-    axes.set(xlabel="iteration", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
+    layers = []
+    for name, points, color, dots in (
+        ("mean reward", reward, "#7f7f7f", False),
+        ("held-out accuracy", accuracy, "#1f77b4", True),
+    ):
+        if points:
+            layers.append(
+                {
+                    "data": {"values": [{"iteration": i, "value": v} for i, v in points]},
+                    "mark": {"type": "line", "point": dots, "strokeWidth": 2 if dots else 1},
+                    "encoding": {
+                        "x": {"field": "iteration", "type": "quantitative"},
+                        "y": {"field": "value", "type": "quantitative", "title": None},
+                        "color": {"datum": name, "type": "nominal", "title": None, "scale": {"range": [color]}},
+                    },
+                }
+            )
+    chart = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": title,
+        "width": 600,
+        "height": 320,
+        "background": "white",
+        "layer": layers,
+        "resolve": {"scale": {"color": "independent"}},
+    }
+    # Renamed when it is whole: a report may be written while the run ends.
     aside = path.with_name(f".tmp-{path.name}")
     with writing(path):
-        figure.savefig(aside, format="png")
+        aside.write_bytes(vl_convert.vegalite_to_png(chart, scale=1.5))
         aside.replace(path)
 
 

@@ -1,4 +1,7 @@
-"""A bounded table of the rollouts of one iteration, for sinks that show tables; of what is recorded, only the rows shown are read."""
+"""A bounded table of the rollouts of one iteration, for sinks that show tables.
+
+Made of the run's records. Of a record, only the rows that are shown become tensors and texts.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from pipeline.app.report.rollouts import collect, learner_wires, roles
-from pipeline.app.report.source import RunSource, read_table
 from pipeline.core.errors import DataError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Batch, Trajectories
+from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
 from pipeline.run.metrics import TableSettings
 from pipeline.run.recording import RecordSettings, from_arrow
 
@@ -33,7 +35,6 @@ COLUMNS = (
     "uid",
 )
 LONGEST = 4000  # characters kept of a problem, response or reason
-_CORRECT = {0: "no", 1: "yes"}
 
 
 class RolloutTables:
@@ -41,99 +42,147 @@ class RolloutTables:
 
     Args:
         path: of the run directory.
-        config: the resolved configuration.
         graph: of the run.
         settings: how many.
         record: what the run records.
     """
 
-    def __init__(
-        self, path: Path, config: dict[str, Any], graph: Graph, settings: TableSettings, record: RecordSettings
-    ) -> None:
-        self._run = _Chosen(path, config)
-        self._run.__dict__["graph"] = graph  # a cached property; building it again would import the components again
-        self._graph, self._settings, self._record = graph, settings, record
+    def __init__(self, path: Path, graph: Graph, settings: TableSettings, record: RecordSettings) -> None:
+        self._folder = path / "record"
+        self._graph = graph
+        self._settings = settings
+        self._record = record
 
     def due(self, iteration: int) -> bool:
         """Whether an iteration gets a table."""
-        every, recorded = self._settings.every, self._record.every
-        return (
-            every > 0
-            and recorded > 0
-            and iteration % recorded == 0
-            and (iteration // recorded) % math.ceil(every / recorded) == 0
-        )
+        every = self._settings.every
+        recorded = self._record.every
+        if not every or not recorded or iteration % recorded:
+            return False
+        # Every n-th recorded iteration, with n the number of records that `every` iterations have.
+        return (iteration // recorded) % math.ceil(every / recorded) == 0
 
     def rows(self, iteration: int) -> list[list[Any]]:
         """Rows of `COLUMNS` for a recorded iteration whose files are written; [] when no rollouts of it are recorded.
 
         Raises:
-            DataError: a file of it cannot be read.
+            DataError: a file is damaged, or was made by another version.
         """
-        run = self._run
-        names = [f"{n.name}.{o}" for n in self._graph.nodes for o in n.sockets.outputs]
-        files = {name: run.path / "record" / name / f"{iteration:06d}.parquet" for name in names}
-        run.files = {(name, iteration): file for name, file in files.items() if file.exists()}
-        run.__dict__.pop("classes", None)
-        damaged = [str(file) for (name, _), file in run.files.items() if not run.classes[name]]
-        if damaged:
-            raise DataError(f"{damaged[0]}: not a readable record; it is half-written or damaged. Remove it.")
-        trained = [w for w in learner_wires(run, "trajectories") if (w, iteration) in run.files]
-        shown = [name for name in trained if run.classes[name] == Trajectories.__name__] or roles(run)[
-            Trajectories.__name__
-        ]
-        if not shown:
-            return []
-        uids = pa.concat_arrays([_uids(run.files[name, iteration]) for name in shown]).unique()
+        uids = self._chosen(iteration)
         if not len(uids):
             return []
-        run.uids = uids.take(np.unique(np.linspace(0, len(uids) - 1, self._settings.rows).round().astype(np.int64)))
-        found = collect([run])
-        texts, pieces, row = found.texts.items, found.pieces.items, found.rows
+        outcome = self._outcomes(iteration, uids)
+        credit = self._mean_credit(iteration, uids)
+        prompts = self._prompts(iteration)
+        rows: dict[int, list[Any]] = {}
+        # In the order of the graph, so that a rollout stands under the node that made it and not one that passed it on.
+        for name in self._outputs(Trajectories):
+            batch: Trajectories | None = self._read(name, iteration, uids)
+            if batch is None:
+                continue
+            for i in range(len(batch)):
+                uid = int(batch.uid[i])
+                problem, answer = prompts.get(int(batch.prompt_uid[i]), ("", ""))
+                reward, correct, reason = outcome.get(uid, (math.nan, "no verdict", ""))
+                row = [
+                    iteration,
+                    name.partition(".")[0],
+                    _cut(problem),
+                    _cut(batch.text[i]),
+                    answer,
+                    reward,
+                    correct,
+                    len(batch.response_tokens.row(i)),
+                    credit.get(uid, math.nan),
+                    batch.finish_reason[i],
+                    _cut(reason),
+                    str(uid),
+                ]
+                rows.setdefault(uid, row)
+        return list(rows.values())
+
+    def _chosen(self, iteration: int) -> pa.Array:
+        """Uids of the rollouts to show, evenly spaced over those that the learner reads, else over all."""
+        trained = [
+            f"{wire.source}.{wire.output}"
+            for node in self._graph.nodes
+            if node.placement == "collective" and {"trajectories", "credit"} <= set(node.wires)
+            for wire in node.wires["trajectories"]
+        ]
+        there = [self._table(name, iteration, ["uid"]) for name in trained]
+        if not any(table is not None for table in there):
+            there = [self._table(name, iteration, ["uid"]) for name in self._outputs(Trajectories)]
+        columns = [table.column("uid").combine_chunks() for table in there if table is not None]
+        uids = pa.concat_arrays(columns).unique() if columns else pa.array([], pa.int64())
+        if not len(uids):
+            return uids
+        # Evenly spaced, since rows of a group are neighbours: the first ones would all be of one prompt.
+        places = np.linspace(0, len(uids) - 1, self._settings.rows).round().astype(np.int64)
+        return uids.take(np.unique(places))
+
+    def _outcomes(self, iteration: int, uids: pa.Array) -> dict[int, tuple[float, str, str]]:
+        """uid → reward, whether it is correct, and the verifier's reason."""
+        outcomes = {}
+        for name in self._outputs(Rewards):
+            batch: Rewards | None = self._read(name, iteration, uids)
+            if batch is None:
+                continue
+            for i, uid in enumerate(batch.uid.tolist()):
+                verdict = ("yes" if batch.correct[i] else "no") if batch.valid[i] else "no verdict"
+                outcomes[uid] = (float(batch.value[i]), verdict, batch.detail[i])
+        return outcomes
+
+    def _mean_credit(self, iteration: int, uids: pa.Array) -> dict[int, float]:
+        """uid → mean over the trained tokens; of several credits the learner's, which comes last."""
+        learned = {
+            f"{wire.source}.{wire.output}" for node in self._graph.nodes for wire in node.wires.get("credit", ())
+        }
+        means = {}
+        for name in sorted(self._outputs(Credit), key=learned.__contains__):
+            batch: Credit | None = self._read(name, iteration, uids)
+            if batch is None:
+                continue
+            for i, uid in enumerate(batch.uid.tolist()):
+                means[uid] = float(batch.advantage.row(i)[batch.mask.row(i)].mean())
+        return means
+
+    def _prompts(self, iteration: int) -> dict[int, tuple[str, str]]:
+        """Prompt uid → text and reference answer."""
+        prompts: dict[int, tuple[str, str]] = {}
+        for name in self._outputs(Prompts):
+            batch: Prompts | None = self._read(name, iteration, None)
+            if batch is not None:
+                prompts |= dict(zip(batch.uid.tolist(), zip(batch.text, batch.answer, strict=True), strict=True))
+        return prompts
+
+    def _outputs(self, kind: type[Batch]) -> list[str]:
+        """Names of the outputs of a class, in the order of the graph."""
         return [
-            [
-                iteration,
-                texts[row["node"][i]],
-                _cut(texts[row["prompt"][i]]),
-                _cut("".join(pieces[k] for k in found.tokens["piece"][i].tolist())),
-                texts[row["answer"][i]],
-                float(row["reward"][i]),
-                _CORRECT.get(row["correct"][i], "no verdict"),
-                row["length"][i],
-                row["mean_credit"][i],
-                texts[row["finish"][i]],
-                _cut(texts[row["detail"][i]]),
-                str(row["uid"][i]),
-            ]
-            for i in range(len(found))
+            f"{node.name}.{output}"
+            for node in self._graph.nodes
+            for output, socket in node.sockets.outputs.items()
+            if socket.carries(kind)
         ]
 
-
-class _Chosen(RunSource):
-    """A run of which only the rows with certain uids are read."""
-
-    uids: pa.Array
-
-    def read(self, output: str, iteration: int) -> Any:
-        """A recorded batch cut to the chosen rows; problems, whose uids are others, in full."""
-        file = self.files.get((output, iteration))
-        if file is None or not issubclass(_class(self.classes.get(output, "")), Batch):
+    def _read(self, name: str, iteration: int, uids: pa.Array | None) -> Any:
+        """A recorded batch, cut to the rows with certain uids; None when it is not recorded."""
+        table = self._table(name, iteration)
+        if table is None:
             return None
-        table = read_table(file)
-        if self.classes[output] != "Prompts":
-            table = table.filter(pc.is_in(table.column("uid"), value_set=self.uids))
-        return from_arrow(table, str(file))
+        # Cut before it becomes a payload: a batch of long responses is a thousand times what is shown.
+        if uids is not None:
+            table = table.filter(pc.is_in(table.column("uid"), value_set=uids))
+        return from_arrow(table, name)
 
-
-def _class(name: str) -> type:
-    import pipeline.core.payloads
-
-    found = getattr(pipeline.core.payloads, name, object)
-    return found if isinstance(found, type) else object
-
-
-def _uids(file: Path) -> pa.Array:
-    return read_table(file, ["uid"]).column("uid").combine_chunks()
+    def _table(self, name: str, iteration: int, columns: list[str] | None = None) -> pa.Table | None:
+        file = self._folder / name / f"{iteration:06d}.parquet"
+        if not file.exists():
+            return None
+        try:
+            with pq.ParquetFile(file) as open_file:
+                return open_file.read(columns=columns, use_threads=False)
+        except pa.ArrowException as error:
+            raise DataError(f"{file}: not a readable record; it is half-written or damaged. Remove it.") from error
 
 
 def _cut(text: str) -> str:

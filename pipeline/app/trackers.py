@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowException
-
 from pipeline.app import draw
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.core.errors import ConfigError, RunError
@@ -23,10 +21,11 @@ logger = logging.getLogger("creditgraph")
 
 
 class _Pending:
-    """Iterations whose tables wait until their records are written, which `sync` and `close` of a sink are told after."""
+    """Iterations whose tables wait for their records, which are written when a sink is synced or closed."""
 
     def __init__(self, tables: RolloutTables | None) -> None:
-        self._tables, self._waiting = tables, list[int]()
+        self._tables = tables
+        self._waiting: list[int] = []
 
     def add(self, iteration: int) -> None:
         if self._tables is not None and self._tables.due(iteration):
@@ -34,15 +33,16 @@ class _Pending:
 
     def take(self) -> list[list[Any]]:
         """Rows of all tables that wait."""
-        waiting, self._waiting = self._waiting, []
-        return [row for i in waiting for row in self._rows(i)]
+        rows = [row for iteration in self._waiting for row in self._rows(iteration)]
+        self._waiting = []
+        return rows
 
     def _rows(self, iteration: int) -> list[list[Any]]:
-        """A picture is no reason to end a run: what cannot be read is told and left out."""
+        """A table is no reason to end a run: one that cannot be read is logged and left out."""
         assert self._tables is not None
         try:
             return self._tables.rows(iteration)
-        except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning(
                 "the table of rollouts of iteration %d is left out: %s", iteration, str(error).partition("\n")[0]
             )
@@ -50,7 +50,7 @@ class _Pending:
 
 
 class Wandb:
-    """Mirrors metrics, rollouts, the graph and, when asked, checkpoints to wandb; a run that is continued keeps its wandb id.
+    """Mirrors metrics, rollouts, the graph and, if set, checkpoints to wandb; a continued run keeps its wandb id.
 
     Args:
         settings: where to, and as what.
@@ -61,7 +61,7 @@ class Wandb:
         iterations: of the run; the final pass logs under this number.
 
     Raises:
-        RunError: wandb refuses to begin.
+        RunError: wandb does not start.
     """
 
     def __init__(
@@ -77,9 +77,13 @@ class Wandb:
         import wandb
 
         self._wandb: Any = wandb
-        self._path, self._settings, self._iterations, self._step = run_path, settings, iterations, 0
+        self._path = run_path
+        self._settings = settings
+        self._iterations = iterations
+        self._step = 0
         self._pending = _Pending(tables)
         id_path = run_path / "wandb_id"
+        # Kept in the run directory, so that offline parts of a continued run are sent as one.
         new = not id_path.exists()
         if new:
             write_aside(id_path, uuid.uuid4().hex[:8])
@@ -93,13 +97,12 @@ class Wandb:
                 dir=str(run_path),
                 config=config,
                 resume="allow" if settings.mode == "online" else None,
-                settings=wandb.Settings(console="off"),
+                settings=wandb.Settings(console="off"),  # the run has its own logs, and ranks write to one terminal
             )
         except wandb.errors.Error as error:
             raise RunError(
-                f"run.wandb.mode={settings.mode}: wandb could not begin ({str(error).splitlines()[0]}); wanted a "
-                "project it may write to. "
-                "Log in with `wandb login`, or set run.wandb.mode=offline."
+                f"run.wandb.mode={settings.mode}: wandb did not start ({str(error).splitlines()[0]}); expected "
+                "a project it may write to. Log in with `wandb login`, or set run.wandb.mode=offline."
             ) from error
         self._run.define_metric("*", step_metric="iteration")
         if new and graph is not None:
@@ -125,14 +128,14 @@ class Wandb:
         note = self._path / "wandb_sent"
         sent = note.read_text(encoding="utf-8").strip() if note.exists() else ""
         folder = self._path / "checkpoints"
-        for found in sorted(
+        for checkpoint in sorted(
             p for p in folder.glob("*") if p.name.isdigit() and p.name > sent and (p / "manifest.json").exists()
         ):
             name = re.sub(r"[^\w.-]", "-", f"{self._path.name}-checkpoint")
-            artifact = self._wandb.Artifact(name, type="checkpoint", metadata={"iteration": int(found.name)})
-            artifact.add_dir(str(found))  # copied: the run deletes old checkpoints
-            self._run.log_artifact(artifact, aliases=[f"iteration-{int(found.name)}"])
-            write_aside(note, found.name)
+            artifact = self._wandb.Artifact(name, type="checkpoint", metadata={"iteration": int(checkpoint.name)})
+            artifact.add_dir(str(checkpoint))  # copied: the run deletes old checkpoints
+            self._run.log_artifact(artifact, aliases=[f"iteration-{int(checkpoint.name)}"])
+            write_aside(note, checkpoint.name)
 
     def close(self) -> None:
         """Ends the wandb run."""
@@ -141,7 +144,9 @@ class Wandb:
 
 
 class TensorBoard:
-    """Writes metrics, rollouts (as text) and the graph (as a picture) to event files; a continued run replaces what it does again.
+    """Writes metrics, rollouts (as text) and the graph (as a picture) to event files.
+
+    A continued run replaces what it does again.
 
     Args:
         folder: of the event files.
@@ -157,13 +162,14 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"run.tensorboard.enabled: the package tensorboard cannot be imported ({error}); wanted it to write "
-                "event files. "
+                f"run.tensorboard.enabled: the package tensorboard cannot be imported ({error}). "
                 "Install it with: pip install 'creditgraph[tensorboard]', or leave run.tensorboard.enabled=false."
             ) from error
         self._make: Callable[..., Any] = SummaryWriter
         self._writer: Any = None
-        self._folder, self._graph, self._pending, self._last = folder, graph, _Pending(tables), 0
+        self._folder = folder
+        self._graph = graph
+        self._pending = _Pending(tables)
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Writes one iteration."""
@@ -176,7 +182,6 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
         self._pending.add(iteration)
-        self._last = iteration
 
     def sync(self) -> None:
         """Writes the rollouts of what is recorded, and everything to the disk."""
@@ -197,7 +202,7 @@ class TensorBoard:
 
 def make_sinks(settings: Any, run_path: Path, config: dict[str, Any], graph: Graph) -> list[Sink]:
     """The sinks that a run's settings (`RunSettings`) ask for."""
-    tables = RolloutTables(run_path, config, graph, settings.tables, settings.record)
+    tables = RolloutTables(run_path, graph, settings.tables, settings.record)
     sinks: list[Sink] = []
     if settings.tensorboard.enabled:
         sinks.append(TensorBoard(run_path / "tensorboard", graph=graph, tables=tables))

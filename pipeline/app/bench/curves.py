@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.app.bench.statistics import Floats, mean_sd
-from pipeline.app.progress import MetricNames
+from pipeline.app.progress import ACCURACY, SAMPLED_TOKENS
+
+EVALUATOR = ACCURACY.rpartition("/")[0]  # node whose seconds and tokens are not training
 
 # One-sided 95 % quantile of Student's t by degrees of freedom; beyond the list the normal one.
 T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
@@ -55,7 +57,7 @@ class Curve:
         return found if found <= budget else math.nan
 
 
-def training_tokens(rows: Sequence[dict[str, Any]], names: MetricNames) -> list[float]:
+def training_tokens(rows: Sequence[dict[str, Any]]) -> list[float]:
     """Tokens sampled for training in each iteration.
 
     The engine counts every token, those of evaluation too. So in iterations with an evaluation the nodes' own counts
@@ -66,36 +68,30 @@ def training_tokens(rows: Sequence[dict[str, Any]], names: MetricNames) -> list[
         sum(
             v
             for k, v in row.items()
-            if k.endswith("/sampled_tokens") and k not in (names.sampled_tokens, _evaluator(names))
+            if k.endswith("/sampled_tokens") and k not in (SAMPLED_TOKENS, EVALUATOR + "/sampled_tokens")
         )
         for row in rows
     ]
-    engine = [row.get(names.sampled_tokens, math.nan) for row in rows]
-    plain = [i for i, row in enumerate(rows) if names.accuracy not in row]
+    engine = [row.get(SAMPLED_TOKENS, math.nan) for row in rows]
+    plain = [i for i, row in enumerate(rows) if ACCURACY not in row]
     ratios = [engine[i] / own[i] for i in plain if own[i] > 0 and not math.isnan(engine[i])]
     scale = median(ratios) if ratios else 1.0
     return [
-        engine[i] if names.accuracy not in row and not math.isnan(engine[i]) else own[i] * scale
-        for i, row in enumerate(rows)
+        engine[i] if ACCURACY not in row and not math.isnan(engine[i]) else own[i] * scale for i, row in enumerate(rows)
     ]
 
 
-def _evaluator(names: MetricNames) -> str:
-    return names.accuracy.rpartition("/")[0] + "/sampled_tokens"
-
-
-def read_curve(rows: Sequence[dict[str, Any]], names: MetricNames | None = None) -> Curve:
+def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
     """The curve of a run; an evaluation belongs to the weights at the start of its iteration, the final pass to the last ones."""
-    names = names or MetricNames()
-    evaluation = "seconds/" + names.accuracy.rpartition("/")[0]
+    evaluation = "seconds/" + EVALUATOR
     iterations = [row for row in rows if "seconds/iteration" in row]
-    spent = dict(zip((r["iteration"] for r in iterations), training_tokens(iterations, names), strict=True))
+    spent = dict(zip((r["iteration"] for r in iterations), training_tokens(iterations), strict=True))
     wall = {r["iteration"]: r["seconds/iteration"] - r.get(evaluation, 0.0) for r in iterations}
     points = []
     for row in rows:
-        if names.accuracy in row and not math.isnan(row[names.accuracy]):
+        if ACCURACY in row and not math.isnan(row[ACCURACY]):
             before = [i for i in spent if i < row["iteration"]]
-            points.append((sum(spent[i] for i in before), sum(wall[i] for i in before), row[names.accuracy]))
+            points.append((sum(spent[i] for i in before), sum(wall[i] for i in before), row[ACCURACY]))
     columns = np.array(points, dtype=np.float64).reshape(-1, 3)
     return Curve(
         columns[:, 0],

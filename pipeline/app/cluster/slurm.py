@@ -1,4 +1,4 @@
-"""Talking to SLURM: sbatch, squeue, scancel, and the note a run keeps of its jobs."""
+"""Talking to SLURM: sbatch, scontrol, scancel, and the note a run keeps of its jobs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from pipeline.app.cluster.render import Kind
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.run.run_directory import locked, write_aside, writing
 
+# "job" trains, "eval" evaluates. Each has a script, a log, a note and a last word of its own in the run directory.
+Kind = Literal["job", "eval"]
 NOTES: dict[Kind, str] = {"job": "job.json", "eval": "eval-job.json"}
+ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}  # file with the script's last word
+
 LOG_NOT_OPENED = "0:53"  # what slurmd reports of a batch script whose --output cannot be opened
 # States of a job that will run, runs or is being cleaned up.
 ALIVE = {
@@ -30,10 +34,25 @@ ALIVE = {
     "STAGE_OUT",
     "SIGNALING",
 }
+_ABSENT = {"(null)", "None"}  # what scontrol writes for a field without a value
+_CALL_SECONDS = 120
+
+# Part of a complaint of sbatch → next step. The first that fits.
+_ADVICE = (
+    ("partition", "Choose one of `sinfo` with cluster.partition=NAME."),
+    (
+        "node configuration|gres|tasks per node",
+        "No node has that many GPUs, cores or that much memory: compare `sinfo -o '%P %D %G %c %m'` with the cluster "
+        "file.",
+    ),
+    ("time limit", "Lower cluster.time to the partition's limit (`sinfo -o '%P %l'`)."),
+    ("account|qos", "Set cluster.account and cluster.qos to ones you may use."),
+    ("", "Correct the cluster file or its cluster.* overrides."),
+)
 
 
 class SlurmError(CreditgraphError):
-    """SLURM refused or does not answer."""
+    """A command of SLURM failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +80,8 @@ class Note:
             return Note(**json.loads((run / NOTES[kind]).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
-                f"{run}: no {NOTES[kind]} that can be read ({type(error).__name__}); wanted the directory of a run "
-                "that "
-                "`creditgraph submit` sent to SLURM."
+                f"{run}: no {NOTES[kind]} that can be read ({type(error).__name__}); expected the directory of a run "
+                "that `creditgraph submit` sent to SLURM."
             ) from error
 
     @staticmethod
@@ -75,110 +93,104 @@ class Note:
 
 def call(*command: str) -> str:
     """Runs a SLURM command and returns its output; its own complaint becomes a SlurmError."""
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"{command[0]}: not found; wanted SLURM's commands in PATH. Submit from a login node, or use "
-            "cluster=laptop to run here."
-        )
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = _run(*command)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
         raise SlurmError(f"{' '.join(command[:2])}: {said}")
     return done.stdout
 
 
-def sbatch(script: Path, *options: str) -> str:
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"{command[0]}: not found; expected SLURM's commands in PATH. Submit from a login node, or use "
+            "cluster=laptop to run here."
+        )
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_CALL_SECONDS)
+
+
+def sbatch(script: Path) -> str:
     """Submits a script and returns the job's id."""
-    return call("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+    return call("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def test_only(script: Path) -> str:
     """What sbatch --test-only says: when and where the job would start."""
-    done = subprocess.run(
-        ["sbatch", "--test-only", str(script)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = _run("sbatch", "--test-only", str(script))
     said = " ".join((done.stderr or done.stdout).split())
     if done.returncode:
-        raise SlurmError(f"sbatch --test-only: {said.removeprefix('allocation failure: ')}. {_advice(said)}")
+        advice = next(step for words, step in _ADVICE if re.search(words, said, re.IGNORECASE))
+        raise SlurmError(f"sbatch --test-only: {said.removeprefix('allocation failure: ')}. {advice}")
     return re.sub(r"^sbatch: ", "", said)
-
-
-def _advice(said: str) -> str:
-    if "partition" in said.lower():
-        return "Choose one of `sinfo` with cluster.partition=NAME."
-    if "node configuration" in said.lower() or "gres" in said.lower() or "tasks per node" in said.lower():
-        return "No node has that many GPUs, cores or that much memory: compare `sinfo -o '%P %D %G %c %m'` with the cluster file."
-    if "time limit" in said.lower():
-        return "Lower cluster.time to the partition's limit (`sinfo -o '%P %l'`)."
-    if "account" in said.lower() or "qos" in said.lower():
-        return "Set cluster.account and cluster.qos to ones you may use."
-    return "Correct the cluster file or its cluster.* overrides."
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One line of squeue or sacct."""
+    """What SLURM knows of a job; "" for what it does not."""
 
     job: str
     state: str
     elapsed: str
     nodes: str
-    restarts: str = "0"
-    reason: str = ""
-    exit_code: str = ""
+    restarts: str
+    reason: str
+    exit_code: str
 
     @property
     def advice(self) -> str:
         """What to do about an end that left no log."""
-        if self.exit_code == LOG_NOT_OPENED:
-            return (
-                "it ended before its first line, because its log could not be opened: the run directory is missing "
-                "there, or not writable. "
-                "Wanted a folder that all nodes share: submit again with cluster.root=PATH"
-            )
-        return ""
+        if self.exit_code != LOG_NOT_OPENED:
+            return ""
+        return (
+            "it ended before its first line, because its log could not be opened: the run directory is missing "
+            "there, or not writable. Expected a folder that all nodes share: submit again with cluster.root=PATH"
+        )
 
 
 def states(jobs: Sequence[str]) -> list[State]:
-    """The state of each job SLURM still knows; others are left out."""
-    found = []
+    """The state of each job SLURM still knows, every task of an array alone; others are left out."""
+    lines: list[str] = []
     for job in jobs:
+        # scontrol and not sacct, which needs an accounting database that small clusters do not have.
         try:
-            text = call("scontrol", "--oneliner", "show", "job", job)
+            lines += call("scontrol", "--oneliner", "show", "job", job).splitlines()
         except SlurmError:
             continue
-        for line in text.splitlines():
-            values = dict(part.partition("=")[::2] for part in line.split() if "=" in part)
-            if "JobId" in values:
-                found.append(
-                    State(
-                        job=values["JobId"], state=values.get("JobState", "?"), elapsed=values.get("RunTime", "?"),
-                        nodes=values.get("NodeList", "") or "", restarts=values.get("Restarts", "0"), reason=values.get("Reason", ""),
-                        exit_code=values.get("ExitCode", ""),
-                    )
-                )  # fmt: skip
-    return found
+    return [_state(line) for line in lines if "JobId=" in line]
+
+
+def _state(line: str) -> State:
+    # Values with spaces (a job's command) break into parts without "=", which are not read.
+    pairs = (part.partition("=") for part in line.split())
+    values = {name: "" if value in _ABSENT else value for name, equals, value in pairs if equals}
+    return State(
+        job=values["JobId"],
+        state=values.get("JobState", "?"),
+        elapsed=values.get("RunTime", "?"),
+        nodes=values.get("NodeList", ""),
+        restarts=values.get("Restarts", "0"),
+        reason=values.get("Reason", ""),
+        exit_code=values.get("ExitCode", ""),
+    )
 
 
 @contextmanager
 def submitting(run: Path, kind: Kind = "job") -> Iterator[None]:
-    """Around the submission of a run: raises RunError when one of its jobs is pending or running, or another `submit` is at it."""
+    """Holds a run directory while a job of it is submitted.
+
+    Raises:
+        RunError: one of its jobs is pending or running, or another `submit` holds it.
+    """
     with writing(run):
         run.mkdir(parents=True, exist_ok=True)
+    # Two `submit` at once would both see no job.
     with locked(run / "submit.lock", "choose another run.name"):
-        refuse_second(run, kind)
+        jobs = Note.read(run, kind).jobs if (run / NOTES[kind]).exists() else []
+        alive = [state for state in states(jobs) if state.state in ALIVE]
+        if alive:
+            where = f" on {alive[0].nodes}" if alive[0].nodes else ""
+            raise RunError(
+                f"{run}: job {alive[0].job} of this run is {alive[0].state.lower()}{where}. Two jobs must not share a "
+                f"run: wait for it, stop it with `creditgraph cancel {run}`, or choose another run.name."
+            )
         yield
-
-
-def refuse_second(run: Path, kind: Kind = "job") -> None:
-    """Raises RunError when a job of this run is pending or running."""
-    if not (run / NOTES[kind]).exists():
-        return
-    alive = [s for s in states(Note.read(run, kind).jobs) if s.state in ALIVE]
-    if alive:
-        where = f" on {alive[0].nodes}" if alive[0].nodes not in ("", "(null)") else ""
-        raise RunError(
-            f"{run}: job {alive[0].job} of this run is {alive[0].state.lower()}{where}. Two jobs must not share a run: "
-            "wait for it, "
-            f"stop it with `creditgraph cancel {run}`, or choose another run.name."
-        )

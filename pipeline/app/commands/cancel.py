@@ -7,9 +7,19 @@ from pathlib import Path
 
 from pipeline.app.cluster.slurm import ALIVE, Note, call, states
 
+SUMMARY = "End the jobs of submitted runs."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--save", action="store_true", help="let a running learner finish its iteration and checkpoint first"
+    )
+
 
 def main(options: argparse.Namespace) -> int:
-    """Cancels what is pending or running; a running learner is first told to save with --save."""
+    """Cancels what is pending or running; with --save a running learner ends by itself, after a checkpoint."""
     for run in map(Path, options.runs):
         alive = [s for note in Note.all(run).values() for s in states(note.jobs) if s.state in ALIVE]
         for s in alive:
@@ -19,6 +29,6 @@ def main(options: argparse.Namespace) -> int:
                 call("scancel", "--signal=USR1", "--batch", s.job)
             else:
                 call("scancel", s.job)
-        what = "told to save and end" if options.save else "cancelled"
-        print(f"{run}: {what} {', '.join(s.job for s in alive) or 'nothing, no job is alive'}")
+        action = "signalled to save and end" if options.save else "cancelled"
+        print(f"{run}: {action} {', '.join(s.job for s in alive) or 'nothing, no job is alive'}")
     return 0

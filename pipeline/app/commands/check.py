@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from pipeline.core.contract import check_component
-from pipeline.core.registry import load_class
+SUMMARY = "Check a component of yours against the contract."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = "example:\n  creditgraph check my_package.ideas:MyAdvantage"
+    parser.add_argument("target", metavar="module:Class", help="or a registered name")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints every finding; 0 when there is none."""
+    from pipeline.core.contract import check_component
+    from pipeline.core.registry import load_class
+
     findings = check_component(load_class(options.target))
     for finding in findings:
         print(f"- {finding}")

@@ -10,16 +10,26 @@ from pipeline.app.catalog import describe
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.registry import known_components, target_of
 
+SUMMARY = "List components: what each takes and makes, and its paper."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="show one component with its settings, or all of a kind (sampler)"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
 
 def main(options: argparse.Namespace) -> int:
     """Prints the table, or the details of the named components."""
     known = known_components()
     names: list[str] = []
-    for wanted in options.names:
-        kind = [n for n in known if n.partition(".")[0] == wanted]
-        if not kind and wanted not in known and ":" not in wanted:
-            raise ConfigError(f"no component '{wanted}'.{did_you_mean(wanted, known)}")
-        names += kind or [wanted]
+    for requested in options.names:
+        kind = [name for name in known if name.partition(".")[0] == requested]
+        if not kind and requested not in known and ":" not in requested:
+            raise ConfigError(f"no component '{requested}'.{did_you_mean(requested, known)}")
+        names += kind or [requested]
     entries = {name: describe(target_of(name)) for name in (names or known)}
     if options.json:
         print(json.dumps({name: asdict(entry) for name, entry in entries.items()}, indent=1))

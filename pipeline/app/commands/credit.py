@@ -8,16 +8,42 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.report.page import visible
+from pipeline.app.arguments import add_config_dir
+from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError
 
 # Named by text: pipeline/ imports nothing of components/.
 COMPARE = "pipeline.app.bench.side_by_side"
 
+SUMMARY = "Judge the recorded rollouts of a run by several recipes, side by side, token by token."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "example:\n  creditgraph credit recipe=toy_grpo,toy_rredcot,toy_s_trace runs/toy_grpo-s0 --still credit.svg"
+    )
+    parser.add_argument(
+        "arguments",
+        nargs="+",
+        metavar="recipe=a,b,c RUN",
+        help="recipes, settings for all of them (key=value), and a run",
+    )
+    parser.add_argument(
+        "--iteration", type=int, help="default: the newest recorded one whose policy the run can restore exactly"
+    )
+    parser.add_argument("--rows", type=int, default=6, help="rollouts to show")
+    parser.add_argument(
+        "--samples", type=int, default=64, help="continuations per thought for the true advantage; 0 leaves it out"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: credit.html in the run")
+    parser.add_argument("--still", metavar="FILE", help="also draw the first two rollouts as .svg or .png")
+    add_config_dir(parser, "graph/, recipe/ …")
+
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page, and the still where asked; prints each method's note."""
-    recipes, overrides, run = _split(options.arguments + getattr(options, "overrides", []))
+    recipes, overrides, run = _split(options.arguments)
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: wanted at least 1.")
     if options.samples < 0 or options.samples % 2:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.app.report.page import visible
+from pipeline.app.arguments import add_config_dir
+from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
 from pipeline.run.compose import build_experiment, compose, list_choices, read_yaml, search_dirs
 
@@ -16,10 +17,40 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 1500  # of a prompt
 MAX_REFUSED = 5
+_OPTIONS = {"list": (), "check": ("entry", "path", "rows", "model"), "preview": ("prompts", "tokens")}
+
+SUMMARY = "List the data files of the configuration, check one, or preview the prompts of a recipe."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph data list\n"
+        "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl\n"
+        "  creditgraph data preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl"
+    )
+    parser.add_argument("action", choices=list(_OPTIONS))
+    parser.add_argument(
+        "arguments", nargs="*", metavar="NAME|key=value", help="check: files of configs/data; preview: settings"
+    )
+    add_config_dir(parser, "data/, recipe/ …")
+    parser.add_argument("--entry", help="check: one entry of the file (train, eval …); default: all")
+    parser.add_argument("--path", metavar="FILE", help="check: read this local copy in place of the hub; one entry")
+    parser.add_argument("--rows", type=int, help="check: rows to look at; 0 looks at all (default: 2000)")
+    parser.add_argument("--model", help="check: show prompts and count tokens with this model's tokenizer")
+    parser.add_argument("-n", "--prompts", type=int, help="preview: prompts to show (default: 2)")
+    parser.add_argument(
+        "--tokens", type=int, help="preview: tokens to show of each, from both ends; 0 shows all (default: 400)"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs one action. `check` returns 1 when an entry is not sound, 2 when it cannot be loaded."""
+    for action, names in _OPTIONS.items():
+        other = [f"--{name}" for name in names if getattr(options, name) is not None]
+        if other and action != options.action:
+            raise ConfigError(f"data {options.action}: {', '.join(other)} is for data {action}; leave it out.")
     if options.action == "list":
         return _list(list_choices("data", search_dirs(options.config_dir)))
     if options.action == "check":
@@ -42,18 +73,19 @@ def _list(files: dict[str, Path]) -> int:
 
 
 def _check_files(options: argparse.Namespace) -> int:
-    if options.rows < 0:
-        raise ConfigError(f"expected --rows ≥ 0 (0: all), got {options.rows}.")
+    rows = 2000 if options.rows is None else options.rows
+    if not options.arguments or rows < 0:
+        raise ConfigError(f"data check: expected NAME … and --rows ≥ 0 (0: all), got --rows {rows}.")
     known = list_choices("data", search_dirs(options.config_dir))
-    unknown = [name for name in options.names if name not in known]
+    unknown = [name for name in options.arguments if name not in known]
     if unknown:
         raise ConfigError(f"data check: no data file '{unknown[0]}'.{did_you_mean(unknown[0], known)}")
     if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "0" if os.isatty(2) else "1"
-    return max(_check(name, options) for name in options.names)
+    return max(_check(name, rows, options) for name in options.arguments)
 
 
-def _check(name: str, options: argparse.Namespace) -> int:
+def _check(name: str, rows: int, options: argparse.Namespace) -> int:
     from pipeline.app.data.check import check_entry
 
     entries: dict[str, dict[str, Any]] = compose([f"data={name}"], options.config_dir).get("data") or {}
@@ -71,12 +103,12 @@ def _check(name: str, options: argparse.Namespace) -> int:
     for entry, settings in entries.items():
         print(f"{name}.{entry}")
         try:
-            check = check_entry(settings, f"data.{entry}", options.model, options.rows)
+            check = check_entry(settings, f"data.{entry}", options.model, rows)
         except CreditgraphError as error:
             print(f"  FAILED     {visible(error)}")
             worst = 2
             continue
-        _print_check(check, entry, options.rows)
+        _print_check(check, entry, rows)
         worst = max(worst, 1 if check.refused else 0)
     return worst
 
@@ -114,8 +146,10 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
 def _preview(options: argparse.Namespace) -> int:
     from pipeline.app.data.preview import print_preview
 
-    if options.prompts < 1 or options.tokens < 0:
-        raise ConfigError(f"expected --prompts ≥ 1 and --tokens ≥ 0, got {options.prompts} and {options.tokens}.")
-    experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
-    print_preview(experiment, options.prompts, options.tokens)
+    prompts = 2 if options.prompts is None else options.prompts
+    tokens = 400 if options.tokens is None else options.tokens
+    if prompts < 1 or tokens < 0:
+        raise ConfigError(f"data preview: expected --prompts ≥ 1 and --tokens ≥ 0, got {prompts} and {tokens}.")
+    experiment = build_experiment(compose(options.arguments, options.config_dir), " ".join(options.arguments))
+    print_preview(experiment, prompts, tokens)
     return 0

@@ -15,14 +15,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pipeline.app.arguments import add_overrides
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import parse_settings
-from pipeline.run.replay import Replay
 from pipeline.run.run_directory import write_aside
-from pipeline.run.stops import EXIT_CODES
 
 # Named by text: pipeline/ imports nothing of components/.
 SUITES = "pipeline.app.evaluate.command"
+
+SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run by the evaluator of its own graph."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph eval run=runs/toy_srpo-s0 suite=toy\n"
+        "  creditgraph eval run=runs/a,runs/b model=qwen3_4b suite=math engine=vllm tasks=aime_2024,math_500\n"
+        "  creditgraph eval model=tiny suite=math data.math_500.path=math_500.jsonl tasks=math_500\n"
+        "  creditgraph eval runs/toy_srpo-s0 evaluator.samples=8 evaluator.num_problems=0\n"
+        "docs/evaluation.md has all settings."
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--fresh", action="store_true", help="throw away what an earlier evaluation of the same name wrote"
+    )
+    parser.add_argument("--compare", action="store_true", help="only compare results that are there; ask nothing")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,6 +69,8 @@ def main(options: argparse.Namespace) -> int:
 def _leaving_in_order() -> Iterator[None]:
     """A signal to end (a job's time limit, preemption) closes the engine first; what is asked already is on disk."""
 
+    from pipeline.run.stops import EXIT_CODES
+
     def leave(number: int, frame: FrameType | None) -> None:
         print(f"creditgraph eval: {signal.Signals(number).name}; start again to continue.", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODES["preempted"])
@@ -76,6 +95,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
     """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
+    from pipeline.run.compose import parse_settings
+    from pipeline.run.replay import Replay
+
     replay = Replay(run, parse_settings(overrides))
     try:
         names = [n.name for n in replay.graph.nodes if getattr(n.cls, "final_pass", False)]

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
+from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
 
 ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg", ".html": "html"}
+SUMMARY = "Draw a graph, or check every shipped graph and recipe."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = OVERRIDES_HELP
+    add_overrides(parser)
+    parser.add_argument(
+        "--format", choices=["mermaid", "svg", "html"], help="default: by the ending of -o, else mermaid"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd, .svg or .html)")
+    parser.add_argument(
+        "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"
+    )
+    parser.add_argument("--list", action="store_true", help="list recipes and graphs")
 
 
 def main(options: argparse.Namespace) -> int:
     """Draws, lists or checks; returns the exit code."""
-    sys.path.insert(0, str(Path.cwd()))  # components of the user's own
     dirs = search_dirs(options.config_dir)
     if options.list:
         return _list(dirs)
@@ -29,9 +43,7 @@ def main(options: argparse.Namespace) -> int:
     output = Path(options.output) if options.output else None
     kind = options.format or (ENDINGS.get(output.suffix) if output else "mermaid")
     if kind is None:
-        raise ConfigError(
-            f"-o {output}: ending '{output.suffix if output else ''}'; wanted one of {', '.join(ENDINGS)}, or --format."
-        )
+        raise ConfigError(f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format.")
     text: str = getattr(draw, kind)(experiment.graph)
     if output is None:
         print(text)
@@ -40,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"-o {output}: cannot be written ({error.strerror}); wanted a file in a folder that exists."
+                f"-o {output}: cannot be written ({error.strerror}); expected a file in a folder that exists."
             ) from error
         print(f"wrote {output}")
     return 0

@@ -1,26 +1,86 @@
-"""`creditgraph replay`: one node of a finished run again, with changed settings, and what that changes."""
+"""`creditgraph replay`: a node of a finished run again, with changed settings, or a component on files of the user."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pipeline.app.commands.run_node import print_outputs
-from pipeline.run.compose import parse_settings
-from pipeline.run.differences import describe_difference
-from pipeline.run.replay import Replay
+from pipeline.core.errors import ConfigError
+from pipeline.core.registry import known_components
+
+SUMMARY = "Run one node of a finished run again and show what changed, or one component on Parquet files."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph replay runs/toy_srpo-s0 --iteration 12 --node advantage -o normalize=mean\n"
+        "  creditgraph replay advantage.group trajectories=t.parquet rewards=r.parquet -o normalize=mean --output out/"
+    )
+    parser.add_argument("target", metavar="RUN|COMPONENT", help="run directory, registered name or module:Class")
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="socket=FILE",
+        help="of a component: Parquet file per input; a socket may be given several times",
+    )
+    parser.add_argument("--node", help="of a run: node of its graph")
+    parser.add_argument("--iteration", type=int, help="of a run: recorded iteration; of a component: key of its draws")
+    parser.add_argument("--model", help="of a component: model folder for a policy input (default: the embedded one)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of a component: default cpu")
+    parser.add_argument("--seed", type=int, help="of a component: random seed, default 0")
+    parser.add_argument(
+        "-o", "--set", action="append", default=[], metavar="setting=value", help="a setting of the component"
+    )
+    parser.add_argument("--output", metavar="DIR", help="write each output as Parquet there")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints notes, metrics and, per output, the difference to the record."""
-    replay = Replay(Path(options.run))
+    """Prints what the component logged and gave out, and for a run the difference to its record."""
+    if _is_component(options):
+        if options.node is not None:
+            raise ConfigError(
+                f"replay {options.target}: --node is for a run directory, and this is a component; expected "
+                "socket=FILE for its inputs, or a run directory in its place."
+            )
+        return _on_files(options)
+    given = [f"--{name}" for name in ("model", "device", "seed") if getattr(options, name) is not None]
+    if options.inputs or given:
+        raise ConfigError(
+            f"replay {options.target}: {', '.join([*options.inputs, *given])} is for a component, and this is a run "
+            "directory; expected --iteration N --node NAME, whose inputs are those that the run recorded."
+        )
+    if options.node is None or options.iteration is None:
+        raise ConfigError(
+            f"replay {options.target}: expected --iteration N and --node NAME with a run directory; for a component "
+            "a registered name (creditgraph components lists them) or module:Class."
+        )
+    return _of_run(options)
+
+
+def _is_component(options: argparse.Namespace) -> bool:
+    """By the name; one that is neither a folder nor registered counts as a component where inputs are given."""
+    if Path(options.target).is_dir():
+        return False
+    return options.target in known_components() or ":" in options.target or bool(options.inputs)
+
+
+def _of_run(options: argparse.Namespace) -> int:
+    from pipeline.run.compose import parse_settings
+    from pipeline.run.differences import describe_difference
+    from pipeline.run.replay import Replay
+
+    replay = Replay(Path(options.target))
     try:
         again = replay.again(options.node, options.iteration, parse_settings(options.set))
     finally:
         replay.close()
     for note in replay.notes:
         print(f"note: {note}")
-    print_outputs(again.outputs, again.metrics, options.output)
+    _print(again.outputs, again.metrics, options.output)
     for name in again.outputs:
         if name not in again.recorded:
             print(f"{options.node}.{name}: not recorded, so there is nothing to compare with")
@@ -30,3 +90,38 @@ def main(options: argparse.Namespace) -> int:
         for line in lines:
             print(f"  {line}")
     return 0
+
+
+def _on_files(options: argparse.Namespace) -> int:
+    from pipeline.app.component_run import ComponentRun
+    from pipeline.core.component import Context, ModelSpec
+    from pipeline.run.compose import parse_settings
+
+    context = Context(
+        seed=options.seed or 0,
+        device=options.device or "cpu",
+        model=ModelSpec(path=options.model or "tiny"),
+    )
+    with ComponentRun(context) as components:
+        inputs = components.read_inputs(options.target, options.inputs)
+        settings = parse_settings(options.set)
+        outputs, metrics = components.run(options.target, settings, inputs, options.iteration or 0)
+        _print(outputs, metrics, options.output)
+    return 0
+
+
+def _print(outputs: Mapping[str, Any], metrics: Mapping[str, float], folder: str | None) -> None:
+    """Shows a summary of each output and, with a folder, writes batches there as Parquet."""
+    from pipeline.app.component_run import summary
+    from pipeline.core.payloads import Batch
+    from pipeline.run.recording import write_payload
+
+    for name, value in metrics.items():
+        print(f"{name} = {value:.6g}")
+    for name, value in outputs.items():
+        print(f"{name}: {summary(value)}")
+        if folder and isinstance(value, Batch):
+            target = Path(folder) / f"{name}.parquet"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_payload(target, value)
+            print(f"  wrote {target}")

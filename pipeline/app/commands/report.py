@@ -5,15 +5,30 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.app.report.page import visible, write_report
-from pipeline.app.report.source import read_run
-from pipeline.app.report.timelines import merge_traces
+from pipeline.app.text import visible
 from pipeline.core.errors import RunError
-from pipeline.run.timeline.files import trace_files
+
+SUMMARY = "Write one self-contained HTML page of runs: curves, graph, rollouts with their credit, configuration."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = "example:\n  creditgraph report runs/toy_srpo-s0 runs/toy_srpo-s1 -o srpo.html"
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directories; those that differ by their seed alone share a line"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the first run")
+    parser.add_argument("--title", help="heading of the page")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="in place of a page: the first run's timeline, all ranks, for ui.perfetto.dev"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page; says what is missing and where it lies."""
+    from pipeline.app.report.page import write_report
+    from pipeline.app.report.source import read_run
+
     runs = [read_run(Path(path)) for path in options.runs]
     target = Path(options.output) if options.output else runs[0].path / "report.html"
     if options.trace:
@@ -28,6 +43,9 @@ def main(options: argparse.Namespace) -> int:
 
 def merge(run: Path, target: Path) -> int:
     """Writes one trace of all ranks."""
+    from pipeline.app.report.timelines import merge_traces
+    from pipeline.run.timeline.files import trace_files
+
     if not trace_files(run):
         raise RunError(f"{run}: no traces/rank-N.json; wanted a run that was trained with run.trace.enabled=true.")
     print(f"wrote {target} ({merge_traces(run, target):,} events); open it at ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""`creditgraph status RUN …`: how far a run is, and what SLURM says of its jobs."""
+"""`creditgraph status RUN …`: how far a run is, what SLURM says of its jobs, and their logs."""
 
 from __future__ import annotations
 
@@ -10,78 +10,141 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.cluster.render import ENDED
-from pipeline.app.cluster.slurm import NOTES, Note, states
+from pipeline.app.cluster.logs import follow, newest_start
+from pipeline.app.cluster.slurm import ENDED, NOTES, Note, State, states
+from pipeline.app.text import visible
+from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.run_directory import lock_holder
 from pipeline.run.timeline.heartbeat import where
 
+SUMMARY = "How far a run is, what SLURM says of its jobs, and their logs."
+_TAIL_BYTES = 65536  # of a metrics file, which hold its last line
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph status runs/toy_srpo-s0\n"
+        "  creditgraph status runs/toy_srpo-s0 --logs learner -n 50\n"
+        "  creditgraph status runs/toy_srpo-s0 --logs -f"
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--logs",
+        nargs="?",
+        const="",
+        metavar="ROLE",
+        help="show the end of the logs of the newest start; of one role: job, learner, engine-0",
+    )
+    parser.add_argument("-n", "--lines", type=int, default=20, help="with --logs: lines of each log (default: 20)")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="with --logs: print what is appended to the learner's or first log"
+    )
+
 
 def main(options: argparse.Namespace) -> int:
-    """Prints one paragraph per run."""
-    for run in options.runs:
-        print(describe(Path(run)))
+    """Prints one paragraph per run, or its logs."""
+    runs = [Path(run) for run in options.runs]
+    if options.follow and (options.logs is None or len(runs) > 1):
+        raise ConfigError(f"status -f: expected --logs and one run directory, got {len(runs)}.")
+    for run in runs:
+        if options.logs is None:
+            print(describe(run))
+        else:
+            _show_logs(run, options.logs, options.lines, options.follow)
     return 0
 
 
 def describe(run: Path) -> str:
     """Jobs, progress, and the reason of the last end; of a run that was not submitted, who runs it."""
-    lines = []
+    # Its lock is held by the process that runs it; of a submitted run SLURM knows more.
     if (run / "config.yaml").exists() and not any((run / name).exists() for name in NOTES.values()):
         holder = lock_holder(run / "lock")
-        return "\n".join(
-            [f"{run}  (not submitted; {f'run by {holder}' if holder else 'nobody runs it now'})", *progress(run)]
-        )
+        running = f"run by {holder}" if holder else "not running"
+        return "\n".join([f"{run}  (not submitted; {running})", *_progress(run)])
+    lines = []
     for kind, note in Note.all(run).items():
         lines.append(f"{run}  ({'evaluation, ' if kind == 'eval' else ''}cluster {note.cluster or 'one_node'})")
         known = states(note.jobs)
-        for s in known:
-            where = "" if s.nodes in ("", "(null)") else f" on {s.nodes}"
-            why = "" if s.reason in ("", "None") else f" ({s.reason})"
-            lines.append(
-                f"  job {s.job}: {s.state.lower()}{why}, {s.elapsed} in this start, {s.restarts} restarts{where}"
-            )
-            lines += [f"  {s.advice}"] if s.advice else []
+        for state in known:
+            lines += _job_lines(state)
         if not known:
             lines.append(f"  jobs {', '.join(note.jobs)}: no longer known to SLURM")
-        lines += progress(run) if kind == "job" else []
+        if kind == "job":
+            lines += _progress(run)
         ended = run / ENDED[kind]
         if ended.exists():
             lines.append(f"  {ended.read_text().strip()}")
     return "\n".join(lines)
 
 
-def progress(run: Path) -> list[str]:
+def _job_lines(state: State) -> list[str]:
+    where = f" on {state.nodes}" if state.nodes else ""
+    why = f" ({state.reason})" if state.reason else ""
+    line = (
+        f"  job {state.job}: {state.state.lower()}{why}, {state.elapsed} in this start, {state.restarts} "
+        f"restarts{where}"
+    )
+    return [line, f"  {state.advice}"] if state.advice else [line]
+
+
+def _progress(run: Path) -> list[str]:
     """How many iterations are done, and where the ranks are."""
-    last, place = last_metrics(run / "metrics.jsonl"), where(run)
-    done = [f"  iteration {last.get('iteration', '?')} done{age(run / 'metrics.jsonl')}"] if last else []
-    return done + ([f"  {place}"] if place else [])
+    metrics = run / "metrics.jsonl"
+    last = _last_metrics(metrics)
+    place = where(run)
+    lines = [f"  iteration {last.get('iteration', '?')} done{_age(metrics)}"] if last else []
+    return lines + ([f"  {place}"] if place else [])
 
 
-def age(path: Path) -> str:
-    """Such as " 12 s ago"; both times by the clock of the file's server: this host's may differ. "" where it cannot be told."""
+def _age(path: Path) -> str:
+    """Such as " 12 s ago", both times by the clock of the file's server: this host's may differ."""
     try:
         with tempfile.TemporaryFile(dir=path.parent) as now:
             seconds = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
     except OSError:
         seconds = time.time() - path.stat().st_mtime
     if seconds < -1:
-        return f"; its file is dated {-seconds:.0f} s in the future: compare clocks with `creditgraph doctor --shared {path.parent}`"
+        return (
+            f"; its file is dated {-seconds:.0f} s in the future: compare clocks with "
+            f"`creditgraph doctor --shared {path.parent}`"
+        )
     return f" {max(0.0, seconds):.0f} s ago"
 
 
-def last_metrics(path: Path) -> dict[str, Any]:
+def _last_metrics(path: Path) -> dict[str, Any]:
     """The last whole line of a metrics file, {} when there is none."""
     try:
         with path.open("rb") as handle:
-            handle.seek(max(0, path.stat().st_size - 65536))
+            handle.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = handle.read().decode(errors="replace").splitlines()
     except OSError:
         return {}
     for line in reversed(lines):
         try:
-            found = json.loads(line)
+            row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(row, dict):
+            return row
     return {}
+
+
+def _show_logs(run: Path, role: str, count: int, following: bool) -> None:
+    files = [file for file in newest_start(run) if role in file.name]
+    if not files:
+        raise RunError(
+            f"{run / 'logs'}: no {role + ' ' if role else ''}log; expected the directory of a submitted run that has "
+            "started."
+        )
+    if following:
+        learner = next((file for file in files if file.name.startswith("learner")), files[0])
+        for line in follow(learner):
+            print(visible(line), flush=True)
+    for file in files:
+        lines = file.read_text(errors="replace").splitlines()
+        part = f" (last {count} of {len(lines)} lines)" if len(lines) > count else ""
+        print(f"── {file.name}{part}")
+        for line in lines[-count:]:
+            print(visible(line))

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import shlex
-import sys
+import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.cluster.render import ENDED, Job, creditgraph_command, render_array, render_job
+from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
 from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
-from pipeline.app.cluster.slurm import Note, sbatch, submitting, test_only
+from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
+from pipeline.app.sweep import check_distinct, combinations
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.run.compose import Experiment, build_experiment, compose, list_choices, search_dirs
 from pipeline.run.run_directory import write_aside, writing
+
+SUMMARY = "Check a recipe, render its SLURM job and submit it."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph submit recipe=srpo_qwen2_5_14b_instruct cluster=disaggregated cluster.partition=gpu --dry-run\n"
+        "  creditgraph submit -m recipe=toy_grpo,toy_srpo run.seed=0,1,2 cluster=one_node\n"
+        "  creditgraph submit --eval runs/toy_srpo-s0 cluster=one_node\n"
+        f"{OVERRIDES_HELP}"
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="one job array over every combination of values (key=a,b)"
+    )
+    parser.add_argument("--eval", dest="evaluate", metavar="RUN", help="evaluate a run in place of training")
+    parser.add_argument("--dry-run", action="store_true", help="write and print the script; submit nothing")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -26,19 +46,15 @@ def main(options: argparse.Namespace) -> int:
     cluster = load_cluster(name or "one_node", own, options.config_dir)
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
+        # An evaluation is one process; its engine may be a server, which it starts itself.
         cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
-        combinations = sweep(rest) if options.multirun else [rest]
-        jobs = [training(combination, cluster, options.config_dir) for combination in combinations]
-        twice = [j.run for i, j in enumerate(jobs) if j.run in [k.run for k in jobs[:i]]]
-        if twice:
-            raise ConfigError(
-                f"submit --multirun: two runs would share {twice[0]}; wanted run names that differ. Do not set "
-                "run.name."
-            )
+        chosen = combinations(rest, options.config_dir) if options.multirun else [rest]
+        jobs = [training(overrides, cluster, options.config_dir) for overrides in chosen]
+        check_distinct([job.run for job in jobs])
     if cluster.placement == "here":
-        return here(jobs, options.dry_run)
+        return run_here(jobs, options.dry_run)
     if options.dry_run:
         for job in jobs:
             text = prepare(job, cluster)
@@ -67,78 +83,49 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     check_ranks(experiment, cluster)
     run = experiment.run_path.resolve()
     if cluster.servers:
-        engines = [n.name for n in experiment.graph.nodes if hasattr(n.config, "servers")]
-        if not engines:
-            used = ", ".join(n.use for n in experiment.graph.nodes if n.use.startswith("engine."))
-            raise ConfigError(
-                f"cluster.placement is disaggregated, but the graph's engine ({used or 'none'}) has no servers; wanted "
-                "engine=vllm or "
-                "engine=sglang, or cluster=colocated."
-            )
-        found = [
-            f"{engine}.{setting}" for engine in engines for setting in (f"rendezvous={run / 'servers'}", "servers=0")
-        ]
-        if cluster.all_nodes > 1 and not any(
-            o.lstrip("+").startswith(f"{engines[0]}.channel.path=") for o in overrides
-        ):
-            found.append(f"{engines[0]}.channel.path={run / 'weights'}")  # /dev/shm is another one on every node
-        if cluster.gpus_per_server > 1 and not any(
-            o.lstrip("+").startswith(f"{engines[0]}.tensor_parallel=") for o in overrides
-        ):
-            found.append(f"{engines[0]}.tensor_parallel={cluster.gpus_per_server}")
+        from pipeline.app.cluster.servers import learner_overrides
+
+        overrides += learner_overrides(experiment, cluster, run, overrides)
         # Named as without them: the settings of a place are not part of what the run is.
-        overrides += [
-            *found,
-            f"{engines[0]}.pool.start_seconds={cluster.ready_seconds}",
-            f"run.name={experiment.run.name}",
-        ]
-    line = " ".join(map(shlex.quote, [*overrides, *_options(config_dirs)]))
+        overrides.append(f"run.name={experiment.run.name}")
+    line = _shell_line([*overrides, *_options(config_dirs)])
     return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
 
 
 def check_ranks(experiment: Experiment, cluster: Cluster) -> None:
     """The number of ranks must be a multiple of those one replica of each collective node takes."""
     for node in experiment.graph.nodes:
-        ask: Any = getattr(node.cls, "ranks_per_replica", None)
-        needed = int(ask(node.config)) if ask and node.placement == "collective" else 1
+        ranks_of: Any = getattr(node.cls, "ranks_per_replica", None)
+        needed = int(ranks_of(node.config)) if ranks_of and node.placement == "collective" else 1
         if cluster.ranks % needed:
             raise ConfigError(
                 f"cluster: {cluster.ranks} ranks (nodes × ranks per node), but one replica of {node.name} takes "
-                f"{needed} "
-                "(tensor × pipeline parallel); wanted a multiple. Change cluster.nodes or the learner's layout."
+                f"{needed} (tensor × pipeline parallel); expected a multiple. Change cluster.nodes or the learner's "
+                "layout."
             )
 
 
 def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
     """The job that evaluates a finished run; raises an error for a run or a suite that is not there."""
     if not (run / "config.yaml").exists():
-        raise RunError(f"submit --eval {run}: no config.yaml there; wanted the directory of a run.")
-    place, known = run.resolve(), list_choices("suite", search_dirs(config_dirs))
-    for wanted in (o.removeprefix("suite=") for o in overrides if o.startswith("suite=")):
-        if wanted not in known:
+        raise RunError(f"submit --eval {run}: no config.yaml there; expected the directory of a run.")
+    folder = run.resolve()
+    known = list_choices("suite", search_dirs(config_dirs))
+    for suite in (text.removeprefix("suite=") for text in overrides if text.startswith("suite=")):
+        if suite not in known:
             raise ConfigError(
-                f"suite={wanted}: no suite of that name; wanted a file of configs/suite.{did_you_mean(wanted, known)}"
+                f"suite={suite}: no suite of that name; expected a file of configs/suite.{did_you_mean(suite, known)}"
             )
-    line = " ".join(map(shlex.quote, [str(place), *overrides, *_options(config_dirs)]))
-    return Job(title=f"eval {place.name}", run=place, command=f"eval {line}", kind="eval")
+    line = _shell_line([str(folder), *overrides, *_options(config_dirs)])
+    return Job(title=f"eval {folder.name}", run=folder, command=f"eval {line}", kind="eval")
 
 
 def _options(config_dirs: Sequence[str]) -> list[str]:
     return [part for d in config_dirs for part in ("--config-dir", str(Path(d).resolve()))]
 
 
-def sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """Every combination of comma-separated values.
-
-    >>> sweep(["recipe=a,b", "run.seed=0,1", "x=[1,2]"])[1]
-    ['recipe=a', 'run.seed=1', 'x=[1,2]']
-    """
-    choices = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        several = equals and "," in value and not value.startswith(("[", "{", "'", '"'))
-        choices.append([f"{key}={v}" for v in value.split(",")] if several else [text])
-    return [list(found) for found in itertools.product(*choices)]
+def _shell_line(words: Sequence[str]) -> str:
+    return " ".join(map(shlex.quote, words))
 
 
 def prepare(job: Job, cluster: Cluster) -> str:
@@ -153,13 +140,13 @@ def prepare(job: Job, cluster: Cluster) -> str:
 
 def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
     """Hands one script to SLURM, or a chain of the same one."""
+    # A job that could never start would wait in the queue without a word.
     print(test_only(job.script))
     ids = [sbatch(job.script) for _ in range(cluster.chain)]
     Note(jobs=ids, cluster=name, command=command).write(job.run, job.kind)
-    print(
-        f"submitted {', '.join(ids)}: {job.title}\n  follow it: creditgraph logs {job.run}\n  state:     creditgraph "
-        f"status {job.run}"
-    )
+    print(f"submitted {', '.join(ids)}: {job.title}")
+    print(f"  follow it: creditgraph status {job.run} --logs -f")
+    print(f"  state:     creditgraph status {job.run}")
 
 
 def submit_array(jobs: Sequence[Job], cluster: Cluster, name: str, command: str) -> None:
@@ -177,16 +164,12 @@ def submit_array(jobs: Sequence[Job], cluster: Cluster, name: str, command: str)
     print(f"submitted {job_id}: {len(jobs)} runs below {jobs[0].run.parent}")
 
 
-def here(jobs: Sequence[Job], dry_run: bool) -> int:
+def run_here(jobs: Sequence[Job], dry_run: bool) -> int:
     """Runs on this machine, one after the other, without SLURM."""
-    import subprocess
-
     codes = []
     for job in jobs:
-        print(f"{creditgraph_command()} {job.command}", flush=True)
+        line = f"{creditgraph_command()} {job.command}"
+        print(line, flush=True)
         if not dry_run:
-            codes.append(
-                subprocess.run(["bash", "-c", f"exec {creditgraph_command()} {job.command}"], check=False).returncode
-            )
-    sys.stdout.flush()
+            codes.append(subprocess.run(["bash", "-c", f"exec {line}"], check=False).returncode)
     return max(codes, default=0)

@@ -7,48 +7,61 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from pipeline.app.sweep import check_distinct, combinations
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import (
-    CONFIG_DIR,
-    PRIMARY,
-    Experiment,
-    build_experiment,
-    compose,
-    finish,
-    hydra_overrides,
-    parse_overrides,
-    search_dirs,
-)
-from pipeline.run.distributed.team import Team, plan_ranks, rendezvous
+from pipeline.run.compose import Experiment, build_experiment, compose
+
+if TYPE_CHECKING:
+    from pipeline.run.distributed.team import Team
+
+SUMMARY = "Train, or continue the run of that name."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = OVERRIDES_HELP
+    add_overrides(parser)
+    parser.add_argument(
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="sweep: one run for every combination of values (key=a,b, key=range(0,3))",
+    )
+    parser.add_argument("--check", action="store_true", help="compose and check only; train nothing")
 
 
 def main(options: argparse.Namespace) -> int:
     """Trains one configuration, or a sweep of them."""
+    from pipeline.run.distributed.team import plan_ranks, rendezvous
+
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _not_begun)  # the executor takes over once there is something to save
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    # Libraries that log every request or file at INFO.
     for noisy in ("httpx", "urllib3", "filelock", "datasets", "transformers", "wandb", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     meeting = rendezvous()
     if meeting.ranks.rank:
         logging.getLogger().setLevel(logging.WARNING)  # what all ranks would say, rank 0 says
-    if options.multirun:
-        if meeting.ranks.world > 1:
-            raise ConfigError(
-                f"-m: a sweep of runs on {meeting.ranks.world} processes each; wanted one process. Start one run per "
-                "setting."
-            )
-        return sweep(options.overrides, options.config_dir)
-    experiment = build_experiment(compose(options.overrides, options.config_dir), " ".join(options.overrides))
-    if options.check:
-        print(
-            f"sound: {len(experiment.graph)} nodes, "
-            f"{'generation overlaps learning' if experiment.graph.overlaps else 'one lane'}"
+    if options.multirun and meeting.ranks.world > 1:
+        raise ConfigError(
+            f"-m: a sweep of runs on {meeting.ranks.world} processes each; expected one process. Start one run per "
+            "setting."
         )
+    experiments = _experiments(options)
+    if options.check:
+        for experiment in experiments:
+            lanes = "generation overlaps learning" if experiment.graph.overlaps else "one lane"
+            print(f"sound: {len(experiment.graph)} nodes, {lanes}")
         return 0
+    if options.multirun:
+        return _train_all(experiments)
+    (experiment,) = experiments
     ranks = plan_ranks(experiment.graph, meeting.ranks)
     if ranks.world == 1:
         return train(experiment)
@@ -59,12 +72,35 @@ def main(options: argparse.Namespace) -> int:
     return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
 
 
+def _experiments(options: argparse.Namespace) -> list[Experiment]:
+    """Of every run; all are checked before the first one trains."""
+    chosen = [options.overrides]
+    if options.multirun:
+        chosen = combinations(options.overrides, options.config_dir)
+    experiments = [
+        build_experiment(compose(overrides, options.config_dir), " ".join(overrides) or "configuration")
+        for overrides in chosen
+    ]
+    check_distinct([experiment.run_path for experiment in experiments])
+    return experiments
+
+
+def _train_all(experiments: Sequence[Experiment]) -> int:
+    """One run after the other; an interrupt or a failure ends the sweep, not one run of it."""
+    for experiment in experiments:
+        code = train(experiment)
+        if code:
+            return code
+    return 0
+
+
 def train(experiment: Experiment, team: Team | None = None) -> int:
     """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
     from pipeline.app import draw
     from pipeline.app.progress import Progress
     from pipeline.app.results import write_results
     from pipeline.app.trackers import make_sinks
+    from pipeline.run.distributed.team import Team
     from pipeline.run.executor import Executor
     from pipeline.run.run_directory import RunDirectory, write_aside
 
@@ -89,7 +125,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
                 print(f"{run.path}: continuing after iteration {done - 1}", flush=True)
             with Progress(settings.iterations, done) as executor.observer:
                 outcome = executor.run()
-        # A preempted run goes on soon, and its machine is wanted now.
+        # A preempted run goes on soon, and its machine is needed by others now.
         _, table = write_results(run.path, title=settings.name, picture=outcome.exit_code == 0)
     print(table)
     print(f"run directory: {run.path}")
@@ -97,16 +133,17 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
 
 
 def _not_begun(number: int, frame: FrameType | None) -> None:
+    # Nothing is saved and nothing has to be closed, and an import that is under way would swallow an exception.
     print(
         f"creditgraph train: {signal.Signals(number).name} before the first iteration; start again to continue.",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(75)
+    os._exit(75)  # as a run that was stopped and saved: the job script puts it back into the queue
 
 
 def follow(experiment: Experiment, team: Team) -> int:
-    """What the ranks after the first do: run the graph, and leave files and words to rank 0."""
+    """Runs the graph on a rank after the first, which leaves files and messages to rank 0."""
     from pipeline.run.executor import Executor
 
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
@@ -122,29 +159,3 @@ def set_threads(threads: int) -> None:
 
     if threads:
         torch.set_num_threads(threads)
-
-
-def sweep(overrides: list[str], config_dirs: list[str]) -> int:
-    """Every combination of comma-separated values through hydra's sweeper, one run directory each."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import DictConfig, OmegaConf
-
-    dirs = search_dirs(config_dirs)
-    codes: list[int] = []
-
-    @hydra.main(config_path=str(CONFIG_DIR), config_name=PRIMARY, version_base="1.3")  # type: ignore[untyped-decorator]
-    def job(config: DictConfig) -> None:
-        values: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-        chosen = [o.lstrip("+") for o in HydraConfig.get().overrides.task]
-        codes.append(train(build_experiment(finish(values, parse_overrides(chosen, dirs)), " ".join(chosen))))
-        if codes[-1] == 130:
-            raise KeyboardInterrupt  # Ctrl-C ends the sweep, not one run of it
-        if codes[-1]:
-            raise SystemExit(codes[-1])
-
-    composed = hydra_overrides(parse_overrides(overrides, dirs), dirs)
-    sys.argv = ["creditgraph", "--multirun", *composed]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then hands our sentences on as they are
-    job()
-    return max(codes, default=0)

@@ -12,7 +12,7 @@ from components.engine.vocabulary import eos_mask, generation_config
 from components.models.load import context_length, load_config, load_tokenizer
 from components.prompts.dataset import DatasetPrompts
 from components.text.templates import special_ids
-from pipeline.app.report.page import visible
+from pipeline.app.text import visible
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.payloads import Prompts

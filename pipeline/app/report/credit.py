@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.report.pack import pack
-from pipeline.app.report.page import render, visible
+from pipeline.app.report.page import render
+from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError
 from pipeline.run.metrics import plain
 from pipeline.run.run_directory import write_aside, writing

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.progress import MetricNames
+from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS
 from pipeline.app.report.source import RunSource
 
 POINTS = 200  # of one line
@@ -44,13 +44,12 @@ def groups(runs: Sequence[RunSource]) -> list[tuple[str, list[int]]]:
     return out
 
 
-def axis(rows: Sequence[dict[str, Any]], name: str, names: MetricNames | None = None) -> Floats:
+def axis(rows: Sequence[dict[str, Any]], name: str) -> Floats:
     """Where each row of a metrics.jsonl lies on an axis: its iteration, or the tokens or seconds spent up to its end."""
-    names = names or MetricNames()
     if name == "iteration":
         return np.array([float(r.get("iteration", i)) for i, r in enumerate(rows)])
     if name == "tokens":
-        spent = [r.get(names.sampled_tokens, 0.0) for r in rows]
+        spent = [r.get(SAMPLED_TOKENS, 0.0) for r in rows]
     else:
         spent = [r.get("seconds/iteration", 0.0) + r.get("seconds/checkpoint", 0.0) for r in rows]
     return np.cumsum(np.nan_to_num(np.array(spent, np.float64)))
@@ -61,7 +60,7 @@ def metric_names(runs: Sequence[RunSource]) -> list[str]:
     found = {
         k for run in runs for row in run.rows for k, v in row.items() if k != "iteration" and isinstance(v, int | float)
     }
-    first = [n for n in (MetricNames().accuracy, MetricNames().reward) if n in found]
+    first = [n for n in (ACCURACY, REWARD) if n in found]
     return first + sorted(n for n in found if n not in first)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -22,6 +20,7 @@ from pipeline.app.report.pack import pack, pack_rollouts
 from pipeline.app.report.rollouts import collect
 from pipeline.app.report.source import RunSource
 from pipeline.app.report.timelines import timeline
+from pipeline.app.text import visible
 from pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
@@ -134,28 +133,6 @@ def kept(file: Path, make: Callable[[], str]) -> str:
     except OSError:
         pass  # it only saves seconds
     return text
-
-
-_INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
-
-
-def visible(text: Any) -> str:
-    """Text with control, direction and other invisible characters written out, so that they cannot change what is around them.
-
-    >>> visible("a\\u202eb\\x1b[31m")
-    'a[U+202E]b␛[31m'
-    """
-
-    def spell(match: re.Match[str]) -> str:
-        char = match.group()
-        if ord(char) < 32:
-            return chr(0x2400 + ord(char))
-        category = unicodedata.category(char)
-        if category == "Cs":
-            return "\ufffd"
-        return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
-
-    return _INVISIBLE.sub(spell, str(text))
 
 
 def _raw(text: str) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.app.cli import main
+from pipeline.app.cli import COMMANDS, main
 
 SMALL = [
     "prompts.batch=2",
@@ -103,9 +103,13 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path, capsys: pytest.Capture
         (["check", "nonsense"], ["unknown component 'nonsense'", "package.module:Class"]),
         (["replay", "/nowhere", "--iteration", "0", "--node", "advantage"], ["/nowhere", "no run there"]),
         (["eval", "/nowhere"], ["/nowhere", "no run there"]),
-        (["run-node", "advantage.group"], ["missing input", "trajectories=… (Trajectories)"]),
-        (["run-node", "advantage.group", "trajectorie=x"], ["no such socket", "Did you mean 'trajectories'?"]),
-        (["graph", "recipe=toy_srpo", "-o", "x.txt"], ["ending '.txt'", ".svg"]),
+        (["replay", "/nowhere"], ["/nowhere", "expected --iteration N and --node NAME with a run directory"]),
+        (["replay", "advantage.group"], ["missing input", "trajectories=… (Trajectories)"]),
+        (["replay", "advantage.group", "trajectorie=x"], ["no such socket", "Did you mean 'trajectories'?"]),
+        (["replay", "advantage.grup", "rewards=x"], ["'advantage.grup'", "Did you mean 'advantage.group'?"]),
+        (["replay", "advantage.group", "--node", "advantage"], ["--node is for a run directory", "socket=FILE"]),
+        (["replay", "/tmp", "rewards=x", "--seed", "1"], ["/tmp", "rewards=x, --seed is for a component"]),
+        (["graph", "recipe=toy_srpo", "-o", "x.txt"], ["-o x.txt: expected an ending of .mmd, .md, .svg, .html"]),
         (
             ["graph", "recipe=toy_srpo", "-o", "/nowhere/x.svg"],
             ["/nowhere/x.svg: cannot be written", "a folder that exists"],
@@ -144,11 +148,34 @@ def test_components_lists_sockets_and_settings(capsys: pytest.CaptureFixture[str
     assert "normalize" in [s["name"] for s in entry["settings"]]
 
 
-@pytest.mark.parametrize("command", [["--help"], ["components"], ["graph", "--list"]])
+@pytest.mark.parametrize("command", [["--help"], ["replay", "--help"], ["components"], ["graph", "--list"]])
 def test_light_commands_do_not_import_torch(command: list[str]) -> None:
-    code = f"import sys; from pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    """`cli.py` imports the module of every command, so one that imports torch at its top makes all of them slow."""
+    code = (
+        f"import sys; from pipeline.app.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'pyarrow', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listing = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name:<12}{command.SUMMARY}" in listing
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: creditgraph {name}" in capsys.readouterr().out
+
+
+def test_options_and_overrides_may_alternate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recipe=toy_grpo", "--check", "run.seed=1"]) == 0
+    assert "sound: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", "recipe=toy_grpo", "--chek"])
+    assert "unrecognized arguments: --chek" in errors(capsys)
 
 
 def test_check_all_is_green_and_light() -> None:
@@ -196,20 +223,20 @@ def test_replay_gives_the_recorded_bits_and_shows_changes(finished: Path, capsys
     assert "recorded iterations: 0-2" in errors(capsys)
 
 
-def test_run_node_on_files(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_a_component_on_files(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = finished / "record"
     files = [
         f"trajectories={record}/sampler.trajectories/000001.parquet",
         f"rewards={record}/rewards.rewards/000001.parquet",
     ]
-    assert main(["run-node", "advantage.group", *files, "-o", "normalize=mean", "--output", str(tmp_path)]) == 0
+    assert main(["replay", "advantage.group", *files, "-o", "normalize=mean", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "credit.parquet").exists()
     capsys.readouterr()
     prompts = f"prompts={record}/prompts.batch/000001.parquet"
     settings = ["-o", "mode=thought", "-o", "group_size=2", "-o", "max_tokens=128"]
-    assert main(["run-node", "sampler.chains", prompts, "policy=engine.local", *settings]) == 0
+    assert main(["replay", "sampler.chains", prompts, "policy=engine.local", *settings]) == 0
     assert "Trajectories, 4 rows" in capsys.readouterr().out
-    assert main(["run-node", "advantage.group", "trajectories=/nowhere.parquet", "rewards=/nowhere.parquet"]) == 2
+    assert main(["replay", "advantage.group", "trajectories=/nowhere.parquet", "rewards=/nowhere.parquet"]) == 2
     assert "no such record" in errors(capsys)
 
 
@@ -240,26 +267,29 @@ def test_user_configs_and_components_are_found(tmp_path: Path, monkeypatch: pyte
     assert main(["train", "recipe=mine", "--check"]) == 0
 
 
-def test_multirun_makes_one_run_per_combination(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "creditgraph",
-        "train",
-        "-m",
-        "recipe=toy_grpo",
-        f"run.root={tmp_path}",
-        "run.iterations=1",
-        *SMALL,
-    ]
-    subprocess.run(
-        [*command, "sampler.group_size=2", "run.seed=0,1", "advantage.normalize=std,mean"],
-        check=True,
-        capture_output=True,
-    )
+def test_multirun_makes_one_run_per_combination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["untouched"])
+    before = dict(os.environ)
+    swept = ["sampler.group_size=2", "run.seed=0,1", "advantage.normalize=choice(std,mean)"]
+    assert main(["train", "-m", "recipe=toy_grpo", f"run.root={tmp_path}", "run.iterations=1", *SMALL, *swept]) == 0
     names = sorted(p.name for p in tmp_path.iterdir() if (p / "result.json").exists())
     assert len(names) == 4
     assert sum("std" in n for n in names) == sum("mean" in n for n in names) == 2
+    assert sys.argv == ["untouched"]
+    assert dict(os.environ) == before
+
+
+def test_a_sweep_is_checked_before_its_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["train", "-m", "recipe=toy_grpo", f"run.root={tmp_path}", *SMALL]
+    assert main([*wrong, "advantage.normalize=std,stdd"]) == 2
+    assert "stdd" in errors(capsys)
+    assert main([*wrong, "run.seed=0,1", "run.name=one"]) == 2
+    assert "two runs would share" in errors(capsys)
+    assert main([*wrong, "learner.optimizer.lr=interval(0,1)"]) == 2
+    assert "expected learner.optimizer.lr=a,b" in errors(capsys)
+    assert not list(tmp_path.iterdir())
+    assert main([*wrong, "run.seed=range(0,3)", "--check"]) == 0
+    assert capsys.readouterr().out.count("sound: ") == 3
 
 
 def start(root: Path, *extra: str) -> subprocess.Popen[str]:
@@ -282,29 +312,26 @@ def without_times(path: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if "seconds" not in k and not k.startswith("utilisation/")} for row in rows]
 
 
-def test_ctrl_c_checkpoints_and_exits_with_130(tmp_path: Path) -> None:
-    process = start(tmp_path, "run.iterations=400")
+def test_interrupted_and_killed_training_continues_to_the_same_weights(tmp_path: Path) -> None:
+    """The real toy graph: Ctrl-C, SIGKILL, then the end; its weights and metrics are the uninterrupted run's."""
+    length = ["run.iterations=9", "run.checkpoint.every=2"]
+    assert main(toy(tmp_path, *length, name="whole")) == 0
+    cut = tmp_path / "r"
+    process = start(tmp_path, *length)
     try:
-        wait_for(tmp_path / "r" / "metrics.jsonl", 2)
+        wait_for(cut / "metrics.jsonl", 2)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, process.stdout.read()
     finally:
         process.kill()
-    done = json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
-    assert (tmp_path / "r" / "checkpoints" / f"{done:06d}" / "manifest.json").exists()
-
-
-def test_killed_training_continues_to_the_same_weights(tmp_path: Path) -> None:
-    """The real toy graph: SIGKILL twice, then the end; checkpoint and metrics equal the uninterrupted run bit for bit."""
-    length = ["run.iterations=9", "run.checkpoint.every=2"]
-    assert main(toy(tmp_path, *length, name="whole")) == 0
-    for lines in (3, 6):
-        process = start(tmp_path, *length)
-        wait_for(tmp_path / "r" / "metrics.jsonl", lines)
-        process.kill()
-        process.wait()
+    done = json.loads((cut / "metrics.jsonl").read_text().splitlines()[-1])["iteration"]
+    assert (cut / "checkpoints" / f"{done:06d}" / "manifest.json").exists()
+    process = start(tmp_path, *length)
+    wait_for(cut / "metrics.jsonl", done + 3)
+    process.kill()
+    process.wait()
     assert main(toy(tmp_path, *length)) == 0
-    whole, cut = tmp_path / "whole", tmp_path / "r"
+    whole = tmp_path / "whole"
     tensors = "checkpoints/000008/tensors.safetensors"
     assert (whole / tensors).read_bytes() == (cut / tensors).read_bytes()
     assert without_times(whole / "metrics.jsonl") == without_times(cut / "metrics.jsonl")

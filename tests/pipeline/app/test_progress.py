@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from pipeline.app.progress import MetricNames, Progress, duration
+from pipeline.app.progress import Progress, duration
 
 
 class Terminal(io.StringIO):
@@ -28,8 +28,8 @@ def test_plain_output_has_one_line_per_iteration():
 
 def test_metrics_that_are_not_logged_are_left_out():
     stream = io.StringIO()
-    with Progress(10, start=4, names=MetricNames(reward="other/mean"), stream=stream) as progress:
-        progress.iteration_done(4, {"rewards/mean": 0.25})
+    with Progress(10, start=4, stream=stream) as progress:
+        progress.iteration_done(4, {"other/mean": 0.25})
     assert stream.getvalue().startswith("iteration  5/10  done  eta ")
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.app.cli import main
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.app.trackers import TensorBoard, Wandb, _as_text, _Pending
 from pipeline.core.errors import ConfigError, RunError
@@ -39,39 +40,59 @@ SINKS = [
 ]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    return clean | {
-        "WANDB_MODE": "offline",
-        "WANDB_DATA_DIR": str(folder / "staging"),
-        "WANDB_CACHE_DIR": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-    }
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tracked")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """Three iterations in one process, two more in another."""
+def imported(folder) -> str:
+    """Three iterations in a process of their own; what `-X importtime` says of its imports."""
     pytest.importorskip("tensorboard", reason="not installed here: pip install 'creditgraph[tensorboard]'")
-    folder = tmp_path_factory.mktemp("tracked")
-    for iterations in (3, 5):
-        command = [
-            sys.executable,
-            "-m",
-            "creditgraph",
-            "train",
-            *SETTINGS,
-            *SINKS,
-            f"run.root={folder}",
-            f"run.iterations={iterations}",
-        ]
-        done = subprocess.run(command, cwd=ROOT, env=environment(folder), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-X", "importtime", "-m", "creditgraph", "train", *SETTINGS, *SINKS]
+    done = subprocess.run(
+        [*command, f"run.root={folder}", "run.iterations=3"],
+        cwd=ROOT,
+        env={**without_wandb(), **wandb_environment(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def run(imported, folder) -> Path:
+    """The run of that process, and two more iterations in this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in set(os.environ) - set(without_wandb()):
+            patch.delenv(name)
+        for name, value in wandb_environment(folder).items():
+            patch.setenv(name, value)
+        assert main(["train", *SETTINGS, *SINKS, f"run.root={folder}", "run.iterations=5"]) == 0
     return folder / "r"
 
 
+def without_wandb() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+
+
+def wandb_environment(folder: Path) -> dict[str, str]:
+    return {
+        "WANDB_MODE": "offline",
+        "WANDB_DATA_DIR": str(folder / "staging"),
+        "WANDB_CACHE_DIR": str(folder / "cache"),
+    }
+
+
+def test_training_does_not_import_the_report(imported):
+    modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
+    assert "pipeline.app.trackers" in modules
+    assert not {name for name in modules if name.startswith("pipeline.app.report")}
+
+
 def wandb_records(file: Path):
-    """The records of a .wandb file: a log of blocks of 32 KiB, whose chunks have a header of checksum, length and type."""
+    """The records of a .wandb file: blocks of 32 KiB, whose chunks have a header of checksum, length and type."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = file.read_bytes(), 7, b""
@@ -177,8 +198,8 @@ def test_tables_take_only_what_is_recorded_and_due(run, tmp_path):
     experiment = build_experiment(compose([*SETTINGS, f"run.root={tmp_path}"]), "toy_grpo")
 
     def tables(every, rows, recorded):
-        found = TableSettings(every=every, rows=rows)
-        return RolloutTables(run, experiment.resolved, experiment.graph, found, RecordSettings(every=recorded))
+        settings = TableSettings(every=every, rows=rows)
+        return RolloutTables(run, experiment.graph, settings, RecordSettings(every=recorded))
 
     assert [i for i in range(13) if tables(4, 1, 3).due(i)] == [0, 6, 12]
     assert not tables(0, 1, 1).due(0)
@@ -195,7 +216,7 @@ def test_a_damaged_record_costs_its_table_and_not_the_run(run, tmp_path, caplog)
     damaged = tmp_path / "record" / "sampler.trajectories" / "000001.parquet"
     damaged.write_bytes(damaged.read_bytes()[:200])
     settings = (TableSettings(every=1), RecordSettings())
-    pending = _Pending(RolloutTables(tmp_path, experiment.resolved, experiment.graph, *settings))
+    pending = _Pending(RolloutTables(tmp_path, experiment.graph, *settings))
     for iteration in (0, 1, 2):
         pending.add(iteration)
     assert {row[0] for row in pending.take()} == {0, 2}
@@ -222,7 +243,7 @@ def test_without_tensorboard_the_sentence_says_how_to_get_it(tmp_path, monkeypat
         TensorBoard(tmp_path)
 
 
-def test_what_wandb_refuses_becomes_a_sentence(tmp_path, monkeypatch):
+def test_what_wandb_refuses_is_an_error(tmp_path, monkeypatch):
     import wandb
 
     def refuse(**_):
@@ -230,7 +251,7 @@ def test_what_wandb_refuses_becomes_a_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(
-        RunError, match=r"run\.wandb\.mode=online: wandb could not begin \(permission denied\); wanted .* `wandb login`"
+        RunError, match=r"run\.wandb\.mode=online: wandb did not start \(permission denied\); expected .* `wandb login`"
     ):
         Wandb(WandbSettings(mode="online"), tmp_path, {})
 

@@ -44,7 +44,7 @@ def test_a_folder_that_not_all_nodes_see(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     (finding,) = doctor.shared(tmp_path / "elsewhere")
     assert finding.state == "FAIL"
-    assert finding.text.startswith("not there on this node; wanted a folder shared by all nodes")
+    assert finding.text.startswith("not there on this node; expected a folder shared by all nodes")
     assert not (tmp_path / "elsewhere").exists()
 
 

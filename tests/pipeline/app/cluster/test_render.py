@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.app.cli import main
 from pipeline.app.cluster.render import Job, job_name, render_array, render_job, sbatch_options
 from pipeline.app.cluster.settings import Cluster
 
@@ -95,3 +96,36 @@ def test_jobs_of_a_chain_have_a_name_of_their_own(tmp_path):
     assert "--output=/runs/100%%/logs/job-%j.log" in sbatch_options(
         Job(title="x", run=Path("/runs/100%"), command=""), CLUSTERS["cpu"]
     )
+
+
+DISAGGREGATED = ["cluster=disaggregated", "cluster.gpus_per_server=2"]
+
+
+def test_the_learner_of_a_job_finds_its_servers(tmp_path, capsys):
+    recipe = ["recipe=toy_grpo", "engine=vllm", f"run.root={tmp_path}", "run.name=apart"]
+    assert main(["submit", *recipe, *DISAGGREGATED, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    run = tmp_path / "apart"
+    for setting in (f"rendezvous={run}/servers", "servers=0", f"channel.path={run}/weights", "tensor_parallel=2"):
+        assert script.count(f"engine.{setting} ") == 2  # the servers read the learner's settings
+    assert "engine.pool.start_seconds=900 " in script
+    assert (run / "weights").is_dir()
+    own = ["engine.channel.path=/scratch", "engine.tensor_parallel=4"]
+    assert main(["submit", *recipe, *own, *DISAGGREGATED, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert f"{run}/weights" not in script
+    assert "tensor_parallel=2" not in script
+
+
+def test_an_engine_without_servers_is_refused(tmp_path, capsys):
+    assert main(["submit", "recipe=toy_grpo", *DISAGGREGATED, f"run.root={tmp_path}", "--dry-run"]) == 2
+    text = capsys.readouterr().err
+    assert "cluster.placement=disaggregated: the graph's engine (engine.local) has no servers; expected" in text
+
+
+def test_a_sweep_of_jobs_has_a_run_directory_each(tmp_path, capsys):
+    command = ["submit", "-m", "recipe=toy_grpo", "run.seed=range(0,2)", f"run.root={tmp_path}", "cluster=one_node"]
+    assert main([*command, "--dry-run"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / f"toy_grpo-s{seed}" / "job.sh") for seed in (0, 1)]
+    assert main([*command, "run.name=one", "--dry-run"]) == 2
+    assert f"two runs would share {tmp_path / 'one'}" in capsys.readouterr().err

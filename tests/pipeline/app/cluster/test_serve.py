@@ -5,13 +5,14 @@ import time
 
 import pytest
 
-from components.engine.served.addresses import read_rendezvous, relocated
-from pipeline.app.commands.serve import ATTEMPT, leave_address, list_servers, own_address, place, speak_into
+from components.engine.served.addresses import ATTEMPT, read_rendezvous, relocated
+from pipeline.app.cluster.servers import folder_of, leave_address, list_servers, own_address
+from pipeline.app.commands.serve import redirect_output
 from pipeline.core.errors import RunError
 
 
 def leave(run, index, port, attempt=""):
-    place(run, attempt).mkdir(parents=True, exist_ok=True)
+    folder_of(run, attempt).mkdir(parents=True, exist_ok=True)
     leave_address(run, index, [{"url": f"http://node{index}:{port}", "identity": f"server-{port}"}], attempt)
 
 
@@ -67,11 +68,11 @@ def test_the_address_is_that_of_the_way_to_the_learner(monkeypatch):
     assert own_address() == "127.0.0.1"
 
 
-def test_a_server_speaks_into_a_log_of_its_node(tmp_path, monkeypatch):
+def test_the_output_of_a_server_goes_to_a_log_of_its_node(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     before = [os.dup(1), os.dup(2)]
     try:
-        log = speak_into(str(tmp_path / "engine-0-12-0"))
+        log = redirect_output(str(tmp_path / "engine-0-12-0"))
         os.write(1, b"ready\n")
         os.write(2, b"warning\n")
     finally:
@@ -80,4 +81,4 @@ def test_a_server_speaks_into_a_log_of_its_node(tmp_path, monkeypatch):
             os.close(kept)
     assert log == tmp_path / "engine-0-12-0-node7.log"
     assert log.read_text() == "ready\nwarning\n"
-    assert speak_into("") is None
+    assert redirect_output("") is None

@@ -29,7 +29,9 @@ def test_numbers_of_nodes_ranks_and_servers():
 def test_times_as_yaml_reads_them():
     assert load_cluster("one_node", {"time": "1:30:00"}).time == "01:30:00"
     assert load_cluster("one_node", {"time": "2-12:00:00"}).time == "2-12:00:00"
-    with pytest.raises(GraphError, match="time 'soon'; wanted hours:minutes:seconds"):
+    with pytest.raises(
+        GraphError, match="time: expected hours:minutes:seconds or days-hours:minutes:seconds, got 'soon'"
+    ):
         load_cluster("one_node", {"time": "soon"})
 
 
@@ -40,7 +42,7 @@ def test_mistakes_get_sentences():
         load_cluster("colocatd", {})
     with pytest.raises(GraphError, match=r"partitoin: unknown setting\. Did you mean 'partition'"):
         load_cluster("one_node", {"partitoin": "gpu"})
-    with pytest.raises(ValueError, match="gpus_per_node 0 is a CPU job; wanted ranks_per_node"):
+    with pytest.raises(ValueError, match="gpus_per_node 0 is a CPU job; expected ranks_per_node"):
         Cluster(gpus_per_node=0)
     with pytest.raises(ValueError, match="8 ranks take 8 GPUs and its engine servers 8, but gpus_per_node is 8"):
         Cluster(placement="disaggregated")

@@ -1,22 +1,17 @@
 """Submission to a real SLURM: what it refuses, arrays, chains, evaluation, failures and their reasons."""
 
-import importlib.util
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
+from slurm_jobs import CPU_NODE, ROOT, digest, iterations_done, last_line, metrics
 
 from pipeline.app.cli import main
 
-SPEC = importlib.util.spec_from_file_location("cluster_conftest", Path(__file__).with_name("conftest.py"))
-here = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(here)
-
 pytestmark = pytest.mark.xdist_group("slurm")
 RUN = ["recipe=toy_grpo", "prompts.batch=2", "evaluator.num_problems=4", "run.record.every=0", "run.iterations=1"]
-ONE = [*here.CPU_NODE, "cluster.ranks_per_node=1"]
+ONE = [*CPU_NODE, "cluster.ranks_per_node=1"]
 LATER = "cluster.sbatch=[--begin=now+1hour]"
 
 
@@ -96,9 +91,9 @@ def test_a_run_directory_that_not_all_nodes_see(slurm, folder):
     ended = (run / "ended").read_text().strip()
     assert ended.startswith("canary failed: node2: FAIL ")
     assert ended.endswith(
-        f"{run}: not there on this node; wanted a folder shared by all nodes: set cluster.root=PATH to one"
+        f"{run}: not there on this node; expected a folder shared by all nodes: set cluster.root=PATH to one"
     )
-    assert here.last_line(run / "logs" / f"job-{slurm.job(run)}.log") == ended
+    assert last_line(run / "logs" / f"job-{slurm.job(run)}.log") == ended
 
 
 def test_a_chain_waits_its_turn_and_is_cancelled_whole(slurm, folder, capsys):
@@ -117,65 +112,60 @@ def test_a_chain_waits_its_turn_and_is_cancelled_whole(slurm, folder, capsys):
 def test_where_requeue_is_off_the_next_of_a_chain_goes_on(slurm, folder, gate):
     run = folder / "links"
     settings = [*RUN, "prompts.use=gates:GatedPrompts", "run.iterations=3", "run.checkpoint.every=1"]
+    chain = ["cluster.chain=2", "cluster.sbatch=[--no-requeue]", f"run.root={folder}", "run.name=links"]
     gate(1)
-    slurm.creditgraph(
-        "submit",
-        *settings,
-        *ONE,
-        "cluster.chain=2",
-        "cluster.sbatch=[--no-requeue]",
-        f"run.root={folder}",
-        "run.name=links",
-        cwd=folder,
-    )
+    assert main(["submit", *settings, *ONE, *chain]) == 0
     first, second = json.loads((run / "job.json").read_text())["jobs"]
-    slurm.wait("one iteration", lambda: here.iterations_done(run) == 1, run)
+    slurm.wait("one iteration", lambda: iterations_done(run) == 1, run)
     slurm.call("scancel", "--signal=USR1", "--batch", first)
     gate(1 << 20)
     slurm.wait("the first job's end", lambda: slurm.state(first)["JobState"] == "FAILED")
-    said = here.last_line(run / "logs" / f"job-{first}.log")
+    said = last_line(run / "logs" / f"job-{first}.log")
     assert said == "saved; not put back into the queue (cancelled, or requeue is off): submit again to continue"
+    assert main(["train", *settings, f"run.root={folder}", "run.name=whole"]) == 0
     slurm.wait("the second job's end", lambda: slurm.state(second)["JobState"] == "COMPLETED")
     assert (run / "ended").read_text() == "finished\n"
-    assert [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+    assert [row["iteration"] for row in metrics(run)] == [0, 1, 2, 3]
+    assert digest(run, 3) == digest(folder / "whole", 3)
 
 
-def test_an_array_runs_every_combination_and_a_run_is_evaluated(slurm, folder):
-    said = slurm.creditgraph("submit", "-m", *RUN, "run.seed=0,1", *ONE, f"run.root={folder}", cwd=folder).stdout
-    assert "2 runs below" in said
-    runs = [folder / f"toy_grpo-batch=2-num_problems=4-s{seed}" for seed in (0, 1)]
-    slurm.wait("both runs", lambda: all((run / "ended").exists() for run in runs))
-    assert [(run / "ended").read_text() for run in runs] == ["finished\n", "finished\n"]
-    assert "finished" in slurm.creditgraph("logs", str(runs[1]), "job", cwd=folder).stdout
+def test_an_array_of_a_good_and_a_failing_run_and_an_evaluation(slurm, folder, capsys):
+    # A finished run is evaluated by a job, beside the others.
+    assert main(["train", *RUN, f"run.root={folder}", "run.name=done"]) == 0
+    done = folder / "done"
+    assert main(["submit", "--eval", str(done), "evaluator.num_problems=6", *ONE]) == 0
 
-    run = runs[0]
-    trained = (run / "job.json").read_text()
-    slurm.creditgraph("submit", "--eval", str(run), "evaluator.num_problems=6", *ONE, cwd=folder)
-    slurm.wait("the evaluation", lambda: (run / "eval-ended").exists())
-    assert (run / "eval-ended").read_text().startswith("evaluated: wrote ")
-    assert "evaluator/accuracy" in (run / "eval.json").read_text()
-    assert (run / "job.json").read_text() == trained
-    status = slurm.creditgraph("status", str(run), cwd=folder).stdout
-    assert "(evaluation, cluster one_node)" in status
-    assert "\n  finished\n" in status
-
-
-def test_a_failing_learner_ends_the_job_with_its_reason(slurm, folder):
-    # The configuration is sound; the model's folder is damaged between submission and start.
+    # The configuration of both runs is sound; the model's folder of one is damaged between submission and start.
     model = folder / "model"
     model.mkdir()
-    for file in (here.ROOT / "components/models/tiny").iterdir():
+    for file in (ROOT / "components/models/tiny").iterdir():
         if file.is_file():
             (model / file.name).write_bytes(file.read_bytes())
-    place = [f"model.path={model}", f"run.root={folder}", "run.name=bad"]
-    assert main(["submit", *RUN, *ONE, "cluster.sbatch=[--hold]", *place]) == 0
-    run = folder / "bad"
+    capsys.readouterr()
+    array = [f"model.path=tiny,{model}", f"run.root={folder}", "cluster.sbatch=[--hold]"]
+    assert main(["submit", "-m", *RUN, *ONE, *array]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs below" in said
+    good, bad = sorted(p for p in folder.glob("toy_grpo-*") if (p / "job.json").exists())
+    if "path=tiny" not in good.name:
+        good, bad = bad, good
     (model / "model.safetensors").write_bytes(b"cut short")
-    slurm.call("scontrol", "release", slurm.job(run))
-    slurm.wait("the end", lambda: (run / "ended").exists())
-    ended = (run / "ended").read_text().strip()
+    slurm.call("scontrol", "release", slurm.job(good).partition("_")[0])
+
+    slurm.wait("both runs", lambda: all((run / "ended").exists() for run in (good, bad)))
+    assert (good / "ended").read_text() == "finished\n"
+    ended = (bad / "ended").read_text().strip()
     assert ended.startswith("failed: the learner ended with 2: creditgraph train: ")
-    assert here.last_line(run / "logs" / f"job-{slurm.job(run)}.log") == ended
+    assert any(last_line(log) == ended for log in (bad / "logs").glob("job-*.log"))
+    assert main(["status", str(good), "--logs", "job"]) == 0
+    assert "finished" in capsys.readouterr().out
+
+    slurm.wait("the evaluation", lambda: (done / "eval-ended").exists())
+    assert (done / "eval-ended").read_text().startswith("evaluated: wrote ")
+    assert "evaluator/accuracy" in (done / "eval.json").read_text()
+    assert not (done / "job.json").exists()
+    assert main(["status", str(done)]) == 0
+    assert "(evaluation, cluster one_node)" in capsys.readouterr().out
 
 
 def test_clocks_that_differ_confuse_neither_status_nor_logs(slurm, folder, capsys):
@@ -194,14 +184,14 @@ def test_clocks_that_differ_confuse_neither_status_nor_logs(slurm, folder, capsy
     said = capsys.readouterr().out
     assert "iteration 4 done; its file is dated 7" in said
     assert "s in the future: compare clocks with `creditgraph doctor --shared" in said
-    assert main(["logs", str(run)]) == 0
+    assert main(["status", str(run), "--logs"]) == 0
     said = capsys.readouterr().out
     assert "start 1" in said
     assert "start 0" not in said
     # A job that was refused the run leaves a log with a higher number.
     (run / "logs" / f"job-{int(job) + 1}.log").write_text("refused\n")
     (run / "holder").write_text(f"{job}\n")
-    assert main(["logs", str(run)]) == 0
+    assert main(["status", str(run), "--logs"]) == 0
     said = capsys.readouterr().out
     assert "start 1" in said
     assert "refused" not in said

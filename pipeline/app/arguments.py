@@ -1,0 +1,27 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+OVERRIDES_HELP = """\
+Overrides are key=value:
+  recipe=toy_srpo                 a file of configs/recipe (creditgraph graph --list shows all)
+  engine=local  model=tiny        another choice of a config group
+  learner.optimizer.lr=1e-4       a setting of a node (creditgraph components NAME lists them)
+  sampler.use=sampler.chains      another component for a node
+  run.seed=1  run.iterations=20   run settings: name root seed iterations device threads overlap checkpoint.every
+A folder ./configs (or --config-dir) adds your own graph/, recipe/, model/, data/ files."""
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Settings as key=value, and folders with configuration files."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="see below")
+    add_config_dir(parser, "graph/, recipe/ …")
+
+
+def add_config_dir(parser: argparse.ArgumentParser, groups: str) -> None:
+    """Folders with configuration files of the user's own."""
+    parser.add_argument(
+        "-c", "--config-dir", action="append", default=[], metavar="DIR", help=f"a folder with {groups} files"
+    )

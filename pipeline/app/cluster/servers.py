@@ -1,0 +1,177 @@
+"""The engine servers of a job: their settings, how one is started, and how the learner finds all of them.
+
+What a job knows of engines stands here alone. Servers are steps of the job and the learner is another, so the learner's
+engine gets a folder, `engine.rendezvous`, in place of servers of its own. Each server leaves its address in
+RUN/servers/START/, and when all have, they write RUN/servers/START.json, which the learner waits for. START names one
+start of one job: addresses of an earlier one cannot be taken. A server that was started again leaves its new address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from components.engine.served.addresses import ATTEMPT, BY_HAND
+from components.engine.served.settings import ServerSettings
+from pipeline.app.cluster.settings import Cluster
+from pipeline.core.component import Context
+from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.graph import Graph
+from pipeline.core.sockets import Node
+from pipeline.run.compose import Experiment
+from pipeline.run.run_directory import write_aside, writing
+from pipeline.run.run_settings import resolve_device
+
+SERVERS = "servers"  # folder of a run directory
+_SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
+
+
+def served_engine(graph: Graph, place: str) -> Node:
+    """The engine of a graph that can run in servers; raises ConfigError when there is none, or several."""
+    engines = [node for node in graph.nodes if isinstance(node.config, ServerSettings)]
+    if len(engines) == 1:
+        return engines[0]
+    if engines:
+        names = ", ".join(node.name for node in engines)
+        raise ConfigError(f"{place}: the engines {names} all have servers; expected one engine in the graph.")
+    used = ", ".join(node.use for node in graph.nodes if node.use.startswith("engine.")) or "none"
+    raise ConfigError(
+        f"{place}: the graph's engine ({used}) has no servers; expected engine=vllm or engine=sglang, or a cluster "
+        "without engine servers such as cluster=colocated."
+    )
+
+
+def learner_overrides(experiment: Experiment, cluster: Cluster, run: Path, overrides: Sequence[str]) -> list[str]:
+    """Settings with which the learner of a job finds the servers; what the user set for weights and GPUs stays."""
+    engine = served_engine(experiment.graph, f"cluster.placement={cluster.placement}").name
+    settings: dict[str, Any] = {
+        "rendezvous": run / SERVERS,
+        "servers": 0,  # the job starts them, not the learner
+        "pool.start_seconds": cluster.ready_seconds,
+    }
+    chosen = {text.lstrip("+").partition("=")[0] for text in overrides}
+    if cluster.all_nodes > 1 and f"{engine}.channel.path" not in chosen:
+        settings["channel.path"] = run / "weights"  # /dev/shm is another one on every node
+    if cluster.gpus_per_server > 1 and f"{engine}.tensor_parallel" not in chosen:
+        settings["tensor_parallel"] = cluster.gpus_per_server
+    return [f"{engine}.{name}={value}" for name, value in settings.items()]
+
+
+class EngineServer:
+    """One server of an experiment's engine, on this node's address.
+
+    Args:
+        experiment: the learner's, as `learner_overrides` has it.
+        index: number of this server.
+        count: number of servers in all.
+        log: file that the server's own output goes to, None for one below its folder.
+    """
+
+    def __init__(self, experiment: Experiment, index: int, count: int, log: Path | None = None) -> None:
+        self.index = index
+        self.count = count
+        self._run = experiment.run_path
+        self._attempt = os.environ.get(ATTEMPT, "")
+        self._left: list[dict[str, Any]] = []
+        self._listed = False
+        node = served_engine(experiment.graph, "serve")
+        folder = folder_of(self._run, self._attempt) / str(index)
+        with writing(folder):
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            # The engine quotes the end of its server's log when that ends, so it must find it where it expects it.
+            if log is not None:
+                own = folder / "logs" / "engine-0.log"
+                own.unlink(missing_ok=True)
+                own.symlink_to(log.resolve())
+        settings: Any = node.config
+        pool = dataclasses.replace(settings.pool, host=own_address())
+        # As if this process had the engine for itself: one server on this host, found without a rendezvous.
+        alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
+        self._engine: Any = node.cls(alone)
+        self._engine.setup(
+            Context(
+                node=node.name,
+                seed=experiment.run.seed,
+                device=resolve_device(experiment.run.device),
+                model=experiment.model,
+                run_dir=folder,
+            )
+        )
+
+    def publish(self) -> str:
+        """Leaves the server's address where the learner looks; returns its URL when it is new, else "".
+
+        Asked again and again: on a shared folder a file of another node may show late.
+
+        Raises:
+            RunError: the server has ended.
+        """
+        addresses = [dataclasses.asdict(address) for address in self._engine.backend.addresses()]
+        is_new = addresses != self._left
+        if is_new:
+            leave_address(self._run, self.index, addresses, self._attempt)
+            self._left = addresses
+            self._listed = False
+        self._listed = self._listed or list_servers(self._run, self.index, self.count, self._attempt)
+        (server,) = self._engine.backend.pool.servers
+        if not server.process.running:
+            raise RunError(
+                f"engine server {self.index} on {socket.gethostname()} {server.process.status()}.{server.log_lines()}"
+            )
+        return str(addresses[0]["url"]) if is_new else ""
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._engine.close()
+
+
+def own_address() -> str:
+    """The address under which the learner reaches this node.
+
+    That of the interface that is set, else of the one that leads to the learner's first node.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if interface:
+                request = struct.pack("256s", interface.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            if first := os.environ.get("MASTER_ADDR"):
+                probe.connect((first, 9))  # UDP: sends nothing, but chooses the interface
+                return str(probe.getsockname()[0])
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+
+
+def folder_of(run: Path, attempt: str) -> Path:
+    """Folder for the servers of one start of a job; the file with all of them has its name and .json."""
+    return run / SERVERS / (attempt or BY_HAND)
+
+
+def leave_address(run: Path, index: int, servers: list[dict[str, Any]], attempt: str = "") -> None:
+    """Writes a server's address where the others find it."""
+    write_aside(folder_of(run, attempt) / f"{index}.json", json.dumps(servers))
+
+
+def list_servers(run: Path, index: int, count: int, attempt: str = "") -> bool:
+    """Writes START.json once all servers of this start have left their address; whether they have."""
+    folder = folder_of(run, attempt)
+    try:
+        parts = [json.loads((folder / f"{i}.json").read_text()) for i in range(count)]
+    except OSError:
+        return False
+    servers = [{**server, "name": f"server {i}"} for i, part in enumerate(parts) for server in part]
+    aside = folder / f"all-{index}.json"  # several servers may be the last one
+    write_aside(aside, json.dumps({"format": 1, "servers": servers}, indent=1))
+    target = folder.with_name(f"{folder.name}.json")
+    with writing(target):
+        os.replace(aside, target)
+    return True

@@ -1,0 +1,54 @@
+"""`-m`: one configuration for every combination of values, in the syntax of hydra's basic sweeper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.core.errors import ConfigError
+from pipeline.run.compose import hydra_overrides, parse_overrides, search_dirs
+
+
+def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> list[list[str]]:
+    """Overrides of every run: key=a,b, key=choice(a,b) and key=range(0,3) take one value each.
+
+    The last key varies fastest.
+
+    >>> combinations(["run.seed=0,1", "model.path='x,y'", "run.iterations=range(1,3)"])[1]
+    ['run.seed=0', "model.path='x,y'", 'run.iterations=2']
+
+    Raises:
+        ConfigError: an override that is not one, or a sweep without a finite number of values.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    dirs = search_dirs(config_dirs)
+    parser = OverridesParser.create()
+    choices: list[list[str]] = []
+    # The composed form quotes what hydra's grammar would not read; it may have a search path more at its end.
+    for text, composed in zip(overrides, hydra_overrides(parse_overrides(overrides, dirs), dirs), strict=False):
+        try:
+            override = parser.parse_override(composed)
+        except HydraException as error:
+            raise ConfigError(f"override '{text}': {str(error).splitlines()[0]}") from error
+        values: list[str] = []
+        if override.is_choice_sweep() or override.is_range_sweep():
+            values = list(override.sweep_string_iterator())
+        elif override.is_sweep_override():
+            key = override.key_or_group
+            raise ConfigError(
+                f"override '{text}': a sweep without a list of values; expected {key}=a,b, {key}=choice(a,b) or "
+                f"{key}=range(start,stop)."
+            )
+        # Values keep the quotes of the grammar, and the key its "+" or "~": the text is composed again.
+        choices.append([f"{text.partition('=')[0]}={value}" for value in values] or [text])
+    return [list(chosen) for chosen in itertools.product(*choices)]
+
+
+def check_distinct(runs: Sequence[Path]) -> None:
+    """Raises ConfigError when two runs of a sweep have the same directory."""
+    for number, run in enumerate(runs):
+        if run in runs[:number]:
+            raise ConfigError(f"-m: two runs would share {run}; expected run names that differ. Do not set run.name.")

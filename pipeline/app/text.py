@@ -1,0 +1,28 @@
+"""Text of others (models, data, servers) on its way to a terminal or a page."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+_INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
+
+
+def visible(text: Any) -> str:
+    """Text with invisible characters (control, direction) written out, so that they change nothing around them.
+
+    >>> visible("a\\u202eb\\x1b[31m")
+    'a[U+202E]b␛[31m'
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        char = match.group()
+        if ord(char) < 32:
+            return chr(0x2400 + ord(char))
+        category = unicodedata.category(char)
+        if category == "Cs":
+            return "\ufffd"
+        return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
+
+    return _INVISIBLE.sub(spell, str(text))
