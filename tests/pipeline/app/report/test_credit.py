@@ -95,5 +95,5 @@ def test_mistakes(arguments, told, capsys):
 
 
 def test_a_run_without_rollouts(make_run):
-    with pytest.raises(RunError, match="is not recorded, so there are no rollouts to judge"):
+    with pytest.raises(RunError, match="is not recorded, so there are no rollouts"):
         compare(make_run(records=False), ["toy_grpo"], [], [], None, 4, 0)
