@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.report.page import visible
+from pipeline.app.report.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
 from pipeline.run.compose import compose, list_choices, read_yaml, search_dirs
 

@@ -30,7 +30,8 @@ def main(options: argparse.Namespace) -> int:
     kind = options.format or (ENDINGS.get(output.suffix) if output else "mermaid")
     if kind is None:
         raise ConfigError(
-            f"-o {output}: ending '{output.suffix if output else ''}'; wanted one of {', '.join(ENDINGS)}, or --format."
+            f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format; got "
+            f"'{output.suffix if output else ''}'."
         )
     text: str = getattr(draw, kind)(experiment.graph)
     if output is None:
@@ -40,7 +41,7 @@ def main(options: argparse.Namespace) -> int:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"-o {output}: cannot be written ({error.strerror}); wanted a file in a folder that exists."
+                f"-o {output}: cannot be written ({error.strerror}); expected a file in an existing folder."
             ) from error
         print(f"wrote {output}")
     return 0
@@ -50,21 +51,16 @@ def _list(dirs: list[Path]) -> int:
     for group in ("recipe", "graph", "model", "data", "engine", "learner"):
         print(f"{group}:")
         for name, file in sorted(list_choices(group, dirs).items()):
-            comment = next(
-                (
-                    line[2:]
-                    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
-                    if line.startswith("# ") and "@package" not in line
-                ),
-                "",
-            )
-            print(f"  {name:24} {comment}")
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            comments = [line[2:] for line in lines if line.startswith("# ") and "@package" not in line]
+            print(f"  {name:24} {comments[0] if comments else ''}")
     return 0
 
 
 def _check_all(dirs: list[Path]) -> int:
     started = time.perf_counter()
-    failed = total = 0
+    total = 0
+    failed = 0
     for name, problems in check_shipped(dirs):
         total += 1
         failed += bool(problems)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.app.report.page import visible
+from pipeline.app.report.text import visible
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, compose
 

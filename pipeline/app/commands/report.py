@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.app.report.page import visible, write_report
+from pipeline.app.report.page import write_report
 from pipeline.app.report.source import read_run
+from pipeline.app.report.text import visible
 from pipeline.app.report.timelines import merge_traces
 from pipeline.core.errors import RunError
 from pipeline.run.timeline.timeline import trace_files
@@ -29,6 +30,6 @@ def main(options: argparse.Namespace) -> int:
 def merge(run: Path, target: Path) -> int:
     """Writes one trace of all ranks."""
     if not trace_files(run):
-        raise RunError(f"{run}: no traces/rank-N.json; wanted a run that was trained with run.trace.enabled=true.")
+        raise RunError(f"{run}: no traces/rank-N.json; expected a run that was trained with run.trace.enabled=true.")
     print(f"wrote {target} ({merge_traces(run, target):,} events); open it at ui.perfetto.dev")
     return 0

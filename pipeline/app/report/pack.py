@@ -49,7 +49,7 @@ def unpack(text: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def pack_rollouts(rollouts: Rollouts) -> str:
-    """All columns of `rollouts`; token numbers in 8 or 16 bits (credit and log-ratio linear, entropy and log-prob as square roots)."""
+    """All columns of `rollouts`; credit and log-ratio in 16 bits, entropy and log-prob as square roots in 8."""
     rows = rollouts.rows
     arrays: dict[str, NDArray[Any]] = {}
     scales: dict[str, float] = {}

@@ -1,12 +1,10 @@
-"""Renders a report: everything into one HTML file that runs no script but its own and asks for nothing from a network."""
+"""Renders a report as one HTML file that runs no script but its own and loads nothing from a network."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
-import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from pipeline.app.progress import duration
 from pipeline.app.report.cards import config_differences, graph_card, overview
@@ -21,6 +20,7 @@ from pipeline.app.report.curves import AXES, all_lines, phases
 from pipeline.app.report.pack import pack, pack_rollouts
 from pipeline.app.report.rollouts import collect
 from pipeline.app.report.source import RunSource
+from pipeline.app.report.text import visible
 from pipeline.app.report.timelines import timeline
 from pipeline.run.run_directory import write_aside
 
@@ -58,6 +58,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
     blobs |= {f"data-timeline-{i}": pack(*found) for i, found in enumerate(spans) if found}
     has_curves = bool(curves["lines"])
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
         *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
@@ -69,8 +70,8 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "report.jinja",
         scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
         blobs=blobs,
-        title=title or ("Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        subtitle=f"{len(runs)} run{'s' if len(runs) != 1 else ''}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
+        title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
+        subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
         skip=("rollouts", "rollouts"),
         sections=sections,
         runs=cards,
@@ -84,10 +85,13 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
 
 
 def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, **values: Any) -> str:
-    """A page of a template. Its Content-Security-Policy allows these scripts by their hash, and nothing from elsewhere."""
+    """A page of a template; its Content-Security-Policy allows these scripts by their hash, and nothing else."""
     texts = [vega_bundle(), *((ASSETS / name).read_text(encoding="utf-8") for name in scripts)]
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
         autoescape=True,
@@ -98,7 +102,7 @@ def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], titl
     environment.filters |= {"visible": visible, "decimal": _decimal, "count": _count, "duration": _duration}
     css = (ASSETS / "report.css").read_text(encoding="utf-8")
     page = environment.get_template(template).render(
-        policy=policy, css=_raw(css), scripts=texts, blobs=blobs, title=visible(title), **values
+        policy=policy, css=Markup(css), scripts=texts, blobs=blobs, title=visible(title), **values
     )
     return page.encode("utf-8", "replace").decode()
 
@@ -118,7 +122,7 @@ def vega_bundle() -> str:
 
 
 def kept(file: Path, make: Callable[[], str]) -> str:
-    """What `make` gives, kept in a file whose first line is its digest; made anew when that does not fit."""
+    """The result of `make`, cached in a file whose first line is its digest; made again when that does not match."""
     try:
         digest, _, text = file.read_bytes().decode().partition("\n")
         if digest == hashlib.sha256(text.encode()).hexdigest():
@@ -132,36 +136,8 @@ def kept(file: Path, make: Callable[[], str]) -> str:
         aside.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
         os.replace(aside, file)
     except OSError:
-        pass  # it only saves seconds
+        pass  # the cache only saves seconds
     return text
-
-
-_INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
-
-
-def visible(text: Any) -> str:
-    """Text with control, direction and other invisible characters written out, so that they cannot change what is around them.
-
-    >>> visible("a\\u202eb\\x1b[31m")
-    'a[U+202E]b␛[31m'
-    """
-
-    def spell(match: re.Match[str]) -> str:
-        char = match.group()
-        if ord(char) < 32:
-            return chr(0x2400 + ord(char))
-        category = unicodedata.category(char)
-        if category == "Cs":
-            return "\ufffd"
-        return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
-
-    return _INVISIBLE.sub(spell, str(text))
-
-
-def _raw(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
 
 
 def _decimal(value: float | None) -> str:

@@ -105,10 +105,10 @@ def test_all_mistakes_come_in_one_message(tmp_path: Path, capsys: pytest.Capture
         (["eval", "/nowhere"], ["/nowhere", "no run there"]),
         (["run-node", "advantage.group"], ["missing input", "trajectories=… (Trajectories)"]),
         (["run-node", "advantage.group", "trajectorie=x"], ["no such socket", "Did you mean 'trajectories'?"]),
-        (["graph", "recipe=toy_srpo", "-o", "x.txt"], ["ending '.txt'", ".svg"]),
+        (["graph", "recipe=toy_srpo", "-o", "x.txt"], ["got '.txt'", ".svg"]),
         (
             ["graph", "recipe=toy_srpo", "-o", "/nowhere/x.svg"],
-            ["/nowhere/x.svg: cannot be written", "a folder that exists"],
+            ["/nowhere/x.svg: cannot be written", "an existing folder"],
         ),
         (
             ["train", "-m", "recipe=toy_grpo", "run.seed=0,1", "sampler.group_sze=4"],

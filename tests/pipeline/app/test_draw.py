@@ -1,4 +1,4 @@
-"""Pictures: every node and wire is there, nothing overlaps, text is escaped, and the same graph gives the same bytes."""
+"""Pictures: every node and wire is drawn, nothing overlaps, text is escaped, equal graphs give equal bytes."""
 
 import re
 import xml.etree.ElementTree as ET

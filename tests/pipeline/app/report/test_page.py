@@ -12,8 +12,9 @@ import yaml
 
 from pipeline.app.cli import main
 from pipeline.app.report.pack import pack, unpack
-from pipeline.app.report.page import kept, report_html, visible
+from pipeline.app.report.page import kept, report_html
 from pipeline.app.report.source import read_run
+from pipeline.app.report.text import visible
 
 EVIL = [
     "<script>window.pwned=1</script>",
