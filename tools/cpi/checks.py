@@ -100,7 +100,7 @@ def check_sampled(rng: np.random.Generator, count: int, num_labels: int) -> Rows
 
 
 def below(gain: Floats, bound: Floats, scale: Floats) -> NDArray[np.bool_]:
-    """Where a gain misses its bound by more than the rounding of a difference of returns, 1e-13 of `scale` (H R_max)."""
+    """Where a gain misses its bound by more than the rounding of returns, 1e-13 of `scale` (H R_max)."""
     return gain < bound - 1e-13 * scale
 
 
