@@ -56,10 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     graph = command("graph", "Draw a graph, or check every shipped graph and recipe.", OVERRIDES_HELP)
     _overrides(graph)
-    graph.add_argument(
-        "--format", choices=["mermaid", "svg", "html"], help="default: by the ending of -o, else mermaid"
-    )
-    graph.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd, .svg or .html)")
+    graph.add_argument("--format", choices=["mermaid", "svg"], help="default: by the ending of -o, else mermaid")
+    graph.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd, .md or .svg)")
     graph.add_argument(
         "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"
     )

@@ -1,4 +1,4 @@
-"""Pictures of a graph: mermaid text, a self-contained SVG, and an HTML page with every node's settings."""
+"""Pictures of a graph: mermaid text and a self-contained SVG; and what a page says of a node."""
 
 from __future__ import annotations
 
@@ -65,35 +65,6 @@ def svg(graph: Graph) -> str:
     return _Picture(graph).render()
 
 
-def html(graph: Graph, title: str = "Graph") -> str:
-    """A self-contained page: the picture and a table of nodes with wires and settings; changed settings are bold."""
-    rows = "\n".join(_table_row(node) for node in graph.nodes)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{escape(title)}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 14px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }}
-body {{ background: {_LIGHT["page"]}; color: {_LIGHT["text"]}; }}
-svg {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th, td {{ text-align: left; vertical-align: top; padding: .4rem .6rem; border-bottom: 1px solid {_LIGHT["line"]}66; }}
-code {{ font-size: .92em; }}
-td small {{ color: {_LIGHT["soft"]}; }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: {_DARK["page"]}; color: {_DARK["text"]}; }}
-  td small {{ color: {_DARK["soft"]}; }}
-}}
-</style></head><body>
-<h1>{escape(title)}</h1>
-{svg(graph)}
-<table><thead><tr><th>node</th><th>reads</th><th>settings</th></tr></thead><tbody>
-{rows}
-</tbody></table>
-</body></html>
-"""
-
-
 def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
     """(name, value as text, differs from the default) of every setting of a Config, nested ones dotted."""
     for f in dataclasses.fields(config):
@@ -121,16 +92,6 @@ def _mermaid_id(name: str) -> str:
 
 def _mermaid_text(text: str) -> str:
     return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
-
-
-def _table_row(node: Node) -> str:
-    name = f"<b>{escape(node.name)}</b><br><code>{escape(node.use)}</code><br><small>{escape(summary_of(node))}</small>"
-    reads = "<br>".join(f"{escape(socket)} ← <code>{escape(str(wire))}</code>" for socket, wire in node.all_wires)
-    settings = []
-    for setting, value, changed in settings_of(node.config):
-        text = f"<code>{escape(f'{setting} = {value}')}</code>"
-        settings.append(f"<b>{text}</b>" if changed else text)
-    return f"<tr><td>{name}</td><td>{reads}</td><td>{'<br>'.join(settings)}</td></tr>"
 
 
 class _Picture:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from torch import Tensor
 from components.engine.adapters import merged
 from components.learner.hf.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
-from pipeline.app.bench.credit_run import CreditRun, first_of, learner_of, run_credit, shared_outputs
+from pipeline.app.bench.credit_run import CreditRun, first_of, learner_of, run_credit, sampling_of, shared_outputs
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from pipeline.app.bench.judging import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.methods import Method
 from pipeline.app.bench.partial_run import Cost
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
 from pipeline.app.bench.truth import State, Truth, true_values
-from pipeline.core.errors import ConfigError, CreditgraphError
-from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier, Weights
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment
@@ -156,7 +156,8 @@ class CreditBench:
     def _reference(self, seed: int, run: CreditRun) -> _Reference:
         reference = _Reference(seed, run)
         rows = run.trajectories
-        reference.truth = truth = self._truth(reference, rows)
+        truth = self._truth(reference, rows)
+        reference.truth = truth
         # The policy gradient of the mean outcome: every token has its thought's true advantage, rows are averaged,
         # tokens summed.
         weight = truth.per_token(rows.response_tokens)
@@ -169,7 +170,7 @@ class CreditBench:
 
     def _truth(self, reference: _Reference, trajectories: Trajectories) -> Truth:
         policy, verifier, prompts = (first_of(reference.run, kind) for kind in (Policy, Verifier, Prompts))
-        sampling = sampling_of(self.baseline)
+        sampling = sampling_of(self.baseline.graph)
         stream = Stream("creditbench", reference.seed)
         samples = self.options.samples
         return true_values(policy, verifier, prompts, trajectories, sampling, samples, stream, reference.known)
@@ -205,22 +206,15 @@ def exact_credit(trajectories: Trajectories, truth: Truth) -> ThoughtCredit:
     return per_thought(credit, mask, trajectories.inherited, truth)
 
 
-def sampling_of(experiment: Experiment) -> Sampling:
-    """How the recipe's sampler samples: the settings of its first sampling node."""
-    for node in experiment.graph.nodes:
-        if node.use.startswith("sampler."):
-            return cast(Sampling, node.config.sampling())
-    raise ConfigError("the baseline's graph has no sampler node; expected one, which says how the policy samples.")
-
-
 def sampled_tokens(run: CreditRun) -> float:
     """All tokens sampled for the batch: rollouts and what credit needed."""
     return run.cost(rollouts=True).sampled_tokens + run.cost(rollouts=False).sampled_tokens
 
 
 def cost_metrics(run: CreditRun) -> dict[str, float]:
-    """Tokens of the rollouts, and what credit cost beside them."""
-    rollouts, credit = run.cost(rollouts=True), run.cost(rollouts=False)
+    """Tokens of the rollouts, and what credit cost in addition."""
+    rollouts = run.cost(rollouts=True)
+    credit = run.cost(rollouts=False)
     return {
         "rollout_tokens": rollouts.sampled_tokens,
         "credit_sampled": credit.sampled_tokens,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pipeline.app.bench.partial_run import Cost, PartialRun
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
+from pipeline.core.payloads import Credit, Prompts, Sampling, Trajectories, Weights
 from pipeline.core.sockets import Node
 from pipeline.run.compose import Experiment
 
@@ -55,6 +55,19 @@ def learner_of(graph: Graph) -> Node:
             "expected exactly one, whose credit can be measured."
         )
     return learners[0]
+
+
+def samples_rollouts(node: Node) -> bool:
+    """Whether a node samples trajectories from a policy."""
+    return bool(node.outputs_of(Trajectories)) and "policy" in node.wires
+
+
+def sampling_of(graph: Graph) -> Sampling:
+    """How the rollouts of a graph are sampled: the settings of its first node that samples any."""
+    for node in graph.nodes:
+        if samples_rollouts(node) and hasattr(node.config, "sampling"):
+            return cast(Sampling, node.config.sampling())
+    raise ConfigError(f"no node of the graph ({', '.join(graph.names)}) says how its rollouts are sampled.")
 
 
 def first_of(run: CreditRun, kind: type) -> Any:

@@ -77,7 +77,8 @@ class GradientSums:
     def metrics(self) -> dict[str, float]:
         """cosine, noise (tr Cov), signal (projection on the true gradient), tokens; NaN with too few prompts or no
         signal."""
-        n, m = self.prompts, self.true_prompts
+        n = self.prompts
+        m = self.true_prompts
         pairs = n * m - self.num_common
         if n < 2 or m < 2 or pairs < 1:
             return dict.fromkeys(("cosine", "noise", "signal", "tokens"), math.nan)

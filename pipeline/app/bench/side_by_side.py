@@ -12,14 +12,14 @@ from typing import Any, cast
 import torch
 
 from components.rollouts.thoughts import has_oracle
-from pipeline.app.bench.credit_run import learner_of
+from pipeline.app.bench.credit_run import learner_of, samples_rollouts, sampling_of
 from pipeline.app.bench.judging import effective_credit, per_thought
 from pipeline.app.bench.partial_run import PartialRun
 from pipeline.app.bench.statistics import pearson
 from pipeline.app.bench.truth import Truth, thought_ends, true_values
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Policy, Prompts, Sampling, Trajectories, Verifier
+from pipeline.core.payloads import Credit, Policy, Prompts, Trajectories, Verifier
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
@@ -152,13 +152,6 @@ class _Source:
             f"{self.replay.path}: its graph has no {kind.__name__}; expected a run that samples and verifies."
         )
 
-    def sampling(self) -> Sampling:
-        """How the run's rollouts were sampled."""
-        for node in self.replay.graph.nodes:
-            if _samples_rollouts(node) and hasattr(node.config, "sampling"):
-                return cast(Sampling, node.config.sampling())
-        raise ConfigError(f"{self.replay.path}: no node says how its rollouts were sampled.")
-
 
 def _iteration(replay: Replay, wire: Wire) -> int:
     folder = replay.path / "record" / f"{wire.source}.{wire.output}"
@@ -191,17 +184,14 @@ def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth |
     if not samples or not has_oracle(source.prompts):
         return None
     stream = Stream(source.replay.experiment.run.seed, "side_by_side", source.iteration)
-    return true_values(source.policy, source.verifier, source.prompts, trajectories, source.sampling(), samples, stream)
+    sampling = sampling_of(source.replay.graph)
+    return true_values(source.policy, source.verifier, source.prompts, trajectories, sampling, samples, stream)
 
 
 def _true_column(truth: Truth, trajectories: Trajectories, samples: int) -> Column:
     note = f"{samples} continuations per thought; {truth.sampled_tokens:,} tokens sampled for it"
     credit = truth.per_token(trajectories.response_tokens)
     return Column(TRUTH, note, credit, credit.with_values(torch.ones(len(credit.values), dtype=torch.bool)))
-
-
-def _samples_rollouts(node: Node) -> bool:
-    return bool(node.outputs_of(Trajectories)) and "policy" in node.wires
 
 
 def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Tensor, truth: Truth | None) -> Column:
@@ -236,8 +226,8 @@ def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Cred
 def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]]:
     """Node → outputs that come from the run; ConfigError when the recipe needs rollouts that the run does not have."""
     graph = experiment.graph
-    samplers = [n for n in graph.nodes if _samples_rollouts(n)]
-    own = {n.use: n for n in source.replay.graph.nodes if _samples_rollouts(n)}
+    samplers = [n for n in graph.nodes if samples_rollouts(n)]
+    own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)}
     same = {n.use for n in samplers} == set(own)
     if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN):
         missing = [n.use for n in samplers if n.use not in own] or [n.use for n in samplers]

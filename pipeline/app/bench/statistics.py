@@ -27,7 +27,8 @@ def pearson(x: Floats, y: Floats) -> float:
     """Linear correlation; NaN where it is not defined (fewer than two points, or one side constant)."""
     if len(x) < 2:
         return math.nan
-    a, b = x - x.mean(), y - y.mean()
+    a = x - x.mean()
+    b = y - y.mean()
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
     # A constant less its mean is not always exactly 0.
     if not np.ptp(x) or not np.ptp(y) or not scale:

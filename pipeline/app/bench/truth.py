@@ -116,7 +116,7 @@ def true_values(
 
 
 def _states(trajectories: Trajectories, ends: Jagged) -> tuple[dict[State, tuple[int, int]], Tensor]:
-    """Distinct states before thoughts, each with a (row, prefix length), and the state before each thought [thoughts]."""
+    """Distinct states before thoughts, each with a (row, prefix length), and the state before each thought, int64."""
     states: dict[State, tuple[int, int]] = {}
     number: dict[State, int] = {}
     state_of: list[int] = []
@@ -159,8 +159,7 @@ def _continue(
 def _at_boundaries(before: Tensor, ends: Jagged, outcome: Tensor) -> Jagged:
     """Jagged float64 with one entry more per row than `ends`: the value before each thought, then the outcome [N]."""
     counts = ends.lengths
-    out = Jagged.from_lengths(torch.zeros(len(ends.values) + len(ends), dtype=torch.float64), counts + 1)
-    values = out.values
-    values[(out.positions < counts[out.row_ids]).nonzero(as_tuple=True)[0]] = before
-    filled = out.with_values(values)
-    return with_final(filled, outcome.double())
+    empty = Jagged.from_lengths(torch.zeros(len(ends.values) + len(ends), dtype=torch.float64), counts + 1)
+    values = empty.values
+    values[empty.positions < counts[empty.row_ids]] = before
+    return with_final(empty.with_values(values), outcome.double())

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
 
-ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg", ".html": "html"}
+ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg"}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> int:
             f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format; got "
             f"'{output.suffix if output else ''}'."
         )
-    text: str = getattr(draw, kind)(experiment.graph)
+    text = draw.svg(experiment.graph) if kind == "svg" else draw.mermaid(experiment.graph)
     if output is None:
         print(text)
     else:

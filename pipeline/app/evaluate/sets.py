@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from components.models.load import context_length
 from components.prompts.dataset import load_rows, make_prompts
 from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
-from pipeline.core.component import Component, Context, ModelSpec
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
 from pipeline.core.payloads import Prompts, Verifier
 from pipeline.core.registry import load_class
@@ -125,12 +126,12 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
     rows = load_rows(entry, context, tokenizer, place=f"data.{name}")
     # A verifier caches verdicts by prompt: no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     ids = []
     for row in rows:
         first = short_hash(str(row.metadata["question"]), row.answer)
-        count = seen[first] = seen.get(first, -1) + 1
-        ids.append(first if not count else short_hash(first, str(count)))
+        ids.append(short_hash(first, str(seen[first])) if seen[first] else first)
+        seen[first] += 1
     named = task.verifier or entry.get("verifier") or {}
     verifier = {"use": named} if isinstance(named, str) else dict(named)
     if not verifier.get("use"):
@@ -162,7 +163,7 @@ class Verifiers:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._started: dict[str, tuple[Component, Verifier]] = {}
+        self._started: dict[str, tuple[Any, Verifier]] = {}
 
     def check(self, problems: Problems) -> None:
         """Raises ConfigError for an unknown component or setting."""
@@ -174,8 +175,7 @@ class Verifiers:
         if key not in self._started:
             component = self._build(problems)
             component.setup(Context(node="verifier", model=self._spec))
-            outputs: Any = component.run()  # type: ignore[attr-defined]
-            self._started[key] = component, getattr(outputs, _verifier_output(component.__class__))
+            self._started[key] = component, getattr(component.run(), output_of(type(component), Verifier))
         return self._started[key][1]
 
     def close(self) -> None:
@@ -183,20 +183,24 @@ class Verifiers:
         for component, _ in self._started.values():
             component.close()
 
-    def _build(self, problems: Problems) -> Component:
+    def _build(self, problems: Problems) -> Any:
         place = f"tasks.{problems.name}.verifier"
         settings = dict(problems.verifier)
         use = str(settings.pop("use"))
-        cls: Any = load_class(use)
-        if not _verifier_output(cls):
+        if not output_of(load_class(use), Verifier):
             raise ConfigError(f"{place}: {use} has no verifier output; choose one (creditgraph components verifier).")
-        config, mistakes = build_config(cls.Config, settings, place)
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        built: Component = cls(config)
-        return built
+        return build_component(use, settings, place)
 
 
-def _verifier_output(cls: type) -> str:
-    """The output of a component that is a verifier, "" when it has none."""
-    return next((name for name, socket in sockets_of(cls).outputs.items() if socket.carries(Verifier)), "")
+def build_component(use: str, settings: Mapping[str, Any], place: str) -> Any:
+    """A component outside of a graph, not set up yet; ConfigError for an unknown name or wrong settings."""
+    cls: Any = load_class(use)
+    config, mistakes = build_config(cls.Config, settings, place)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return cls(config)
+
+
+def output_of(cls: type, kind: type) -> str:
+    """The first output of a component class that carries this kind, "" without any."""
+    return next((name for name, socket in sockets_of(cls).outputs.items() if socket.carries(kind)), "")

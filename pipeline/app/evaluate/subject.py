@@ -15,6 +15,7 @@ import torch
 
 from components.models.load import resolve_model_path
 from pipeline.app.evaluate.request import Request
+from pipeline.app.evaluate.sets import build_component, output_of
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.payloads import Policy, Weights
@@ -145,15 +146,16 @@ class Engines:
             torch.set_num_threads(subject.threads)
         if self._running is None or self._running[0] != key:
             self.close()
-            self._running = key, self._build(subject)
-            self._running[1].setup(Context(node="engine", device=subject.device, model=subject.spec))
+            engine = build_component(subject.engine.use, subject.engine.settings, "engine")
+            self._running = key, engine
+            engine.setup(Context(node="engine", device=subject.device, model=subject.spec))
         engine = self._running[1]
         cls: Any = type(engine)
         (socket,) = sockets_of(cls).inputs
         # Engines identify weights by version, and those of two runs may have the same.
         weights = dataclasses.replace(subject.checkpoint.weights(), version=self._loads)
         self._loads += 1
-        policy: Policy = getattr(engine.run(**{socket: weights}), _policy_output(cls))
+        policy: Policy = getattr(engine.run(**{socket: weights}), output_of(cls, Policy))
         return policy
 
     def close(self) -> None:
@@ -161,13 +163,6 @@ class Engines:
         if self._running is not None:
             self._running[1].close()
             self._running = None
-
-    def _build(self, subject: Subject) -> Any:
-        cls: Any = load_class(subject.engine.use)
-        config, problems = build_config(cls.Config, subject.engine.settings, "engine")
-        if problems:
-            raise ConfigError("\n".join(problems))
-        return cls(config)
 
 
 def _model(settings: Mapping[str, Any], place: str) -> ModelSpec:
@@ -183,7 +178,7 @@ def _engine_of_run(values: dict[str, Any], request: Request, dirs: Sequence[Path
     engines = [
         Engine(use=node["use"], settings=dict(node.get("config") or {}))
         for node in nodes
-        if _policy_output(load_class(node["use"]))
+        if output_of(load_class(node["use"]), Policy)
     ]
     return _chosen_engine(engines[0] if engines else Engine(use="engine.local"), values, request, dirs)
 
@@ -200,11 +195,6 @@ def _chosen_engine(own: Engine, values: Mapping[str, Any], request: Request, dir
         # Another engine has other settings, so those of the run's engine do not apply to it.
         engine = Engine(use=use, settings=deep_merge(own.settings if use == own.use else {}, chosen))
     return dataclasses.replace(engine, settings=deep_merge(engine.settings, request.changed("engine")))
-
-
-def _policy_output(cls: type) -> str:
-    """The output of a component that is a policy, "" when it has none."""
-    return next((name for name, socket in sockets_of(cls).outputs.items() if socket.carries(Policy)), "")
 
 
 def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +54,7 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "graphs": [{k: v for k, v in card.items() if k != "svg"} if card else None for card in graphs],
     }
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
-    blobs |= {f"data-timeline-{i}": pack(*found) for i, found in enumerate(spans) if found}
+    blobs |= {f"data-timeline-{i}": pack(*spans_of_run) for i, spans_of_run in enumerate(spans) if spans_of_run}
     has_curves = bool(curves["lines"])
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
@@ -112,32 +110,9 @@ def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
     import vl_convert
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "creditgraph"
-    text = kept(
-        folder / f"vega-{version('vl-convert-python')}.js",
-        lambda: vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-    )
+    text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # Inside <script>, these would end or change the element.
     return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
-
-
-def kept(file: Path, make: Callable[[], str]) -> str:
-    """The result of `make`, cached in a file whose first line is its digest; made again when that does not match."""
-    try:
-        digest, _, text = file.read_bytes().decode().partition("\n")
-        if digest == hashlib.sha256(text.encode()).hexdigest():
-            return text
-    except (OSError, ValueError):
-        pass
-    text = make()
-    aside = file.with_name(f".{os.getpid()}-{file.name}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
-        os.replace(aside, file)
-    except OSError:
-        pass  # the cache only saves seconds
-    return text
 
 
 def _decimal(value: float | None) -> str:

@@ -29,7 +29,8 @@ from pipeline.core.payloads import (
 )
 
 TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
-LONGEST_PIECE, LONGEST_TEXT = 400, 20_000  # characters kept of one token, and of a prompt or reason
+LONGEST_PIECE = 400  # characters kept of one token
+LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
 
 class Flat:
@@ -161,7 +162,10 @@ class _Collector:
     """Appends the rollouts of one run."""
 
     def __init__(self, run: RunSource, number: int, kinds: dict[str, list[str]], out: Rollouts) -> None:
-        self.run, self.number, self.kinds, self.out = run, number, kinds, out
+        self.run = run
+        self.number = number
+        self.kinds = kinds
+        self.out = out
         self.tokenizer = load_tokenizer(str((run.config.get("model") or {}).get("path", "")))
         if kinds["Trajectories"] and self.tokenizer is None:
             run.note("its tokenizer is not on this machine: tokens are shown as ids")
@@ -253,7 +257,8 @@ class _Collector:
         return segments
 
     def _row(self, node: str, iteration: int, table: Table, i: int) -> None:
-        rows, texts = self.out.rows, self.out.texts
+        rows = self.out.rows
+        texts = self.out.texts
         rows["run"].append(self.number)
         rows["iteration"].append(iteration)
         rows["uid"].append(table["uid"][i])
@@ -269,7 +274,8 @@ class _Collector:
     def _outcome(
         self, uid: int, problem: int, rewards: dict[int, Any], errors: dict[int, Any], prompts: dict[int, Any]
     ) -> None:
-        rows, texts = self.out.rows, self.out.texts
+        rows = self.out.rows
+        texts = self.out.texts
         table, i = rewards.get(uid, (None, 0))
         rows["reward"].append(table["value"][i] if table else float("nan"))
         rows["correct"].append((1 if table["correct"][i] else 0) + (0 if table["valid"][i] else 2) if table else 4)
@@ -294,7 +300,8 @@ class _Collector:
         flags = np.zeros(size, np.uint8)
         _mark(flags, table["thought_ends"].row(i), THOUGHT_END)
         sampled = _sized(table["engine_logprobs"].row(i), size)
-        advantage = ratio = np.zeros(size, np.float32)
+        advantage = np.zeros(size, np.float32)
+        ratio = np.zeros(size, np.float32)
         credited, row = credit.get(uid, (None, 0))
         if credited is not None and len(credited["advantage"].row(row)) == size:
             advantage = credited["advantage"].row(row)

@@ -87,10 +87,12 @@ def windows(tracks: Iterable[Track]) -> dict[int, Window]:
     newest: dict[int, tuple[int, float, float]] = {}
     for track in tracks:
         for e in track.spans:
-            number, attempt = int(e["args"].get("iteration", START)), int(e["args"]["attempt"])
+            number = int(e["args"].get("iteration", START))
+            attempt = int(e["args"]["attempt"])
             if number == START and e["cat"] != "setup":
                 continue
-            begin, end = float(e["ts"]), float(e["ts"] + e["dur"])
+            begin = float(e["ts"])
+            end = float(e["ts"] + e["dur"])
             old = newest.get(number)
             if old is None or old[0] < attempt:
                 newest[number] = (attempt, begin, end)

@@ -19,7 +19,7 @@ from pipeline.app.bench.curves import (
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
 from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import compose
+from pipeline.run.compose import compose, list_choices, search_dirs
 
 
 def metric_rows():
@@ -230,12 +230,14 @@ def test_methods_are_chosen_by_name_recipe_and_settings():
         choose_methods(["sprro"])
 
 
-def test_every_listed_method_has_a_sound_recipe():
-    found = choose_methods(None)
-    assert found[0] == BASELINE
+def test_every_listed_method_has_a_recipe_and_sound_settings():
+    chosen = choose_methods(None)
+    assert chosen[0] == BASELINE
     assert len({m.name for m in METHODS}) == len(METHODS)
-    for method in found:
-        method.experiment()
+    assert {m.recipe for m in METHODS} <= set(list_choices("recipe", search_dirs()))
+    for method in chosen:
+        if method.overrides:  # the recipes themselves are built by tests/configs
+            method.experiment()
 
 
 def test_a_method_with_settings_in_its_name_composes(tmp_path):

@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -25,8 +22,6 @@ pytestmark = pytest.mark.xdist_group(
     "evaluation"
 )  # one process, so that the run and the whole evaluation are made once
 
-REPOSITORY = Path(__file__).parents[4]
-TOYS = Path(__file__).parents[2] / "toys"
 SUITE = {
     "title": "Small",
     "version": 1,
@@ -194,11 +189,14 @@ def test_seeds_depend_on_problem_and_sample_alone(model, configs, tmp_path):
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path):
     """SIGKILL in the fifth chunk: four are on disk, and are not asked again."""
     arguments = ["eval", "suite=small", "model=tiny", f"root={tmp_path}", "chunk=6", "-c", configs]
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TOYS}", "OMP_NUM_THREADS": "1", "EVAL_TOYS_KILL": "5"}
-    done = subprocess.run(
-        [sys.executable, "-m", "creditgraph", *arguments], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = os.fork()  # a new interpreter would spend most of its time importing
+    if not pid:
+        os.environ["EVAL_TOYS_KILL"] = "5"
+        try:
+            main(arguments)
+        finally:
+            os._exit(1)  # it was not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     folder = tmp_path / "model-tiny" / "eval" / "small" / "initial"
     before = {name: data for name, data in items(folder).items() if name.endswith(".parquet")}
     assert len(before) == 4
