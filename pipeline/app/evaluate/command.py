@@ -31,23 +31,6 @@ CONTAMINATION = "_contamination.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One subject's evaluation, ready to run: problems loaded, records opened, nothing sampled.
-
-    Attributes:
-        subject: what is evaluated.
-        folder: eval/SUITE/CHECKPOINT of the subject.
-        works: one per task.
-        contamination: task → report.
-    """
-
-    subject: Subject
-    folder: Path
-    works: list[Work]
-    contamination: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What all subjects of a command share.
 
@@ -65,38 +48,32 @@ class Evaluation:
     engines: Engines
     say: Callable[[str], None]
 
-    def prepare(self, subject: Subject, folder: Path, fresh: bool) -> Plan:
-        """Loads problems, opens records and searches the training data; samples nothing. Every mistake shows here."""
+    def prepare(self, subject: Subject, folder: Path, fresh: bool) -> list[Work]:
+        """One work per task: loads problems, opens records and searches the training data; samples nothing.
+
+        Every mistake of the user shows here.
+        """
         tokenizer = load_tokenizer(subject.spec)
         train = self._training_data(subject)
-        sets = load_problems(
-            self.suite, subject.spec, tokenizer, self.request.changes.get("data") or {}, self.config_dirs
-        )
+        sets = load_problems(self.suite, subject.spec, tokenizer, self.request.changed("data"), self.config_dirs)
         for problems in sets:
             self.verifiers.check(problems)
         for note in [*subject.checkpoint.notes, *(note for problems in sets for note in problems.notes)]:
             self.say(f"note: {note}")
-        stores = {}
+        works = []
         for problems in sets:
             items = folder / "items" / problems.name
             if fresh:
                 shutil.rmtree(items, ignore_errors=True)
-            stores[problems.name] = ItemStore(items, self._made_with(subject, problems, train), self.request.chunk)
-        reports = self._contamination(sets, stores, train, subject, tokenizer)
-        works = []
-        for problems in sets:
-            report = reports[problems.name]
-            flagged = None
-            if report["status"] == "checked":
-                hits = {item["problem"] for item in report["overlapping"] if item["flagged"]}
-                flagged = [number in hits for number in range(len(problems.ids))]
-            works.append(Work(problems=problems, store=stores[problems.name], flagged=flagged, seed=self.suite.seed))
-        return Plan(subject=subject, folder=folder, works=works, contamination=reports)
+            store = ItemStore(items, self._made_with(subject, problems, train), self.request.chunk)
+            works.append(Work(problems=problems, store=store, seed=self.suite.seed))
+        self._search_training_data(works, train, subject, tokenizer)
+        return works
 
-    def sample_missing(self, plan: Plan, compare: bool) -> None:
+    def sample_missing(self, subject: Subject, works: Sequence[Work], compare: bool) -> None:
         """Samples and verifies what is not on disk; RunError instead where `compare` forbids it."""
-        missing = {work.problems.name: work.missing() for work in plan.works}
-        for work in plan.works:
+        missing = {work.problems.name: work.missing() for work in works}
+        for work in works:
             for name in work.store.damaged:
                 self.say(f"note: {work.store.folder / name} is not whole; its responses are sampled again")
         if not any(missing.values()):
@@ -104,16 +81,16 @@ class Evaluation:
         if compare:
             unfinished = ", ".join(name for name, chunks in missing.items() if chunks)
             raise RunError(
-                f"{plan.folder}: {unfinished} not finished; --compare only reads. Run the same command without "
+                f"{subject.name}: {unfinished} not finished; --compare only reads. Run the same command without "
                 "--compare first."
             )
-        policy = self.engines.start(plan.subject)
-        for work in plan.works:
+        policy = self.engines.start(subject)
+        for work in works:
             name = work.problems.name
             left = sum(chunk.rows for chunk in missing[name])
             on_disk = sum(chunk.rows for chunk in work.chunks) - left
             kept = f", {on_disk} are on disk" if on_disk else ""
-            self.say(f"{plan.subject.name}, {name}: {left} responses to sample{kept}")
+            self.say(f"{subject.name}, {name}: {left} responses to sample{kept}")
 
             def on_chunk(chunk: Chunk, right: int, name: str = name) -> None:
                 self.say(f"  {name}, {chunk.part} {chunk.first}–{chunk.last - 1}: {right} of {chunk.rows} right")
@@ -147,25 +124,19 @@ class Evaluation:
             "contamination": dataclasses.asdict(self.suite.contamination) | {"train": train},
         }
 
-    def _contamination(
-        self,
-        sets: Sequence[Problems],
-        stores: dict[str, ItemStore],
-        train: dict[str, Any] | None,
-        subject: Subject,
-        tokenizer: Any,
-    ) -> dict[str, dict[str, Any]]:
-        """Task → contamination report; read from disk where an earlier start of this evaluation wrote it."""
-        reports: dict[str, dict[str, Any]] = {}
-        for name, store in stores.items():
+    def _search_training_data(
+        self, works: Sequence[Work], train: dict[str, Any] | None, subject: Subject, tokenizer: Any
+    ) -> None:
+        """Adds the contamination reports; read from disk where an earlier start of this evaluation wrote them."""
+        for work in works:
             with suppress(OSError, ValueError):
-                reports[name] = json.loads((store.folder / CONTAMINATION).read_text(encoding="utf-8"))
-        left = [problems for problems in sets if problems.name not in reports]
-        if left:
-            reports |= self._search(left, train, subject, tokenizer)
-        for problems in left:
-            _write_json(stores[problems.name].folder / CONTAMINATION, reports[problems.name])
-        return {problems.name: reports[problems.name] for problems in sets}
+                work.contamination = json.loads((work.store.folder / CONTAMINATION).read_text(encoding="utf-8"))
+        left = [work for work in works if not work.contamination]
+        reports = self._search([work.problems for work in left], train, subject, tokenizer) if left else {}
+        for work in left:
+            work.contamination = reports[work.problems.name]
+            text = json.dumps(work.contamination, indent=1, ensure_ascii=False) + "\n"
+            write_aside(work.store.folder / CONTAMINATION, text)
 
     def _search(
         self, sets: Sequence[Problems], train: dict[str, Any] | None, subject: Subject, tokenizer: Any
@@ -215,17 +186,15 @@ def evaluate_suite(
         )
         folders = [stack.enter_context(_locked(subject, suite, request.label)) for subject in subjects]
         # All of them first: a mistake in the last subject shows before the first is sampled.
-        plans = [evaluation.prepare(s, folder, fresh) for s, folder in zip(subjects, folders, strict=True)]
-        for plan in plans:
-            evaluation.sample_missing(plan, compare)
-            name = plan.subject.name
-            finished[name] = {w.problems.name: read_scores(w.store, w.chunks, w.problems.task) for w in plan.works}
-            results[name] = write_results(
-                plan.folder, plan.subject, suite, [w.problems for w in plan.works], finished[name], plan.contamination
-            )
+        prepared = [evaluation.prepare(s, folder, fresh) for s, folder in zip(subjects, folders, strict=True)]
+        for subject, folder, works in zip(subjects, folders, prepared, strict=True):
+            evaluation.sample_missing(subject, works, compare)
+            name = subject.name
+            finished[name] = {w.problems.name: read_scores(w.store, w.chunks, w.problems.task) for w in works}
+            results[name] = write_results(folder, subject, suite, works, finished[name])
             if len(subjects) == 1 or not compare:
                 table = results_table(results[name])
-                say(f"\n{table}\n\nwrote {plan.folder / 'results.md'}, results.json and items/\n")
+                say(f"\n{table}\n\nwrote {folder / 'results.md'}, results.json and items/\n")
     if len(subjects) > 1:
         say(write_comparison(subjects, suite, request.label, finished, results))
 
@@ -239,10 +208,6 @@ def open_subjects(request: Request, dirs: Sequence[Path]) -> list[Subject]:
     if len({s.name for s in subjects}) < len(subjects):
         raise ConfigError(f"eval: {', '.join(sorted(s.name for s in subjects))}: expected each subject once.")
     return subjects
-
-
-def _write_json(path: Path, value: Any) -> None:
-    write_aside(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +20,29 @@ from pipeline.core.streams import Stream
 NODE = "evaluation"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Work:
-    """One task to be measured.
+    """One task of one subject.
 
     Attributes:
         problems: of the task.
         store: its records.
-        flagged: per problem, whether it is in the training data; None when that was not searched.
         seed: of the suite.
+        contamination: the report on its problems in the training data.
     """
 
     problems: Problems
     store: ItemStore
-    flagged: Sequence[bool] | None
     seed: int
+    contamination: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flagged(self) -> list[bool] | None:
+        """Per problem, whether it is in the training data; None when that was not searched."""
+        if self.contamination["status"] != "checked":
+            return None
+        hits = {item["problem"] for item in self.contamination["overlapping"] if item["flagged"]}
+        return [number in hits for number in range(len(self.problems.ids))]
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -74,6 +83,7 @@ def columns_of(
     problems = work.problems
     prompts = problems.prompts
     numbers = rows.tolist()
+    flagged = work.flagged
     hashes = {i: short_hash(prompts.tokens.row(i).numpy().tobytes()) for i in range(chunk.first, chunk.last)}
     templates = [str(prompts.metadata[i].get("template", "plain")) for i in numbers]
     logprobs = responses.engine_logprobs.with_values(responses.engine_logprobs.values.double())
@@ -94,5 +104,5 @@ def columns_of(
         "reward": rewards.value.tolist(),
         "finish_reason": list(responses.finish_reason),
         "logprob": logprobs.sum().tolist(),
-        "flagged": [None if work.flagged is None else bool(work.flagged[i]) for i in numbers],
+        "flagged": [None if flagged is None else flagged[i] for i in numbers],
     }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.app.evaluate.measure import Work
 from pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order, paired, task_results
 from pipeline.app.evaluate.sets import Problems
 from pipeline.app.evaluate.subject import Subject
@@ -16,17 +17,14 @@ from pipeline.run.run_directory import write_aside
 
 
 def write_results(
-    folder: Path,
-    subject: Subject,
-    suite: Suite,
-    sets: Sequence[Problems],
-    scores: Mapping[str, TaskScores],
-    contamination: Mapping[str, Mapping[str, Any]],
+    folder: Path, subject: Subject, suite: Suite, works: Sequence[Work], scores: Mapping[str, TaskScores]
 ) -> dict[str, Any]:
     """Writes results.json, results.md, contamination.json and rejected.jsonl; returns the results.
 
     No time is in them, so that equal records give equal files.
     """
+    sets = [work.problems for work in works]
+    contamination = {work.problems.name: work.contamination for work in works}
     results = {
         "suite": suite.name,
         "title": suite.title,
