@@ -61,7 +61,7 @@ def mermaid(graph: Graph) -> str:
 
 
 def svg(graph: Graph) -> str:
-    """A self-contained SVG, light or dark as the reader's system asks."""
+    """A self-contained SVG, light or dark as the reader's system is."""
     return _Picture(graph).render()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.app.bench.credit_report import cell, markdown
-from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, judge_difference
+from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
 from pipeline.app.bench.statistics import mean_sd
 
 Curves = Mapping[str, Mapping[int, Curve]]
@@ -51,7 +51,7 @@ def analyse(curves: Curves, budget: float, threshold: float | None = None) -> tu
         complete = reached and not any(math.isnan(t) for t in [*reached.values(), *base.values()])
         rows[name] = Row(
             accuracy=accuracy,
-            verdict=None if name == baseline else judge_difference(accuracy, rows[baseline].accuracy),
+            verdict=None if name == baseline else paired_test(accuracy, rows[baseline].accuracy),
             reached=reached,
             speed=mean_sd(list(base.values()))[0] / mean_sd(list(reached.values()))[0] if complete else math.nan,
             seconds={s: c.seconds_at(budget) for s, c in by_seed.items()},

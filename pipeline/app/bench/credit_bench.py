@@ -16,10 +16,10 @@ from components.learner.hf.model import LearnerModel, Lora
 from components.models.load import load_causal_lm
 from pipeline.app.bench.credit_run import CreditRun, first_of, learner_of, run_credit, sampling_of, shared_outputs
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
-from pipeline.app.bench.judging import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.methods import Method
 from pipeline.app.bench.partial_run import Cost
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
+from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier, Weights

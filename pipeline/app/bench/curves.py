@@ -131,7 +131,7 @@ class Verdict:
     word: str
 
 
-def judge_difference(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
+def paired_test(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
     """Pairs accuracies by seed; NaN entries and seeds that only one has are left out."""
     seeds = [s for s in method if s in baseline and not math.isnan(method[s]) and not math.isnan(baseline[s])]
     differences = [method[s] - baseline[s] for s in seeds]

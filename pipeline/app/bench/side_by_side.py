@@ -13,9 +13,9 @@ import torch
 
 from components.rollouts.thoughts import has_oracle
 from pipeline.app.bench.credit_run import learner_of, samples_rollouts, sampling_of
-from pipeline.app.bench.judging import effective_credit, per_thought
 from pipeline.app.bench.partial_run import PartialRun
 from pipeline.app.bench.statistics import pearson
+from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, thought_ends, true_values
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.jagged import Jagged

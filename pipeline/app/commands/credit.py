@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page, and the picture where asked; prints each method's note."""
+    """Writes the page, and the picture with --still; prints each method's note."""
     recipes, overrides, run = _split(options.arguments + getattr(options, "overrides", []))
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: expected at least 1.")

@@ -35,7 +35,7 @@ class Evaluation:
     """What all subjects of a command share.
 
     Attributes:
-        request, suite: what is asked for.
+        request, suite: what is evaluated, and how.
         config_dirs: further config folders.
         verifiers, engines: started when they are first needed.
         say: gets progress, notes and tables.

@@ -1,7 +1,7 @@
 """Per-item records of an evaluation: one Parquet file per chunk of problems, written whole or not at all, never twice.
 
 RUN/eval/SUITE/CHECKPOINT/items/TASK/
-    _task.json              what the records were made with
+    _task.json              what the records depend on
     greedy-000000.parquet   one row per response; the number is that of the chunk's first problem
     sampled-000000.parquet
 """
@@ -103,7 +103,7 @@ class ItemStore:
     """
 
     def __init__(self, folder: Path, made_with: Mapping[str, Any], chunk_rows: int) -> None:
-        """Opens or begins a store; raises RunError when its records were made with something else."""
+        """Opens or begins a store; raises RunError when its records depend on something else."""
         self.folder = folder
         self.chunk_rows = chunk_rows
         self.damaged: list[str] = []

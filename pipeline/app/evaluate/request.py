@@ -29,7 +29,7 @@ class Request:
     tasks: str = ""
     """tasks of the suite to evaluate, separated by commas; empty: all"""
     label: str = ""
-    """keeps these records beside others of the same checkpoint"""
+    """keeps these records in addition to others of the same checkpoint"""
     chunk: int = 256
     """responses sampled at once and written as one file; an interrupted evaluation repeats at most so many"""
     contamination: bool = True

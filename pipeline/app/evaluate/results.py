@@ -1,4 +1,4 @@
-"""What an evaluation leaves beside its records: results of each subject, and the comparison of several."""
+"""What an evaluation writes in addition to its records: results of each subject, and the comparison of several."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def write_comparison(
 
 
 def _described(problems: Problems) -> dict[str, Any]:
-    """What results say of a task beside its numbers."""
+    """What results say of a task in addition to its numbers."""
     task = problems.task
     settings: dict[str, Any] = {
         "mode": task.mode,

@@ -159,5 +159,5 @@ def _means(task: str, matrix: Floats, suite: Suite) -> Floats:
     return resampled_means(matrix, generator, suite.resamples)
 
 
-def _plain(found: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
-    return {n: dict(vars(e)) for n, e in found.items()}
+def _plain(by_name: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
+    return {name: dict(vars(e)) for name, e in by_name.items()}

@@ -1,7 +1,7 @@
 """Columns as one compressed blob that a page opens with the browser's own DecompressionStream.
 
 Bytes: a little-endian uint32 with the length of a JSON header, the header, then every array at the 8-byte-aligned place
-it names. The blob is zlib-compressed and base64-encoded, so no recorded text ever stands in the HTML itself.
+it names. The blob is zlib-compressed and base64-encoded, so that the HTML itself never contains recorded text.
 """
 
 from __future__ import annotations

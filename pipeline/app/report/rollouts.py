@@ -48,7 +48,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Table:
-    """A batch with its fields as Python lists (one entry per row) and `Flat` columns, made once and read row by row."""
+    """A batch with its fields as Python lists (one entry per row) and `Flat` columns, to be read row by row."""
 
     batch: Batch
     fields: dict[str, Any]

@@ -142,7 +142,7 @@ def read_run(path: Path) -> RunSource:
         )
     run.running = bool(lock_holder(path / "lock"))
     if run.running:
-        run.note("still running: this shows what was written when the report was made")
+        run.note("still running: the report has what was written so far")
     return run
 
 

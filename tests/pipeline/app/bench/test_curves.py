@@ -12,8 +12,8 @@ from pipeline.app.bench.curves import (
     NO_DIFFERENCE,
     Curve,
     default_threshold,
-    judge_difference,
     next_iterations,
+    paired_test,
     read_curve,
 )
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
@@ -112,16 +112,16 @@ def test_iterations_are_planned_from_the_mean_so_far():
 
 def test_verdict_by_hand():
     # differences .1, .2, .3: mean .2, sd .1, s.e. .0577; t(2) = 2.92 → bar .169
-    better = judge_difference({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
+    better = paired_test({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
     assert (better.difference, better.error) == (pytest.approx(0.2), pytest.approx(0.1 / math.sqrt(3)))
     assert better.word == "above"
-    assert judge_difference({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
-    assert judge_difference({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == NO_DIFFERENCE
-    assert judge_difference({0: 0.9}, {0: 0.1}).word == NO_DIFFERENCE  # one seed shows nothing
+    assert paired_test({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
+    assert paired_test({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == NO_DIFFERENCE
+    assert paired_test({0: 0.9}, {0: 0.1}).word == NO_DIFFERENCE  # one seed shows nothing
 
 
 def test_verdict_pairs_by_seed():
-    assert judge_difference({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
+    assert paired_test({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
 
 
 def test_threshold_is_three_quarters_of_what_the_baseline_gains():

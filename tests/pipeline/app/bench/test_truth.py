@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.learner.objective import Objective, Trace
-from pipeline.app.bench.judging import effective_credit, per_thought
+from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, true_values
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Sampling, ThoughtLimits

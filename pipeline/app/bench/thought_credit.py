@@ -86,7 +86,7 @@ class ThoughtCredit:
 
 
 def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Truth) -> ThoughtCredit:
-    """Means of token credit over each thought's own tokens, beside the true advantage.
+    """Means of token credit over each thought's own tokens, and their true advantage.
 
     Own tokens are those sampled for the row (not inherited) or trained on; thoughts without any, and rows whose outcome
     could not be verified, are left out. `error_share` is the mean over failed chains, with some credit and an own first
