@@ -10,10 +10,8 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,47 +117,29 @@ def train_all(
     """
     (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
-    with ThreadPoolExecutor(max_workers=jobs) as pool, _children() as launch:  # the launcher ends first, then the pool
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = {
-            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, _launch, say, seeds)
             for seed in seeds
             for method in methods
         }
-        for name, future in running.items():
-            problem = future.result()
-            if problem:
-                failed[name] = problem
-                say(f"{name}: {problem}")
+        try:
+            for name, future in running.items():
+                problem = future.result()
+                if problem:
+                    failed[name] = problem
+                    say(f"{name}: {problem}")
+        except KeyboardInterrupt:
+            # The terminal interrupts the processes, too; what waits must not start.
+            pool.shutdown(cancel_futures=True)
+            raise
     return failed
 
 
-@contextmanager
-def _children() -> Iterator[Callable[[list[str], Path], int]]:
-    """A launcher whose processes end with the block, also when it is left by Ctrl-C."""
-    running: set[subprocess.Popen[bytes]] = set()
-    lock = threading.Lock()
-    closed = threading.Event()
+def _launch(command: list[str], log: Path) -> int:
+    """Runs a command with its output in a file; returns the exit code."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-
-    def launch(command: list[str], log: Path) -> int:
-        with log.open("ab") as file:
-            with lock:
-                if closed.is_set():
-                    return 130
-                process = subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, stdin=subprocess.DEVNULL
-                )
-                running.add(process)
-            code = process.wait()
-        with lock:
-            running.discard(process)
-        return code
-
-    try:
-        yield launch
-    except BaseException:
-        with lock:
-            closed.set()
-            for process in running:
-                process.terminate()  # the run saves a checkpoint and can be continued
-        raise
+    with log.open("ab") as file:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        ).returncode

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,38 +34,20 @@ LONGEST_PIECE = 400  # characters kept of one token
 LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
 
-class Flat:
-    """Rows of a `Jagged` as NumPy slices."""
-
-    def __init__(self, column: Jagged) -> None:
-        values = column.values.float() if column.values.is_floating_point() else column.values
-        self._values = values.numpy()
-        self._bounds = column.offsets.tolist()
-
-    def row(self, i: int) -> NDArray[Any]:
-        """A view of one row."""
-        return self._values[self._bounds[i] : self._bounds[i + 1]]
+Columns = dict[str, Any]
+"""Field → one entry per row; NumPy views of the rows of a `Jagged`."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """A batch with its fields as Python lists (one entry per row) and `Flat` columns, to be read row by row."""
-
-    batch: Batch
-    fields: dict[str, Any]
-
-    @staticmethod
-    def of(batch: Batch) -> Table:
-        """Converts every field."""
-        return Table(batch, {k: _column(v) for k, v in vars(batch).items()})
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
+def columns_of(batch: Batch) -> Columns:
+    """The fields of a batch as lists: converted once, they are read row by row much faster than tensors."""
+    return {name: _column(value) for name, value in vars(batch).items()}
 
 
 def _column(value: Any) -> Any:
     if isinstance(value, Jagged):
-        return Flat(value)
+        flat = value.values.float() if value.values.is_floating_point() else value.values
+        flat = flat.numpy()
+        return [flat[begin:end] for begin, end in pairwise(value.offsets.tolist())]
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -201,7 +184,7 @@ class _Collector:
             batch = self.run.read(name, iteration)
             if not isinstance(batch, Trajectories):
                 continue
-            table = Table.of(batch)
+            table = columns_of(batch)
             pieces = self._pieces(batch.response_tokens)
             for i, uid in enumerate(table["uid"]):
                 if uid in known:
@@ -210,7 +193,7 @@ class _Collector:
                 pending.append((len(self.out), table["parent"][i]))
                 self._row(name.partition(".")[0], iteration, table, i)
                 self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
-                self._tokens(table, pieces.row(i), i, credit, values, scores)
+                self._tokens(table, pieces[i], i, credit, values, scores)
         for row, parent in pending:
             self.out.rows["parent"][row] = known.get(parent, -1)
 
@@ -225,13 +208,13 @@ class _Collector:
             return False  # reading all of it will note the error
         return bool(uids) and all(u in known for u in uids)
 
-    def _rows(self, kind: type[Batch], iteration: int) -> dict[int, tuple[Table, int]]:
+    def _rows(self, kind: type[Batch], iteration: int) -> dict[int, tuple[Columns, int]]:
         """uid → (table, row); later outputs replace earlier ones."""
-        rows: dict[int, tuple[Table, int]] = {}
+        rows: dict[int, tuple[Columns, int]] = {}
         for name in self.kinds[kind.__name__]:
             batch = self.run.read(name, iteration)
             if isinstance(batch, kind):
-                table = Table.of(batch)
+                table = columns_of(batch)
                 rows |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
             elif (name, iteration) not in self.run.files:
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
@@ -240,9 +223,9 @@ class _Collector:
     def _logprobs(self, iteration: int, credit: dict[int, Any]) -> dict[int, NDArray[Any]]:
         """uid → log-probs of the learner; where it recorded none, those that came with the credit."""
         with_credit = ((uid, t["columns"], i) for uid, (t, i) in credit.items())
-        logprobs = {uid: columns["logprobs"].row(i) for uid, columns, i in with_credit if "logprobs" in columns}
+        logprobs = {uid: columns["logprobs"][i] for uid, columns, i in with_credit if "logprobs" in columns}
         learner = self._rows(TokenLogprobs, iteration)
-        return logprobs | {uid: table["logprobs"].row(i) for uid, (table, i) in learner.items()}
+        return logprobs | {uid: table["logprobs"][i] for uid, (table, i) in learner.items()}
 
     def _values(self, iteration: int) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
         """uid → (segment ends, values at the start and after each), where both are recorded."""
@@ -250,13 +233,13 @@ class _Collector:
         segments = {}
         for uid, (table, i) in self._rows(SegmentValues, iteration).items():
             if uid in cuts:
-                ends = cuts[uid][0]["ends"].row(cuts[uid][1])
-                values = table["values"].row(i)
+                ends = cuts[uid][0]["ends"][cuts[uid][1]]
+                values = table["values"][i]
                 if len(values) == len(ends) + 1:
                     segments[uid] = (ends, values)
         return segments
 
-    def _row(self, node: str, iteration: int, table: Table, i: int) -> None:
+    def _row(self, node: str, iteration: int, table: Columns, i: int) -> None:
         rows = self.out.rows
         texts = self.out.texts
         rows["run"].append(self.number)
@@ -268,7 +251,7 @@ class _Collector:
         rows["problem"].append(table["prompt_uid"][i])
         rows["node"].append(texts.add(node))
         rows["finish"].append(texts.add(table["finish_reason"][i]))
-        rows["prompt"].append(self._prompt(table["prompt_tokens"].row(i)))
+        rows["prompt"].append(self._prompt(table["prompt_tokens"][i]))
         rows["text"].append(texts.add(table["text"][i]) if self.tokenizer is None else -1)
 
     def _outcome(
@@ -288,7 +271,7 @@ class _Collector:
 
     def _tokens(
         self,
-        table: Table,
+        table: Columns,
         pieces: NDArray[Any],
         i: int,
         credit: dict[int, Any],
@@ -298,21 +281,21 @@ class _Collector:
         uid = table["uid"][i]
         size = len(pieces)
         flags = np.zeros(size, np.uint8)
-        _mark(flags, table["thought_ends"].row(i), THOUGHT_END)
-        sampled = _sized(table["engine_logprobs"].row(i), size)
+        _mark(flags, table["thought_ends"][i], THOUGHT_END)
+        sampled = _sized(table["engine_logprobs"][i], size)
         advantage = np.zeros(size, np.float32)
         ratio = np.zeros(size, np.float32)
         credited, row = credit.get(uid, (None, 0))
-        if credited is not None and len(credited["advantage"].row(row)) == size:
-            advantage = credited["advantage"].row(row)
-            flags |= credited["mask"].row(row).astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
+        if credited is not None and len(credited["advantage"][row]) == size:
+            advantage = credited["advantage"][row]
+            flags |= credited["mask"][row].astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
         logprobs = scores.get(uid, ())
         if len(logprobs) == size:
             ratio = logprobs - sampled  # NaN, and 0 in the page, where the learner computed none
             flags |= np.isfinite(ratio).astype(np.uint8) * np.uint8(HAS_RATIO)
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
-        entropy = _sized(table["entropies"].row(i), size)
+        entropy = _sized(table["entropies"][i], size)
         for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
             self.out.tokens[name].append(column)
         trained = advantage[(flags & TRAINED) > 0]
@@ -322,14 +305,14 @@ class _Collector:
         rows["mean_credit"].append(float(trained.mean()) if len(trained) else float("nan"))
         self.out.total += size
 
-    def _pieces(self, tokens: Jagged) -> Flat:
-        """Numbers of the token texts."""
+    def _pieces(self, tokens: Jagged) -> Any:
+        """Numbers of the token texts, per row."""
         ids, place = torch.unique(tokens.values, return_inverse=True)
         for token in ids.tolist():
             if token not in self._piece_of:
                 self._piece_of[token] = self.out.pieces.add(piece(self.tokenizer, token))
         numbers = torch.tensor([self._piece_of[t] for t in ids.tolist()], dtype=torch.int64)
-        return Flat(tokens.with_values(numbers[place]))
+        return _column(tokens.with_values(numbers[place]))
 
     def _prompt(self, tokens: NDArray[Any]) -> int:
         key = tokens.tobytes()
