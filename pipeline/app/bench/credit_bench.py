@@ -183,6 +183,7 @@ class CreditBench:
             trajectories = run.trajectories
             effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
             gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)
+            # Methods that only read the shared rollouts need no true values of their own.
             if torch.equal(trajectories.uid, reference.run.trajectories.uid):
                 rows = torch.arange(len(trajectories))
                 truth = reference.truth
@@ -236,7 +237,7 @@ def describe_truth(truth: Truth) -> dict[str, float]:
     """What the true values look like; those before and after the first error check them against the task's steps."""
     values = truth.values
     error = truth.error[values.row_ids]
-    inner = values.positions < truth.ends.lengths[values.row_ids]
+    inner = values.positions < truth.ends.lengths[values.row_ids]  # the last value of a row is its outcome
     dead = inner & (error > 0) & (values.positions >= error)
     alive = inner & ((error == 0) | (values.positions < error))
     clear = truth.advantage.values.abs() >= LEAST_EFFECT

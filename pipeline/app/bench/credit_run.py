@@ -89,6 +89,7 @@ def shared_outputs(graph: Graph, reference: Graph, run: CreditRun) -> dict[str, 
     for name, outputs in run.outputs.items():
         if name not in graph or graph[name].use != reference[name].use:
             continue
+        # Only a source of prompts: a node that reads something would give prompts of another graph's making.
         prompts = any(isinstance(v, Prompts) for v in outputs.values()) and not graph[name].wires
         same = graph[name].config == reference[name].config and graph[name].wires == reference[name].wires
         if prompts or (same and name in run.rollouts):

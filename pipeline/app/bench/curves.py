@@ -112,6 +112,7 @@ def next_iterations(curve: Curve, budget: float) -> int:
         return curve.iterations
     if not curve.total_tokens:
         raise ValueError(f"the run sampled no token in {curve.iterations} iterations; expected a method that samples.")
+    # Tokens per iteration fall or rise while the policy learns, so 5 % are added.
     missing = (budget - curve.total_tokens) / (curve.total_tokens / curve.iterations)
     return curve.iterations + max(1, math.ceil(1.05 * missing))
 

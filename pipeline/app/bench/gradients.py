@@ -82,6 +82,7 @@ class GradientSums:
         pairs = n * m - self.num_common
         if n < 2 or m < 2 or pairs < 1:
             return dict.fromkeys(("cosine", "noise", "signal", "tokens"), math.nan)
+        # Pairs p = q are taken out: one prompt's two gradients share its rollouts, so their product is biased.
         cross = (_dot(self.total, self.true_total) - self.common) / pairs
         size = (_dot(self.total, self.total) - self.squares) / (n * (n - 1))
         true_size = (_dot(self.true_total, self.true_total) - self.true_squares) / (m * (m - 1))
@@ -126,6 +127,7 @@ def prompt_gradients(
     device = parameters[0].device
     gradients: dict[int, Tensor] = {}
     prompts = torch.unique(trajectories.prompt_uid).tolist()
+    # Rows without any weight have no gradient; a forward pass would be wasted on them.
     moving = weight.with_values(weight.values != 0).sum() > 0
     prompt_tokens = trajectories.prompt_tokens.to(str(device))
     response = trajectories.response_tokens.to(str(device))

@@ -105,6 +105,7 @@ class PartialRun:
         return sum(value for logged in metrics for name, value in logged.items() if name.endswith(endings))
 
     def _earlier(self, wire: Wire) -> Any:
+        # There is no iteration before this one: delayed wires carry what the first iteration of a run would read.
         if self._weights is None:
             raise ConfigError(f"{wire} is of an earlier iteration, which these rollouts do not have.")
         source = self.graph[wire.source]
@@ -115,6 +116,7 @@ class PartialRun:
     def _run(self, node: Node) -> None:
         inputs = {socket: [self.value(w) for w in wires] for socket, wires in node.wires.items()}
         runner = self._runner(node)
+        # Inputs exist by now, so the engines count for this node alone until it returns.
         before = self._engine_counters()
         begin = perf_counter()
         outputs = runner.run(self._iteration, as_inputs(node, inputs))

@@ -36,6 +36,7 @@ class Effective:
 
 def effective_credit(trajectories: Trajectories, credit: Credit, objective: Objective) -> Effective:
     """Differentiates the objective by the log-probs of the sampling policy, without KL, bonus and mismatch terms."""
+    # At ratio 1 the KL term and the mismatch weights are constants of the policy, not of the credit.
     bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance_cap=0.0)
     sampled = trajectories.engine_logprobs
     leaf = sampled.values.clone().requires_grad_()
@@ -53,7 +54,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
     loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare).loss
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
     whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask, bare))
-    if not tokens.requires_grad:
+    if not tokens.requires_grad:  # every token is masked
         zero = sampled.with_values(torch.zeros(len(leaf), dtype=torch.float64))
         return Effective(credit=zero, weight=zero)
     (plain,) = torch.autograd.grad(tokens, leaf, retain_graph=True)
@@ -99,7 +100,7 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
         inherited: int64 [N].
         truth: of the same rows.
     """
-    rows = credit.row_ids
+    rows = credit.row_ids  # [tokens], as all that follow until the sums per thought
     own = ((credit.positions >= inherited[rows]) | mask.values) & truth.valid[rows]
     thought = segment_of_token(truth.ends, credit)
     count = torch.bincount(thought[own], minlength=len(truth.ends.values))

@@ -97,6 +97,7 @@ def true_values(
     sampled = _continue(policy, verifier, prompts, trajectories, new, sampling, samples, stream, known)
     outcome = torch.stack([known[key] for key in states]) if states else torch.zeros(0, samples, dtype=torch.float64)
     half = samples // 2
+    # Two estimates from disjoint continuations: their correlation tells how noisy the whole one is.
     estimates = [outcome.mean(1), outcome[:, :half].mean(1), outcome[:, half:].mean(1)]
     values, first, second = (_at_boundaries(e[state_of], ends, rewards.value) for e in estimates)
     error = torch.zeros(len(trajectories), dtype=torch.int64)

@@ -84,6 +84,7 @@ class Evaluation:
                 f"{subject.name}: {unfinished} not finished; --compare only reads. Run the same command without "
                 "--compare first."
             )
+        # Started only now: reading finished records needs no model.
         policy = self.engines.start(subject)
         for work in works:
             name = work.problems.name

@@ -82,6 +82,7 @@ def resampled_means(values: Floats, generator: np.random.Generator, resamples: i
     block = max(1, _BLOCK // problems)
     for start in range(0, resamples, block):
         rows = min(block, resamples - start)
+        # Row b draws from [b·P, (b + 1)·P), so that one bincount counts the draws of all rows.
         drawn = generator.integers(0, problems, size=(rows, problems)) + np.arange(rows)[:, None] * problems
         times = np.bincount(drawn.ravel(), minlength=rows * problems).reshape(rows, problems)
         means.append(times @ values / problems)

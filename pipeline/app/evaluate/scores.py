@@ -57,6 +57,7 @@ def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: Task) -> TaskSc
             ).items():
                 values.setdefault(name, []).append(value)
     metrics = {name: np.array(column) for name, column in values.items()}
+    # All problems at once, because pass@k is a table over the number of right samples.
     for k in task.k:
         metrics[f"pass@{k}"] = pass_values([round(c) for c in metrics["right"]], task.samples, k)
     metrics.pop("right", None)
@@ -155,6 +156,7 @@ def _matrix(metrics: Mapping[str, Floats], names: Sequence[str]) -> Floats:
 
 
 def _means(task: str, matrix: Floats, suite: Suite) -> Floats:
+    # Keyed by task, not by subject: subjects that are compared draw the same problems.
     generator = Stream(suite.seed, "evaluation", "bootstrap", task).generator()
     return resampled_means(matrix, generator, suite.resamples)
 

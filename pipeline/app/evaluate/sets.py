@@ -139,6 +139,7 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
             f"tasks.{name}: neither the suite nor data/{task.data}.yaml names a verifier; set "
             f"tasks.{name}.verifier.use."
         )
+    # Chat templates belong to the model, so prompts differ between models and are part of the fingerprint.
     prompts = make_prompts(list(rows), tokenizer, uids)
     room = context_length(spec) - int(prompts.tokens.lengths.max())
     notes = (

@@ -142,6 +142,7 @@ class Engines:
     def start(self, subject: Subject) -> Policy:
         """The engine with the subject's weights."""
         key = (subject.engine, subject.spec, subject.device)
+        # As in training, so that results on a CPU are the same bits.
         if subject.threads and subject.device == "cpu":
             torch.set_num_threads(subject.threads)
         if self._running is None or self._running[0] != key:

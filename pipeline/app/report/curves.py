@@ -67,6 +67,7 @@ def line(runs: Sequence[RunSource], metric: str, along: str) -> list[list[float]
         pairs = [(x, float(r[metric])) for x, r in zip(at, run.rows, strict=True) if _number(r.get(metric))]
         if pairs:
             xs, ys = np.array(pairs).T
+            # Tokens do not rise in an iteration that samples nothing.
             keep = np.append(np.diff(xs) > 0, True)  # the last value at an x
             series.append((xs[keep], ys[keep]))
     if not series:

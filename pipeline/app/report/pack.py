@@ -27,6 +27,7 @@ def pack(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> str:
     for name, array in arrays.items():
         data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
         places[name] = [array.dtype.name, size, len(array)]
+        # Browsers refuse a typed array at an offset that its element size does not divide.
         parts += [data, b"\0" * (-len(data) % 8)]
         size += len(data) + -len(data) % 8
     text = json.dumps(plain({**header, "arrays": places}), ensure_ascii=True, allow_nan=False).encode()
@@ -62,6 +63,7 @@ def pack_rollouts(rollouts: Rollouts) -> str:
     arrays["piece"] = rollouts.joined("piece", np.uint16 if len(rollouts.pieces.items) < 65536 else np.uint32)
     arrays["flags"] = rollouts.joined("flags", np.uint8)
     arrays["value"] = rollouts.joined("value", np.float32)
+    # Colours need no more precision, and integers compress far better than floats.
     for name in ("credit", "ratio"):
         column = rollouts.joined(name, np.float64)
         scales[name] = float(np.abs(column).max()) if len(column) else 0.0

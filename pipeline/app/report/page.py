@@ -37,6 +37,7 @@ def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> in
 def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     """The page of some runs."""
     graphs = [graph_card(run) for run in runs]
+    # How well rollouts compress is known only afterwards, so fewer are read until the page is small enough.
     bytes_read = RECORDED_BYTES
     while True:
         rollouts = collect(runs, bytes_read)
@@ -102,7 +103,7 @@ def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], titl
     page = environment.get_template(template).render(
         policy=policy, css=Markup(css), scripts=texts, blobs=blobs, title=visible(title), **values
     )
-    return page.encode("utf-8", "replace").decode()
+    return page.encode("utf-8", "replace").decode()  # recorded text may hold lone surrogates
 
 
 @cache

@@ -45,8 +45,8 @@ def columns_of(batch: Batch) -> Columns:
 
 def _column(value: Any) -> Any:
     if isinstance(value, Jagged):
-        flat = value.values.float() if value.values.is_floating_point() else value.values
-        flat = flat.numpy()
+        # NumPy has no bfloat16.
+        flat = (value.values.float() if value.values.is_floating_point() else value.values).numpy()
         return [flat[begin:end] for begin, end in pairwise(value.offsets.tolist())]
     if isinstance(value, Tensor):
         return value.tolist()

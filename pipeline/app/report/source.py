@@ -182,6 +182,7 @@ def _utf8(table: pa.Table) -> pa.Table:
     for i, column in enumerate(table.schema):
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
             continue
+        # Arrow checks text only when it is read as Python strings, and then fails for the whole column.
         raw = table.column(i).cast(pa.large_binary())
         try:
             raw.cast(pa.large_string())

@@ -49,6 +49,7 @@ def load_tracks(run: RunSource) -> list[Track]:
         names: dict[int, str] = {}
         odd = 0
         for e in events:
+            # A file of another version, or edited by hand, must not break the page.
             try:
                 if e["ph"] == "M" and e["name"] == "thread_name":
                     names[int(e["tid"])] = str(e["args"]["name"])
