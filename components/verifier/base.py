@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -14,8 +13,6 @@ from components.text.templates import extract_answer, response_text
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
-from pipeline.core.registry import load_class
-from pipeline.core.settings import build_config
 
 # Verdicts remembered per node. An iteration asks for the same rows several times (sampler, rewards, evaluator).
 MEMORY = 200_000
@@ -129,20 +126,6 @@ class VerifierComponent(Component, Verifier):
         self._memory.update({key: verdict for key, verdict in new.items() if verdict.keep})
         while len(self._memory) > MEMORY:
             self._memory.popitem(last=False)
-
-
-def build_verifier(use: str, settings: Mapping[str, Any], place: str) -> Component:
-    """A verifier component from its registered name (or module:Class) and settings, not yet set up.
-
-    Raises:
-        ConfigError: an unknown component or setting; `place` names it.
-    """
-    component_class: Any = load_class(use)
-    config, problems = build_config(component_class.Config, settings, place)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    component: Component = component_class(config)
-    return component
 
 
 def verifier_of(component: Component, place: str) -> Verifier:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from components.rollouts.rewards import overlong_punishment
-from components.verifier.base import Outputs, build_verifier, verifier_of
+from components.verifier.base import Outputs, verifier_of
 from pipeline.core.component import Component, Context
 from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.registry import build_component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Composite(Component, Verifier):
         self._components: list[Component] = []
         self._verifiers: list[Verifier] = []
         for i, part in enumerate(self.config.parts):
-            component = build_verifier(part.use, part.config, f"node '{context.node}': parts[{i}].config")
+            component = build_component(part.use, part.config, f"node '{context.node}': parts[{i}].config")
             component.setup(context)
             self._components.append(component)
 

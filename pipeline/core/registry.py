@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.settings import build_config
 
 ENTRY_POINT_GROUP = "creditgraph.components"
 
@@ -113,3 +115,16 @@ def load_class(use: str) -> Any:
     if not isinstance(cls, type):
         raise ConfigError(f"component '{use}': {module_name}:{class_name} is not a class.")
     return cls
+
+
+def build_component(use: str, settings: Mapping[str, Any], place: str) -> Any:
+    """A component outside of a graph, from its registered name (or module:Class) and settings; not yet set up.
+
+    Raises:
+        ConfigError: an unknown component or setting; `place` names it.
+    """
+    component_class = load_class(use)
+    config, problems = build_config(component_class.Config, settings, place)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return component_class(config)

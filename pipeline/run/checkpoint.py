@@ -233,14 +233,13 @@ class Checkpoints:
                 self._discard(final)
             os.replace(aside, final)
             sync_directory(self.path)
-        # Only now is an older one superfluous.
-        for old in self._numbered()[: -self.keep]:
+        for old in numbered(self.path)[: -self.keep]:
             self._discard(old)
         return final
 
     def latest(self) -> Checkpoint | None:
         """The newest sound checkpoint, or None; a damaged one is skipped with a warning."""
-        for path in reversed(self._numbered()):
+        for path in reversed(numbered(self.path)):
             try:
                 return load(path)
             except RunError as error:
@@ -270,9 +269,6 @@ class Checkpoints:
         _sync_file(aside / "manifest.json")
         sync_directory(aside)
 
-    def _numbered(self) -> list[Path]:
-        return sorted((p for p in self.path.iterdir() if p.name.isdigit() and p.is_dir()), key=lambda p: int(p.name))
-
     def _discard(self, path: Path) -> None:
         # Renamed first: a half-removed checkpoint must not look like a damaged one.
         aside = path.with_name(f".old-{path.name}")
@@ -280,6 +276,30 @@ class Checkpoints:
         with writing(path):
             os.replace(path, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoint directories in a run's checkpoints/ folder, oldest first, damaged ones included."""
+    found = (p for p in folder.iterdir() if p.name.isdigit() and p.is_dir()) if folder.is_dir() else ()
+    return sorted(found, key=lambda p: int(p.name))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint directory: iteration, and per file its bytes and, but for shards, its SHA-256.
+
+    Raises:
+        RunError: there is none, or it is of a newer format.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        newer = manifest["format"] > FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
+    if newer:
+        raise RunError(
+            f"{path}: checkpoint format {manifest['format']}, this version reads up to {FORMAT}; update creditgraph."
+        )
+    return manifest
 
 
 def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
@@ -291,12 +311,7 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
         verify: compare checksums; sizes are compared in any case.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if manifest["format"] > FORMAT:
-            raise RunError(
-                f"{path}: checkpoint format {manifest['format']}, this version reads up to {FORMAT}; update "
-                "creditgraph."
-            )
+        manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             size = (path / name).stat().st_size
             if size != entry["bytes"]:

@@ -1,10 +1,10 @@
 """Improvement bounds of CPI with resets, and slopes of power laws.
 
-Why the reading [R] of iteration.py gives the published bound. Run π' by choosing π⁺ with probability α g(x) at each
-step. Until the first such choice the trajectory is one of π, so with c_h = P(no choice before step h) and |Σ_y π⁺ A^π|
-≤ H R_max,
+Why our reading of the paper (iteration.py) gives the published bound. Run π' by choosing π⁺ with probability α g(x) at
+each step. Until the first such choice the trajectory is one of π, so with c_h = P(no choice before step h) and
+|Σ_y π⁺ A^π| ≤ H R_max, the performance difference is
 
-    J(π') − J(π) = α Σ_h E_{x_h ~ π'}[g Ā] ≥ α Σ_h (E_{x_h ~ π}[g Ā] − 2 (1 − c_h) H R_max)        (performance difference)
+    J(π') − J(π) = α Σ_h E_{x_h ~ π'}[g Ā] ≥ α Σ_h (E_{x_h ~ π}[g Ā] − 2 (1 − c_h) H R_max)
 
 * localised: 1 − c_h ≤ α H p̂, so the gain is ≥ α H p̂ (𝔸 − 2 α H² R_max), and α = 𝔸/(4 H² R_max) leaves p̂ 𝔸²/(8 H
 R_max);
@@ -26,15 +26,13 @@ from cpi.mdp import Floats, TabularMDP
 
 
 def published_bound(mdp: TabularMDP, tau: Floats, p: Floats, quality: Floats | None = None) -> Floats:
-    """[B]: (1−β)γ τ² p_π/(16 H R_max) with `quality` = (1−β)γ (1 for the exact oracle); τ² p_π²/(16 H R_max) without
-    it."""
+    """[B]: (1−β)γ τ² p_π/(16 H R_max) with `quality` = (1−β)γ (1 for an exact oracle), τ² p_π²/(16 H R_max) without."""
     factor = p if quality is None else quality
     return factor * tau**2 * p / (16 * mdp.horizon * mdp.max_reward)
 
 
 def guaranteed_gain(mdp: TabularMDP, step: Step, localised: bool) -> Floats:
-    """[B]: the gain that the argument above guarantees for the target that was used; 0 where 𝔸 ≤ 0 (no step is
-    taken)."""
+    """[B]: the gain that the argument above guarantees for the target that was used; 0 where 𝔸 ≤ 0, without a step."""
     positive = np.maximum(step.advantage, 0)
     scale = mdp.horizon * mdp.max_reward
     return step.mass * positive**2 / (8 * scale) if localised else positive**2 / (4 * scale)
@@ -53,16 +51,10 @@ def loglog_slope(x: Floats, y: Floats) -> Slope:
     """Least-squares slope of log y over log x [N], with the standard error of the residuals (N ≥ 3, all positive)."""
     if len(x) < 3 or (x <= 0).any() or (y <= 0).any():
         raise ValueError(
-            f"a log-log slope needs at least 3 positive points; found {len(x)}, smallest x {min(x)}, smallest y "
-            f"{min(y)}."
+            f"a log-log slope: expected at least 3 positive points, got {len(x)} with smallest x {min(x)}, y {min(y)}."
         )
-    u, v = np.log(x), np.log(y)
-    u = u - u.mean()
-    slope = (u * v).sum() / (u**2).sum()
-    residual = v - v.mean() - slope * u
-    return Slope(
-        value=float(slope), error=float(np.sqrt((residual**2).sum() / (len(x) - 2) / (u**2).sum())), num=len(x)
-    )
+    (slope, _), covariance = np.polyfit(np.log(x), np.log(y), 1, cov=True)
+    return Slope(value=float(slope), error=float(np.sqrt(covariance[0, 0])), num=len(x))
 
 
 def mean_slope(slopes: list[Slope]) -> Slope:

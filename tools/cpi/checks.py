@@ -1,4 +1,4 @@
-"""The improvement bounds on random MDPs: exact operators with good and bad targets, sampled iterations, and their counts."""
+"""The improvement bounds on random MDPs: exact operators with good and bad targets, and sampled iterations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Rows = dict[str, Floats]
 
 
 def _targets(values: Values, distribution: Floats, rng: np.random.Generator) -> dict[str, Floats]:
-    """π⁺ to try the bound with: greedy; greedy in a noisy Q; greedy where π often is, and the worst action
-    elsewhere."""
+    """π⁺ to try the bound with: greedy; greedy in a noisy Q; greedy where π often is, the worst action elsewhere."""
     scale = values.advantage.std(axis=(1, 2, 3), keepdims=True)
     level = np.quantile(distribution, rng.uniform(0.1, 0.9), axis=(1, 2), keepdims=True)
     return {
@@ -29,21 +28,23 @@ def _targets(values: Values, distribution: Floats, rng: np.random.Generator) -> 
 
 def random_localiser(distribution: Floats, oracle: Floats, rng: np.random.Generator) -> Floats:
     """A random membership for every MDP: half of them random sets of states, half random acceptance probabilities."""
-    inside, outside = rng.uniform(0.05, 1, size=(len(oracle), 1, 1)), rng.uniform(0, 1, size=(len(oracle), 1, 1)) ** 2
+    inside = rng.uniform(0.05, 1, size=(len(oracle), 1, 1))
+    outside = rng.uniform(0, 1, size=(len(oracle), 1, 1)) ** 2
     chance = np.where(oracle > 0, inside, outside)
     sets = (rng.random(oracle.shape) < chance).astype(np.float64)
     soft = np.clip(chance * rng.uniform(0, 2, size=oracle.shape), 0, 1)
-    found = np.where(rng.random((len(oracle), 1, 1)) < 0.5, sets, soft)
-    missed = (found * oracle * distribution).sum((1, 2)) <= 0
-    return np.where(missed[:, None, None], oracle, found)
+    membership = np.where(rng.random((len(oracle), 1, 1)) < 0.5, sets, soft)
+    empty = (membership * oracle * distribution).sum((1, 2)) <= 0  # recall would be 0
+    return np.where(empty[:, None, None], oracle, membership)
 
 
 def _random_case(
     rng: np.random.Generator, count: int
 ) -> tuple[TabularMDP, Floats, Values, Floats, dict[str, Floats | None], Rows]:
-    """Random MDPs, policies, τ (2–100 % of the best advantage reached) and localisers, with the published bounds of each."""
+    """Random MDPs, policies, τ (2–100 % of the best advantage reached) and localisers, with their published bounds."""
     mdp, policy = random_mdps(rng, count)
-    values, distribution = evaluate(mdp, policy), state_distribution(mdp, policy)
+    values = evaluate(mdp, policy)
+    distribution = state_distribution(mdp, policy)
     best = np.where(distribution > 1e-6, values.advantage.max(-1), 0).max((1, 2))
     tau = best * rng.uniform(0.02, 1, size=count)
     oracle = improvable(values, tau)
@@ -58,16 +59,20 @@ def _random_case(
 
 
 def check_bound(rng: np.random.Generator, count: int) -> Rows:
-    """The bounds on `count` random MDPs of one random shape: named columns [count] of gains, bounds and their conditions.
+    """The bounds on `count` random MDPs of one random shape: columns [count] of gains, bounds and their conditions.
 
-    For each target t in exact, noisy, adversarial: gain_rr_t, gain_oracle_t, gain_localiser_t; beside each the gain
+    For each target t in exact, noisy, adversarial: gain_rr_t, gain_oracle_t, gain_localiser_t; for each, the gain
     that is certain for the target's own 𝔸 (sure_*), whether a full step (α = 1) would lose return although 𝔸 > 0
     (lost_*), and whether 𝔸 is high enough for the published constant 16 (fit_*: 𝔸 ≥ τ p_π/2 for random resets, τ/√2 for
     the oracle, (1−β) τ/√2 for a localiser).
     """
     mdp, policy, values, distribution, memberships, rows = _random_case(rng, count)
-    tau, root = rows["tau"], np.sqrt(2)
-    wanted = {"rr": tau * rows["p"] / 2, "oracle": tau / root, "localiser": (1 - rows["beta"]) * tau / root}
+    tau = rows["tau"]
+    enough = {
+        "rr": tau * rows["p"] / 2,
+        "oracle": tau / np.sqrt(2),
+        "localiser": (1 - rows["beta"]) * tau / np.sqrt(2),
+    }
     for target_name, target in _targets(values, distribution, rng).items():
         for name, accepts in memberships.items():
             step = exact_step(mdp, policy, accepts, target)
@@ -77,12 +82,12 @@ def check_bound(rng: np.random.Generator, count: int) -> Rows:
             rows[f"lost_{name}_{target_name}"] = (
                 (step.advantage > 0) & (full.improvement < -1e-9 * rows["scale"])
             ).astype(np.float64)
-            rows[f"fit_{name}_{target_name}"] = (step.advantage >= wanted[name]).astype(np.float64)
+            rows[f"fit_{name}_{target_name}"] = (step.advantage >= enough[name]).astype(np.float64)
     return rows
 
 
 def check_sampled(rng: np.random.Generator, count: int, num_labels: int) -> Rows:
-    """The published bound after one *sampled* iteration with `num_labels` roll-outs on random MDPs: gains and bounds [count]."""
+    """The published bound after one *sampled* iteration with `num_labels` roll-outs: gains and bounds [count]."""
     mdp, policy, _, _, memberships, rows = _random_case(rng, count)
     for name, accepts in memberships.items():
         gains = np.empty(count)
@@ -95,7 +100,7 @@ def check_sampled(rng: np.random.Generator, count: int, num_labels: int) -> Rows
 
 
 def below(gain: Floats, bound: Floats, scale: Floats) -> NDArray[np.bool_]:
-    """Where a gain misses its bound by more than float64 leaves in a difference of returns (1e-13 of H R_max, `scale`)."""
+    """Where a gain misses its bound by more than the rounding of returns, 1e-13 of `scale` (H R_max)."""
     return gain < bound - 1e-13 * scale
 
 
@@ -109,11 +114,15 @@ def count_checks(rows: Rows) -> dict[str, dict[str, float]]:
     """
     counts = {}
     for name in ALGORITHMS:
-        bound, scale = rows[f"bound_{name}"], rows["scale"]
+        bound = rows[f"bound_{name}"]
+        scale = rows["scale"]
         for target in TARGETS:
-            gain, sure = rows[f"gain_{name}_{target}"], rows[f"sure_{name}_{target}"]
-            fit, wrong = rows[f"fit_{name}_{target}"] > 0, below(gain, bound, scale)
-            clear, clear_sure = fit & (bound > 1e-10 * scale), sure > 1e-10 * scale
+            gain = rows[f"gain_{name}_{target}"]
+            sure = rows[f"sure_{name}_{target}"]
+            fit = rows[f"fit_{name}_{target}"] > 0
+            wrong = below(gain, bound, scale)
+            clear = fit & (bound > 1e-10 * scale)
+            clear_sure = sure > 1e-10 * scale
             counts[f"{name}/{target}"] = {
                 "num": float(len(gain)),
                 "num_tiny": float((bound <= 1e-13 * scale).sum()),

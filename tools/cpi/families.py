@@ -69,9 +69,10 @@ def needle(shape: Shape, knob: float) -> TabularMDP:
 
 
 def chain(shape: Shape, knob: float) -> TabularMDP:
-    """Any number of hard decisions: each step is one with probability `knob`, and a wrong action there ruins the chain with
-    probability 2·gap (BAD, never paid); a chain that is not ruined is paid with `base`. The reward of one decision
-    depends on those still to come, so A^π falls slowly as the knob rises.
+    """Any number of hard decisions: each step is one with probability `knob`.
+
+    A wrong action there ruins the chain with probability 2·gap (BAD, never paid); a chain that is not ruined is paid
+    with `base`. The reward of one decision depends on those still to come, so A^π falls slowly as the knob rises.
     """
     h, a = shape.horizon, shape.num_actions
     ruin = 2 * shape.gap
@@ -88,8 +89,10 @@ def chain(shape: Shape, knob: float) -> TabularMDP:
 
 
 def scattered(shape: Shape, knob: float) -> TabularMDP:
-    """Random tables of eight states per step, two of them hard: every state leads to the hard ones with probability `knob` in all,
-    and what a hard decision does is random too (another distribution of next states and of final rewards per action).
+    """Random tables of eight states per step, two of them hard.
+
+    Every state leads to the hard ones with probability `knob` in all, and what a hard decision does is random too
+    (another distribution of next states and of final rewards per action).
     """
     rng = np.random.default_rng(shape.table)
     h, a, easy, hard = shape.horizon, shape.num_actions, 6, 2

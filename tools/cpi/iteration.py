@@ -8,8 +8,8 @@ CPI-RR has g = 1 everywhere. CPI-CARO has g = 1 on 𝒢 = {x: max_y A^π(x, y) �
 g: the probability that it accepts x. Reset states are drawn from d^π and kept with probability g(x) (rejection), so
 they follow d^π(x) g(x)/p̂ with p̂ = Σ_x d^π(x) g(x).
 
-Reading [R] of what the paper leaves open: 𝔸 = E_{x ~ accepted resets}[Σ_y π⁺(y|x) A^π(x, y)], advantages of the
-undiscounted, unnormalised return (|A| ≤ H R_max). Step sizes [R]: CPI-RR α = 𝔸/(2 H² R_max), CPI-CARO α = 𝔸_𝒢/(4 H²
+Our reading of what the paper leaves open: 𝔸 = E_{x ~ accepted resets}[Σ_y π⁺(y|x) A^π(x, y)], with advantages of the
+undiscounted, unnormalised return (|A| ≤ H R_max), and the step sizes CPI-RR α = 𝔸/(2 H² R_max), CPI-CARO α = 𝔸_𝒢/(4 H²
 R_max), both cut to [0, 1].
 """
 
@@ -41,7 +41,7 @@ def mixture(policy: Floats, target: Floats, alpha: Floats, membership: Floats) -
 
 
 def step_size(advantage: Floats, mdp: TabularMDP, localised: bool) -> Floats:
-    """[B]: 𝔸/(2 H² R_max) for random resets, 𝔸/(4 H² R_max) for localised ones [R], cut to [0, 1]."""
+    """[B]: 𝔸/(2 H² R_max) for random resets, 𝔸/(4 H² R_max) for localised ones (our reading), cut to [0, 1]."""
     scale = (4 if localised else 2) * mdp.horizon**2 * mdp.max_reward
     return np.clip(advantage / scale, 0, 1)
 
@@ -101,7 +101,7 @@ def localiser_quality(distribution: Floats, oracle: Floats, membership: Floats) 
 
 
 def localiser_with(distribution: Floats, oracle: Floats, beta: Floats, gamma: Floats) -> Floats:
-    """A membership [B, H, S] that has recall γ and false-discovery rate β (lowered where too few states lie outside 𝒢)."""
+    """A membership [B, H, S] with recall γ and false-discovery rate β (lowered where too few states lie outside 𝒢)."""
     mass = (distribution * oracle).sum((1, 2))
     with np.errstate(divide="ignore", invalid="ignore"):
         wrong = gamma * mass * beta / ((1 - beta) * (1 - mass))
@@ -121,7 +121,7 @@ class Labels:
 def draw_labels(
     mdp: TabularMDP, policy: Floats, weights: Floats, num: int, rng: np.random.Generator, repeats: int = 1
 ) -> Labels:
-    """`num` labels per repetition of one MDP (B = 1): state ~ `weights` [1, H, S], action uniform, one roll-out of `policy`.
+    """`num` labels per repetition of one MDP (B = 1): state ~ `weights` [1, H, S], uniform action, then `policy`.
 
     Outcome MDPs are sampled in aggregate, equal in law to one roll-out at a time: the counts of cells are multinomial
     and a cell's paid roll-outs binomial with probability Q/R_max.
@@ -149,7 +149,7 @@ def num_draws(num: int, mass: float, rng: np.random.Generator, repeats: int = 1)
 
 
 def regress(labels: Labels, policy: Floats) -> tuple[Floats, Floats]:
-    """(π⁺ [R, H, S, A], baseline [R, H, S]) from labels: the greedy policy of the cell means, and the mean label of a state.
+    """(π⁺ [R, H, S, A], baseline [R, H, S]) from labels: greedy in the cell means, and the mean label of a state.
 
     An action that was never tried counts as the state's mean; a state that was never reset to keeps `policy`.
     """
@@ -183,13 +183,13 @@ def sampled_step(
     Half of the labels regress Q, the other half measures 𝔸̂ for the step size. Step.advantage is the exact 𝔸 of the
     sampled π⁺.
     """
-    values, distribution = evaluate(mdp, policy), state_distribution(mdp, policy)
+    values = evaluate(mdp, policy)
     accepts = np.ones_like(values.v) if membership is None else membership
-    weights = distribution * accepts
-    target, baseline = regress(draw_labels(mdp, policy, weights, num_labels // 2, rng, repeats), policy)
-    estimate = estimate_advantage(
-        draw_labels(mdp, policy, weights, num_labels - num_labels // 2, rng, repeats), target, policy, baseline
-    )
+    weights = state_distribution(mdp, policy) * accepts
+    half = num_labels // 2
+    target, baseline = regress(draw_labels(mdp, policy, weights, half, rng, repeats), policy)
+    others = draw_labels(mdp, policy, weights, num_labels - half, rng, repeats)
+    estimate = estimate_advantage(others, target, policy, baseline)
     advantage, mass = mean_advantage(values, target, np.broadcast_to(weights, (repeats, *weights.shape[1:])))
     alpha = step_size(estimate, mdp, localised=membership is not None)
     new = mixture(policy, target, alpha, accepts)

@@ -36,23 +36,22 @@ class TabularMDP:
 
     def __post_init__(self) -> None:
         if self.rewards.ndim != 4:
-            raise ValueError(f"rewards have shape {self.rewards.shape}; wanted [B, H, S, A].")
+            raise ValueError(f"rewards: expected shape [B, H, S, A], got {self.rewards.shape}.")
         b, h, s, a = self.rewards.shape
-        wanted = {"initial": (b, s), "transitions": (b, h, s, a, s), "max_reward": (b,)}
-        for name, shape in wanted.items():
-            if (found := getattr(self, name).shape) != shape:
-                raise ValueError(f"{name} has shape {found}; rewards {self.rewards.shape} need {shape}.")
+        shapes = {"initial": (b, s), "transitions": (b, h, s, a, s), "max_reward": (b,)}
+        for name, shape in shapes.items():
+            actual = getattr(self, name).shape
+            if actual != shape:
+                raise ValueError(f"{name}: expected shape {shape} for rewards {self.rewards.shape}, got {actual}.")
         for name in ("initial", "transitions"):
             table = getattr(self, name)
             if (table < 0).any() or not np.allclose(table.sum(-1), 1):
-                raise ValueError(
-                    f"{name} holds rows that are not distributions; wanted non-negative numbers that sum to 1."
-                )
+                raise ValueError(f"{name}: expected rows of non-negative numbers that sum to 1.")
         limit = self.max_reward[:, None, None, None]
         if (self.rewards < 0).any() or (self.rewards > limit * (1 + 1e-12)).any():
-            raise ValueError("rewards leave [0, max_reward]; shift or scale them, the step sizes rest on that range.")
+            raise ValueError("rewards: expected values in [0, max_reward], the range that the step sizes assume.")
         if self.outcome and self.rewards[:, :-1].any():
-            raise ValueError("outcome=True wants rewards at the last step only; found some earlier.")
+            raise ValueError("outcome=True: expected rewards at the last step only, got some earlier.")
 
     @property
     def horizon(self) -> int:
@@ -122,18 +121,19 @@ def state_distribution(mdp: TabularMDP, policy: Floats) -> Floats:
 def inverse_cdf(rows: Floats, uniform: Floats) -> Ints:
     """Draws one index per row of `rows` [N, M] (distributions) from `uniform` [N] in [0, 1)."""
     total = rows.cumsum(-1)
-    found: Ints = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
-    index: Ints = np.minimum(found, rows.shape[-1] - 1)
-    return index
+    index = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
+    return np.minimum(index, rows.shape[-1] - 1)
 
 
 def roll_out(
     mdp: TabularMDP, policy: Floats, steps: Ints, states: Ints, actions: Ints, rng: np.random.Generator
 ) -> Floats:
-    """Sampled returns [N] of one MDP (B = 1): from state (steps, states) take `actions`, then follow `policy`; all [N]."""
+    """Sampled returns [N] of one MDP (B = 1): from (steps, states) [N] take `actions` [N], then follow `policy`."""
     if mdp.rewards.shape[0] != 1:
-        raise ValueError(f"roll_out takes one MDP; found a batch of {mdp.rewards.shape[0]}. Use mdp.row(i).")
-    state, action, returns = states.copy(), actions.copy(), np.zeros(len(states))
+        raise ValueError(f"roll_out: expected one MDP, got a batch of {mdp.rewards.shape[0]}. Use mdp.row(i).")
+    state = states.copy()
+    action = actions.copy()
+    returns = np.zeros(len(states))
     last = mdp.horizon - 1
     for h in range(mdp.horizon):
         started = np.flatnonzero(steps <= h)

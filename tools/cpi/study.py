@@ -47,7 +47,7 @@ class Sweep:
 
 
 def fixed_tau(family: Family, shape: Shape, knobs: Floats) -> float:
-    """A threshold that the same states pass at every knob: half of the smallest best advantage of a reached hard state."""
+    """A threshold that the same states pass at every knob: half the smallest best advantage of a reached hard state."""
     smallest = np.inf
     for knob in knobs:
         mdp = family(shape, knob)
@@ -59,7 +59,8 @@ def fixed_tau(family: Family, shape: Shape, knobs: Floats) -> float:
 def sweep(family: Family, shape: Shape, knobs: Floats) -> Sweep:
     """Exact improvement of CPI-RR and CPI-CARO from the uniform policy at every knob."""
     tau = fixed_tau(family, shape, knobs)
-    p, level = np.empty(len(knobs)), np.empty(len(knobs))
+    p = np.empty(len(knobs))
+    level = np.empty(len(knobs))
     gains = {"rr": np.empty(len(knobs)), "caro": np.empty(len(knobs))}
     for i, knob in enumerate(knobs):
         mdp = family(shape, knob)
@@ -74,7 +75,8 @@ def sweep(family: Family, shape: Shape, knobs: Floats) -> Sweep:
 
 def tau_slopes(family: Family, shape: Shape, knob: float, gaps: Floats) -> dict[str, Slope]:
     """Log-log slope of the improvement over τ (the smallest best advantage of a hard state) at a fixed knob."""
-    taus, gains = np.empty(len(gaps)), {"rr": np.empty(len(gaps)), "caro": np.empty(len(gaps))}
+    taus = np.empty(len(gaps))
+    gains = {"rr": np.empty(len(gaps)), "caro": np.empty(len(gaps))}
     for i, gap in enumerate(gaps):
         mdp = family(replace(shape, gap=float(gap)), knob)
         policy = uniform_policy(mdp)
@@ -142,7 +144,7 @@ def labels_needed(
 
 @dataclass(frozen=True, kw_only=True)
 class LabelCurve:
-    """Labels needed along a sweep, by algorithm and criterion, and resets drawn by CARO's rejection for "step"; all [N]."""
+    """Labels needed along a sweep, by algorithm and criterion, and resets that CARO draws for "step"; all [N]."""
 
     labels: dict[str, dict[str, Floats]]
     draws: Floats
@@ -150,15 +152,15 @@ class LabelCurve:
 
 def label_curve(family: Family, shape: Shape, swept: Sweep, rng: np.random.Generator, repeats: int) -> LabelCurve:
     """`labels_needed` for both algorithms at every knob of a sweep."""
-    found: dict[str, list[dict[str, float]]] = {"rr": [], "caro": []}
+    needed: dict[str, list[dict[str, float]]] = {"rr": [], "caro": []}
     draws = []
     for knob, p in zip(swept.knobs, swept.p, strict=True):
         mdp = family(shape, knob)
         policy = uniform_policy(mdp)
-        for name, rows in found.items():
+        for name, rows in needed.items():
             rows.append(labels_needed(mdp, policy, swept.tau, name == "caro", rng, repeats))
-        draws.append(num_draws(round(found["caro"][-1]["step"]), p, rng, repeats).mean())
-    labels = {name: {c: np.array([row[c] for row in rows]) for c in CRITERIA} for name, rows in found.items()}
+        draws.append(num_draws(round(needed["caro"][-1]["step"]), p, rng, repeats).mean())
+    labels = {name: {c: np.array([row[c] for row in rows]) for c in CRITERIA} for name, rows in needed.items()}
     return LabelCurve(labels=labels, draws=np.array(draws))
 
 
@@ -166,11 +168,12 @@ def localiser_curve(family: Family, shape: Shape, knob: float, qualities: Floats
     """((1−β)γ/p_π [N], gain of the localised step over that of CPI-RR [N]) for localisers with β = 1 − √q, γ = √q."""
     mdp = family(shape, knob)
     policy = uniform_policy(mdp)
-    values, distribution = evaluate(mdp, policy), state_distribution(mdp, policy)
-    oracle = improvable(values, np.array([fixed_tau(family, shape, np.array([knob]))]))
+    distribution = state_distribution(mdp, policy)
+    oracle = improvable(evaluate(mdp, policy), np.array([fixed_tau(family, shape, np.array([knob]))]))
     p = (distribution * oracle).sum()
     random_gain = exact_step(mdp, policy).improvement[0]
-    x, y = [], []
+    x = []
+    y = []
     for quality in qualities:
         root = np.array([np.sqrt(quality)])
         membership = localiser_with(distribution, oracle, 1 - root, root)

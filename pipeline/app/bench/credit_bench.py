@@ -1,10 +1,10 @@
-"""Judges the credit of many methods at one state of the policy; the logic behind tools/creditbench."""
+"""The logic of tools/creditbench: the credit of many methods against true values, at one state of the policy."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel
 from components.models.load import load_causal_lm
-from components.rollouts.segments import segment_of_token
-from pipeline.app.bench.credit_run import Cost, CreditRun, first_of, learner_of, run_credit, shared_outputs
+from pipeline.app.bench.credit_run import CreditRun, first_of, learner_of, run_credit, sampling_of, shared_outputs
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
-from pipeline.app.bench.judging import LEAST_EFFECT, effective_credit, per_thought
 from pipeline.app.bench.methods import Method
+from pipeline.app.bench.partial_run import Cost
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
+from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier, Weights
+from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment
@@ -55,13 +55,30 @@ class Options:
 
 
 @dataclass
-class _Seed:
-    """What one seed's reference rollouts give to all methods."""
+class _Reference:
+    """The baseline's batch of one seed, which all methods share, and what is true of it.
+
+    Attributes:
+        seed, run: the batch; `run` holds the policy and the verifier, which are alive while the seed is measured.
+        known: outcomes of states that were continued already, for `true_values`.
+        gradients: the true policy gradient, by prompt uid.
+    """
 
     seed: int
     run: CreditRun
-    truth: Truth
-    gradients: dict[int, Tensor]
+    known: dict[State, Tensor] = field(default_factory=dict)
+    truth: Truth = field(init=False)
+    gradients: dict[int, Tensor] = field(init=False)
+
+
+@dataclass
+class _Measured:
+    """One method at one seed; `own` is None for the row of the true values."""
+
+    metrics: dict[str, float]
+    sums: GradientSums
+    costs: dict[str, Cost] = field(default_factory=dict)
+    own: bool | None = None
 
 
 def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel, Weights]:
@@ -88,7 +105,7 @@ class CreditBench:
         methods: the baseline first.
         seeds: one batch of prompts and rollouts each.
         options: what is measured.
-        say: is told about progress.
+        say: gets progress as sentences.
     """
 
     def __init__(
@@ -98,128 +115,96 @@ class CreditBench:
         options: Options,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.methods, self.seeds, self.options = methods, seeds, options
+        self.methods = methods
+        self.seeds = seeds
+        self.options = options
         self.say = say or (lambda text: None)
         self.experiments = {m.name: m.experiment(*options.overrides, config_dirs=options.config_dirs) for m in methods}
         self.baseline = self.experiments[methods[0].name]
         self.model, self.weights = load_policy(self.baseline, options.run)
 
     def measure(self) -> dict[str, Any]:
-        """Name → metrics per seed, their mean and spread; the exact row first. A method that fails is named under "failed"."""
-        rows: dict[str, list[dict[str, float]]] = {EXACT: [], **{m.name: [] for m in self.methods}}
-        sums: dict[str, list[GradientSums]] = {name: [] for name in rows}
-        costs: dict[str, list[dict[str, Cost]]] = {m.name: [] for m in self.methods}
-        own: dict[str, bool] = {}
+        """The result, as JSON values.
+
+        "methods" has, by name and the exact row first, metrics per seed with mean and spread; a method that fails is
+        named under "failed" instead. "truth" and "ceiling" describe the true values of each seed.
+        """
+        measured: dict[str, list[_Measured]] = {EXACT: [], **{m.name: [] for m in self.methods}}
         failed: dict[str, str] = {}
-        ceilings, truths = [], []
+        ceilings: list[float] = []
+        truths: list[dict[str, float]] = []
         for seed in self.seeds:
             with run_credit(self.baseline, self.weights, seed, reference=True) as run:
-                self.policy, self.verifier, self.known = (
-                    first_of(run, Policy),
-                    first_of(run, Verifier),
-                    dict[State, Tensor](),
-                )
-                shared = self._share(seed, run)
-                truth, thoughts = shared.truth, self._exact_row(shared)
+                reference = self._reference(seed, run)
+                thoughts = exact_credit(run.trajectories, reference.truth)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
-                truths.append(describe_truth(truth))
-                rows[EXACT].append(thoughts.metrics())
-                sums[EXACT].append(GradientSums.of(shared.gradients, shared.gradients, sampled_tokens(run)))
-                self.say(
-                    f"seed {seed}: {len(run.trajectories)} rollouts, {truth.num_states} states, {truth.sampled_tokens} "
-                    "tokens for truth"
-                )
+                truths.append(describe_truth(reference.truth))
+                sums = GradientSums.of(reference.gradients, reference.gradients, sampled_tokens(run))
+                measured[EXACT].append(_Measured(thoughts.metrics(), sums))
                 for method in self.methods:
                     if method.name in failed:
                         continue
                     try:
-                        found = self._method(method, shared)
+                        measured[method.name].append(self._method(method, reference))
                     except (CreditgraphError, NodeFailure) as error:
                         failed[method.name] = str(error)
                         self.say(f"seed {seed}: {method.name} failed: {error}")
-                        continue
-                    rows[method.name].append(found.metrics)
-                    sums[method.name].append(found.sums)
-                    costs[method.name].append(found.costs)
-                    own[method.name] = found.own
-                    self.say(
-                        f"seed {seed}: {method.name} "
-                        + " ".join(f"{k} {v:.3g}" for k, v in list(found.metrics.items())[:4])
-                    )
-        methods = {name: summarise(rows[name], sums[name]) for name in rows if name not in failed}
-        for name, found_own in own.items():
-            if name in failed:
-                continue
-            methods[name]["own_rollouts"] = found_own
-            methods[name]["costs"] = [{n: vars(c) for n, c in seed.items()} for seed in costs[name]]
-        for name, entry in methods.items():
-            entry["tokens_relative"] = relative_tokens(sums[name], sums[self.methods[0].name])
+        baseline = [m.sums for m in measured[self.methods[0].name]]
+        methods = {name: summarise(parts, baseline) for name, parts in measured.items() if name not in failed}
         return {"ceiling": ceilings, "truth": truths, "methods": methods, "failed": failed}
 
-    def _share(self, seed: int, run: CreditRun) -> _Seed:
-        truth = self._truth(seed, run.trajectories, run)
-        share = 1.0 / max(len(run.trajectories), 1)
-        spread = truth.advantage.values[_thought_of(truth, run.trajectories)]
+    def _reference(self, seed: int, run: CreditRun) -> _Reference:
+        reference = _Reference(seed, run)
+        rows = run.trajectories
+        truth = self._truth(reference, rows)
+        reference.truth = truth
         # The policy gradient of the mean outcome: every token has its thought's true advantage, rows are averaged,
         # tokens summed.
-        weight = run.trajectories.response_tokens.with_values(spread * share)
-        gradients = prompt_gradients(self.model, run.trajectories, weight, run.trajectories.temperature)
-        return _Seed(seed, run, truth, gradients)
+        weight = truth.per_token(rows.response_tokens)
+        weight = weight.with_values(weight.values / max(len(rows), 1))
+        reference.gradients = prompt_gradients(self.model, rows, weight, rows.temperature)
+        self.say(
+            f"seed {seed}: {len(rows)} rollouts, {truth.num_states} states, {truth.sampled_tokens} tokens for truth"
+        )
+        return reference
 
-    def _exact_row(self, shared: _Seed) -> Any:
-        rows = shared.run.trajectories
-        credit = rows.response_tokens.with_values(shared.truth.advantage.values[_thought_of(shared.truth, rows)])
-        mask = rows.response_tokens.with_values(torch.ones(len(credit.values), dtype=torch.bool))
-        return per_thought(credit, mask, rows.inherited, shared.truth)
+    def _truth(self, reference: _Reference, trajectories: Trajectories) -> Truth:
+        policy, verifier, prompts = (first_of(reference.run, kind) for kind in (Policy, Verifier, Prompts))
+        sampling = sampling_of(self.baseline.graph)
+        stream = Stream("creditbench", reference.seed)
+        samples = self.options.samples
+        return true_values(policy, verifier, prompts, trajectories, sampling, samples, stream, reference.known)
 
-    def _truth(self, seed: int, trajectories: Trajectories, run: CreditRun) -> Truth:
-        prompts: Prompts = first_of(run, Prompts)
-        stream = Stream("creditbench", seed)
-        sampling, samples = sampling_of(self.baseline), self.options.samples
-        return true_values(self.policy, self.verifier, prompts, trajectories, sampling, samples, stream, self.known)
-
-    def _method(self, method: Method, shared: _Seed) -> _Found:
+    def _method(self, method: Method, reference: _Reference) -> _Measured:
         experiment = self.experiments[method.name]
-        given = shared_outputs(experiment.graph, self.baseline.graph, shared.run)
-        costs = {name: shared.run.costs[name] for name in given}
-        with run_credit(experiment, self.weights, shared.seed, given, costs) as run:
-            objective = run.learner.config.objective
-            effective = effective_credit(run.trajectories, run.credit, objective)
-            gradients = prompt_gradients(self.model, run.trajectories, effective.weight, run.trajectories.temperature)
-            chosen = choose_rows(run.trajectories, self.options.max_rows, shared.seed)
-            same = torch.equal(run.trajectories.uid, shared.run.trajectories.uid)
-            truth = shared.truth if same else self._truth(shared.seed, run.trajectories.select(chosen), shared.run)
-            rows = torch.arange(len(run.trajectories)) if same else chosen
+        given = shared_outputs(experiment.graph, self.baseline.graph, reference.run)
+        costs = {name: reference.run.costs[name] for name in given}
+        with run_credit(experiment, self.weights, reference.seed, given, costs) as run:
+            trajectories = run.trajectories
+            effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
+            gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)
+            # Methods that only read the shared rollouts need no true values of their own.
+            if torch.equal(trajectories.uid, reference.run.trajectories.uid):
+                rows = torch.arange(len(trajectories))
+                truth = reference.truth
+            else:
+                rows = choose_rows(trajectories, self.options.max_rows, reference.seed)
+                truth = self._truth(reference, trajectories.select(rows))
             thoughts = per_thought(
-                effective.credit.select(rows), run.credit.mask.select(rows), run.trajectories.inherited[rows], truth
+                effective.credit.select(rows), run.credit.mask.select(rows), trajectories.inherited[rows], truth
             )
-            return _Found(
-                metrics=thoughts.metrics() | cost_metrics(run),
-                sums=GradientSums.of(gradients, shared.gradients, sampled_tokens(run)),
-                costs=run.costs,
-                own=run.own_rollouts,
-            )
+            metrics = thoughts.metrics() | cost_metrics(run)
+            shown = " ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:4])
+            self.say(f"seed {reference.seed}: {method.name} {shown}")
+            sums = GradientSums.of(gradients, reference.gradients, sampled_tokens(run))
+            return _Measured(metrics, sums, run.costs, run.own_rollouts)
 
 
-@dataclass
-class _Found:
-    metrics: dict[str, float]
-    sums: GradientSums
-    costs: dict[str, Cost]
-    own: bool
-
-
-def _thought_of(truth: Truth, trajectories: Trajectories) -> Tensor:
-    return segment_of_token(truth.ends, trajectories.response_tokens)
-
-
-def sampling_of(experiment: Experiment) -> Sampling:
-    """How the recipe's sampler samples: the settings of its first sampling node."""
-    for node in experiment.graph.nodes:
-        if node.use.startswith("sampler."):
-            found: Sampling = node.config.sampling()
-            return found
-    raise ValueError("the baseline's graph has no sampler node; wanted one whose settings say how the policy samples.")
+def exact_credit(trajectories: Trajectories, truth: Truth) -> ThoughtCredit:
+    """Thoughts whose credit is the true advantage itself."""
+    credit = truth.per_token(trajectories.response_tokens)
+    mask = credit.with_values(torch.ones(len(credit.values), dtype=torch.bool))
+    return per_thought(credit, mask, trajectories.inherited, truth)
 
 
 def sampled_tokens(run: CreditRun) -> float:
@@ -228,8 +213,9 @@ def sampled_tokens(run: CreditRun) -> float:
 
 
 def cost_metrics(run: CreditRun) -> dict[str, float]:
-    """Tokens of the rollouts, and what credit cost beside them."""
-    rollouts, credit = run.cost(rollouts=True), run.cost(rollouts=False)
+    """Tokens of the rollouts, and what credit cost in addition."""
+    rollouts = run.cost(rollouts=True)
+    credit = run.cost(rollouts=False)
     return {
         "rollout_tokens": rollouts.sampled_tokens,
         "credit_sampled": credit.sampled_tokens,
@@ -248,9 +234,10 @@ def choose_rows(trajectories: Trajectories, most: int, seed: int) -> Tensor:
 
 
 def describe_truth(truth: Truth) -> dict[str, float]:
-    """What the true values look like; values before and after the first error cross-check them against the task's own step truth."""
-    values, error = truth.values, truth.error[truth.values.row_ids]
-    inner = values.positions < truth.ends.lengths[values.row_ids]
+    """What the true values look like; those before and after the first error check them against the task's steps."""
+    values = truth.values
+    error = truth.error[values.row_ids]
+    inner = values.positions < truth.ends.lengths[values.row_ids]  # the last value of a row is its outcome
     dead = inner & (error > 0) & (values.positions >= error)
     alive = inner & ((error == 0) | (values.positions < error))
     clear = truth.advantage.values.abs() >= LEAST_EFFECT
@@ -278,12 +265,18 @@ def relative_tokens(sums: Sequence[GradientSums], baseline: Sequence[GradientSum
     return ratio(pooled(sums)["tokens"], pooled(baseline)["tokens"]), jackknife([ratio(a, b) for a, b in parts])
 
 
-def summarise(rows: Sequence[dict[str, float]], sums: Sequence[GradientSums]) -> dict[str, Any]:
-    """Per-seed metrics with mean and standard deviation; gradient metrics pooled over seeds with a jackknife standard error."""
-    means = {name: mean_sd([row[name] for row in rows]) for name in rows[0]}
+def summarise(parts: Sequence[_Measured], baseline: Sequence[GradientSums]) -> dict[str, Any]:
+    """Metrics per seed with mean and standard deviation; gradient metrics pooled over seeds, with a jackknife error."""
+    rows = [part.metrics for part in parts]
+    sums = [part.sums for part in parts]
     joined = pooled(sums)
-    gradient = {
-        name: (joined[name], jackknife(leave_one_out(sums, name)) if len(sums) > 1 else math.nan)
-        for name in GRADIENT_METRICS
+    summary: dict[str, Any] = {
+        "seeds": rows,
+        "mean": {name: mean_sd([row[name] for row in rows]) for name in rows[0]},
+        "gradient": {name: (joined[name], jackknife(leave_one_out(sums, name))) for name in GRADIENT_METRICS},
+        "tokens_relative": relative_tokens(sums, baseline),
     }
-    return {"seeds": list(rows), "mean": means, "gradient": gradient}
+    if parts[0].own is not None:
+        summary["own_rollouts"] = parts[-1].own
+        summary["costs"] = [{node: vars(cost) for node, cost in part.costs.items()} for part in parts]
+    return summary

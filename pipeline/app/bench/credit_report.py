@@ -3,119 +3,115 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Column head, where the number is, digits; gradient columns carry a standard error, the others a standard deviation
+# Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.
-COLUMNS: tuple[tuple[str, tuple[str, str], int], ...] = (
-    ("spearman", ("mean", "spearman"), 2),
-    ("pearson", ("mean", "pearson"), 2),
-    ("sign", ("mean", "sign"), 2),
-    ("on 1st error", ("mean", "error_share"), 2),
-    ("bias", ("mean", "bias"), 2),
-    ("grad cosine", ("gradient", "cosine"), 2),
+COLUMNS: tuple[tuple[str, tuple[str, str]], ...] = (
+    ("spearman", ("mean", "spearman")),
+    ("pearson", ("mean", "pearson")),
+    ("sign", ("mean", "sign")),
+    ("on 1st error", ("mean", "error_share")),
+    ("bias", ("mean", "bias")),
+    ("grad cosine", ("gradient", "cosine")),
 )
+COSTS = ("noise", "sampled", "credit: sampled", "scored", "processed", "seconds")
 
 
 def cell(pair: tuple[float, float], digits: int) -> str:
-    """ "0.41 ±0.03", without the spread where it is not known, "-" where the number is not."""
+    """ "0.41 ±0.03"; no spread where it is not known, "-" where the number is not."""
     value, spread = pair
     if math.isnan(value):
         return "-"
     return f"{value:.{digits}f}" + ("" if math.isnan(spread) else f" ±{spread:.{digits}f}")
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
 def thousands(value: float) -> str:
-    """ "12.3k"; "-" for NaN."""
-    return "-" if math.isnan(value) else f"{value / 1000:.1f}k"
+    """ "12.3k"."""
+    return f"{value / 1000:.1f}k"
 
 
 def table(result: dict[str, Any]) -> str:
     """One row per method, as a Markdown table, and below it what the true values were."""
-    head = [
-        "method",
-        "rollouts",
-        *(c[0] for c in COLUMNS),
-        "noise",
-        "sampled",
-        "credit: sampled",
-        "scored",
-        "processed",
-        "seconds",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for name, entry in result["methods"].items():
-        mean = entry["mean"]
-        cells = [name, {True: "own", False: "given"}.get(entry.get("own_rollouts"), "given")]
-        cells += [cell(entry[part][key], digits) for _, (part, key), digits in COLUMNS]
-        cells.append(cell(entry["tokens_relative"], 2))
-        if "rollout_tokens" in mean:
-            sampled = mean["rollout_tokens"][0] + mean["credit_sampled"][0]
-            cells += [
-                thousands(sampled),
-                *(thousands(mean[f"credit_{k}"][0]) for k in ("sampled", "scored", "processed")),
-            ]
-            cells.append(cell(mean["credit_seconds"], 2))
-        else:
-            cells += ["-"] * 5
-        lines.append("| " + " | ".join(cells) + " |")
+    head = ["method", "rollouts", *(name for name, _ in COLUMNS), *COSTS]
+    text = markdown(head, [_cells(name, entry) for name, entry in result["methods"].items()])
     truths = result["truth"]
     average = {k: sum(t[k] for t in truths) / len(truths) for k in truths[0]}
-    ceiling = [c for c in result["ceiling"] if not math.isnan(c)]
-    lines += [
+    ceiling = mean_ceiling(result)
+    lines = [
+        text,
         "",
-        f"{len(truths)} seeds; accuracy of the rollouts {average['accuracy']:.3f}; value at sound prefixes {average['value_sound']:.3f}, "
-        f"after the first error {average['value_after_error']:.3f}; {100 * average['clear_share']:.0f} % of thoughts have |A| ≥ 0.1.",
+        f"{len(truths)} seeds; accuracy of the rollouts {average['accuracy']:.3f}; value at sound prefixes "
+        f"{average['value_sound']:.3f}, after the first error {average['value_after_error']:.3f}; "
+        f"{100 * average['clear_share']:.0f} % of thoughts have |A| ≥ 0.1.",
         f"True values cost {thousands(average['sampled_tokens'])} tokens per seed over {average['states']:.0f} states. "
-        + (
-            f"Noise in them keeps even perfect credit at a Spearman of about {sum(ceiling) / len(ceiling):.2f}."
-            if ceiling
-            else ""
-        ),
+        + ("" if math.isnan(ceiling) else f"Their noise limits perfect credit to a Spearman of {ceiling:.2f}."),
     ]
     lines += [f"Failed: {name} ({problem})." for name, problem in result["failed"].items()]
     return "\n".join(lines)
 
 
+def _cells(name: str, entry: dict[str, Any]) -> list[str]:
+    mean = entry["mean"]
+    cells = [name, "own" if entry.get("own_rollouts") else "given"]
+    cells += [cell(entry[part][key], 2) for _, (part, key) in COLUMNS]
+    cells.append(cell(entry["tokens_relative"], 2))
+    if "rollout_tokens" not in mean:  # the true values have no cost of their own
+        return [*cells, *["-"] * (len(COSTS) - 1)]
+    sampled = mean["rollout_tokens"][0] + mean["credit_sampled"][0]
+    cells += [thousands(sampled), *(thousands(mean[f"credit_{k}"][0]) for k in ("sampled", "scored", "processed"))]
+    return [*cells, cell(mean["credit_seconds"], 2)]
+
+
+def mean_ceiling(result: dict[str, Any]) -> float:
+    """Mean over seeds of the largest rank correlation that the noise of the true values allows; NaN when unknown."""
+    known = [c for c in result["ceiling"] if not math.isnan(c)]
+    return sum(known) / len(known) if known else math.nan
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the figure: correlations, share on the first error, gradient noise at equal sampled tokens; blue: given rollouts."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Writes the figure: correlations, share on the first error, and gradient noise at equal sampled tokens.
+
+    Methods with given rollouts are blue, with their own orange, true values grey.
+    """
     from matplotlib.figure import Figure
 
-    entries = result["methods"]
-    names = list(entries)
-    figure = Figure(figsize=(12, 1.2 + 0.32 * len(names)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    entries = result["methods"].values()
+    figure = Figure(figsize=(12, 1.2 + 0.32 * len(entries)), dpi=110, layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
-    places = list(range(len(names)))
-    colors = [
-        "tab:gray" if e.get("own_rollouts") is None else "tab:orange" if e["own_rollouts"] else "tab:blue"
-        for e in entries.values()
-    ]
+    places = list(range(len(entries)))
+    colors = [{None: "tab:gray", True: "tab:orange", False: "tab:blue"}[e.get("own_rollouts")] for e in entries]
     for axes, key, title in (
         (left, "pearson", "correlation with the true advantage"),
         (middle, "error_share", "share of |credit| on the 1st wrong thought"),
     ):
-        pairs = [e["mean"][key] for e in entries.values()]
-        spread = [0.0 if math.isnan(sd) else sd for _, sd in pairs]
-        axes.barh(places, [0.0 if math.isnan(m) else m for m, _ in pairs], xerr=spread, color=colors)
+        pairs = [e["mean"][key] for e in entries]
+        values, spread = ([0.0 if math.isnan(x) else x for x in column] for column in zip(*pairs, strict=True))
+        axes.barh(places, values, xerr=spread, color=colors)
         axes.set_title(title, fontsize=10)
-    left.plot([e["mean"]["spearman"][0] for e in entries.values()], places, "kD", markersize=4, label="of ranks")
-    uniform = [e["mean"]["uniform_share"][0] for e in entries.values()]
+    left.plot([e["mean"]["spearman"][0] for e in entries], places, "kD", markersize=4, label="of ranks")
+    uniform = [e["mean"]["uniform_share"][0] for e in entries]
     middle.plot(uniform, places, "k|", markersize=12, label="uniform credit")
-    ceiling = [c for c in result["ceiling"] if not math.isnan(c)]
-    if ceiling:
-        left.axvline(sum(ceiling) / len(ceiling), color="k", linestyle=":", linewidth=0.8, label="of ranks, at best")
-    noise = [e["tokens_relative"][0] for e in entries.values()]
+    ceiling = mean_ceiling(result)
+    if not math.isnan(ceiling):
+        left.axvline(ceiling, color="k", linestyle=":", linewidth=0.8, label="of ranks, at best")
+    noise = [e["tokens_relative"][0] for e in entries]
     right.scatter([x if x > 0 else math.nan for x in noise], places, color=colors)
     right.set_xscale("log")
     right.axvline(1, color="k", linewidth=0.8)
     right.set_title("tokens to signal = noise, baseline = 1", fontsize=10)
+    left.set_yticks(places, list(result["methods"]))
+    left.invert_yaxis()
     for axes in (left, middle):
         axes.legend(fontsize=8, loc="lower right")
-    left.set_yticks(places, names)
-    left.invert_yaxis()
     for axes in (left, middle, right):
         axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, format="png")
+    figure.savefig(path)

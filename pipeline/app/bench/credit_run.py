@@ -1,48 +1,18 @@
-"""Runs the part of a recipe's graph that makes credit: from prompts to what the learner would read, without learning."""
+"""Runs the part of a recipe's graph that makes credit: from prompts to what the learner would read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from pipeline.core.component import Context
+from pipeline.app.bench.partial_run import Cost, PartialRun
 from pipeline.core.errors import ConfigError
-from pipeline.core.graph import MAX_NODES, Graph
-from pipeline.core.payloads import Credit, Policy, Prompts, Trajectories, Weights
-from pipeline.core.sockets import Node, Wire
+from pipeline.core.graph import Graph
+from pipeline.core.payloads import Credit, Prompts, Sampling, Trajectories, Weights
+from pipeline.core.sockets import Node
 from pipeline.run.compose import Experiment
-from pipeline.run.node_runner import NodeRunner, set_origin
-from pipeline.run.run_settings import resolve_device
-from pipeline.run.values import as_inputs
-
-COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")
-
-
-@dataclass
-class Cost:
-    """What a node cost in tokens, as engines count them, and in seconds of wall time.
-
-    Attributes:
-        sampled_tokens: drawn.
-        prefill_tokens: of prompts and prefixes, before the first drawn token.
-        scored_tokens: of teacher-forced passes, context included.
-    """
-
-    sampled_tokens: float = 0.0
-    prefill_tokens: float = 0.0
-    scored_tokens: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def processed(self) -> float:
-        """Tokens that went through the model."""
-        return self.sampled_tokens + self.prefill_tokens + self.scored_tokens
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
 
 @dataclass
@@ -51,7 +21,7 @@ class CreditRun:
 
     Attributes:
         trajectories, credit: what the learner would read.
-        outputs: node → its outputs.
+        outputs: node → its outputs, in graph order.
         costs: node → what it cost.
         given: names of nodes that did not run because their outputs were given.
         rollouts: names of nodes that sample trajectories (uses sampler.* and expander.*).
@@ -78,14 +48,26 @@ class CreditRun:
 
 def learner_of(graph: Graph) -> Node:
     """The node that reads trajectories and their credit; raises ConfigError unless there is exactly one."""
-    found = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires) and n.placement == "collective"]
-    if len(found) != 1:
+    learners = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires) and n.placement == "collective"]
+    if len(learners) != 1:
         raise ConfigError(
-            f"{len(found)} nodes of the graph ({', '.join(graph.names)}) learn from 'trajectories' and 'credit'; "
-            "wanted one whose credit "
-            "can be judged."
+            f"{len(learners)} nodes of the graph ({', '.join(graph.names)}) learn from 'trajectories' and 'credit'; "
+            "expected exactly one, whose credit can be measured."
         )
-    return found[0]
+    return learners[0]
+
+
+def samples_rollouts(node: Node) -> bool:
+    """Whether a node samples trajectories from a policy."""
+    return bool(node.outputs_of(Trajectories)) and "policy" in node.wires
+
+
+def sampling_of(graph: Graph) -> Sampling:
+    """How the rollouts of a graph are sampled: the settings of its first node that samples any."""
+    for node in graph.nodes:
+        if samples_rollouts(node) and hasattr(node.config, "sampling"):
+            return cast(Sampling, node.config.sampling())
+    raise ConfigError(f"no node of the graph ({', '.join(graph.names)}) says how its rollouts are sampled.")
 
 
 def first_of(run: CreditRun, kind: type) -> Any:
@@ -94,79 +76,25 @@ def first_of(run: CreditRun, kind: type) -> Any:
         for value in outputs.values():
             if isinstance(value, kind):
                 return value
-    raise ConfigError(f"the graph has no {kind.__name__}; wanted one, to judge its credit.")
+    raise ConfigError(f"the graph has no {kind.__name__}; expected one, to measure its credit.")
 
 
 def shared_outputs(graph: Graph, reference: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
-    """Outputs of `run` (of graph `reference`) that stand in for nodes of `graph`: its prompts, and rollouts sampled in the same way.
+    """Outputs of `run` (of graph `reference`) that replace nodes of `graph`: its prompts, and rollouts sampled alike.
 
-    Prompts are always taken over, so that every method meets the same problems; a sampler only when component, settings
+    Prompts are always taken over, so that every method gets the same problems; a sampler only when component, settings
     and wires are the same.
     """
-    found = {}
+    shared = {}
     for name, outputs in run.outputs.items():
         if name not in graph or graph[name].use != reference[name].use:
             continue
+        # Only a source of prompts: a node that reads something would give prompts of another graph's making.
         prompts = any(isinstance(v, Prompts) for v in outputs.values()) and not graph[name].wires
         same = graph[name].config == reference[name].config and graph[name].wires == reference[name].wires
         if prompts or (same and name in run.rollouts):
-            found[name] = outputs
-    return found
-
-
-@dataclass
-class _Pass:
-    """The nodes of one pass over a graph."""
-
-    experiment: Experiment
-    weights: Weights
-    seed: int
-    index_from_top: bool
-    runners: dict[str, NodeRunner] = field(default_factory=dict)
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
-
-    def runner(self, node: Node) -> NodeRunner:
-        if node.name not in self.runners:
-            place = self.experiment.graph.names.index(node.name)
-            context = Context(
-                node=node.name,
-                node_index=MAX_NODES - 1 - place if self.index_from_top else place,
-                seed=self.seed,
-                iterations=self.experiment.run.iterations,
-                device=resolve_device(self.experiment.run.device),
-                model=self.experiment.model,
-                data=self.experiment.data,
-            )
-            self.runners[node.name] = NodeRunner(node, context)
-            self.runners[node.name].setup()
-        return self.runners[node.name]
-
-    def value(self, wire: Wire) -> Any:
-        """What a wire carries in the first iteration; weights are the given ones."""
-        if not wire.delay:
-            return self.outputs[wire.source][wire.output]
-        node = self.experiment.graph[wire.source]
-        if node.sockets.outputs[wire.output].carries(Weights):
-            return self.weights
-        return set_origin(self.runner(node).initial()[wire.output], f"{wire.source}.{wire.output}")
-
-    def counters(self) -> Cost:
-        """Tokens that all engines have counted so far."""
-        total = Cost()
-        for runner in self.runners.values():
-            if runner.node.outputs_of(Policy):
-                total += Cost(**{k: runner.context.metrics.get(k, 0.0) for k in COUNTED})
-        return total
-
-    def run(self, node: Node) -> None:
-        runner = self.runner(node)
-        inputs = {socket: [self.value(w) for w in wires] for socket, wires in node.wires.items()}
-        before, begin = self.counters(), perf_counter()
-        self.outputs[node.name] = runner.run(0, as_inputs(node, inputs))
-        seconds, after = perf_counter() - begin, self.counters()
-        spent = {k: getattr(after, k) - getattr(before, k) for k in COUNTED}
-        self.costs[node.name] = Cost(**spent, seconds=seconds)
+            shared[name] = outputs
+    return shared
 
 
 @contextmanager
@@ -184,44 +112,22 @@ def run_credit(
         experiment: the recipe.
         weights: the state of the policy.
         seed: key of every random stream.
-        given: node → outputs that stand in for running it, with `given_costs`.
-        reference: numbers uids so that outputs may stand in for nodes of other graphs without meeting their uids.
+        given: node → outputs that are used in place of running it, with `given_costs`.
+        reference: numbers uids so that the outputs may be given to other graphs without meeting their uids.
     """
     given = given or {}
-    graph = experiment.graph
-    learner = learner_of(graph)
-    wires = {name: learner.wires[name][0] for name in ("trajectories", "credit")}
-    state = _Pass(
-        experiment, weights, seed, index_from_top=reference, outputs=dict(given), costs=dict(given_costs or {})
-    )
-    try:
-        for node in graph.nodes:
-            if node.name in _needed(graph, {w.source for w in wires.values()}, given):
-                state.run(node)
-        made = {k: v for k, v in state.outputs.items() if k in graph}
+    learner = learner_of(experiment.graph)
+    with PartialRun(experiment, seed, outputs=given, weights=weights, uids_from_top=reference) as partial:
+        trajectories, credit = (partial.value(learner.wires[name][0], 0) for name in ("trajectories", "credit"))
+        outputs = {n.name: partial.outputs(n.name, 0) for n in experiment.graph.nodes}
+        nodes = [n for n in experiment.graph.nodes if outputs[n.name]]
+        costs = {**(given_costs or {}), **partial.costs}
         yield CreditRun(
-            trajectories=state.value(wires["trajectories"]),
-            credit=state.value(wires["credit"]),
-            outputs=made,
-            costs={k: v for k, v in state.costs.items() if k in made},
-            given=[n for n in given if n in graph],
-            rollouts=[
-                n.name for n in graph.nodes if n.name in made and n.use.partition(".")[0] in ("sampler", "expander")
-            ],
+            trajectories=trajectories,
+            credit=credit,
+            outputs={n.name: outputs[n.name] for n in nodes},
+            costs={n.name: costs[n.name] for n in nodes if n.name in costs},
+            given=[n.name for n in nodes if n.name in given],
+            rollouts=[n.name for n in nodes if n.use.partition(".")[0] in ("sampler", "expander")],
             learner=learner,
         )
-    finally:
-        for runner in state.runners.values():
-            runner.close()
-
-
-def _needed(graph: Graph, targets: set[str], given: Mapping[str, Any]) -> set[str]:
-    """Nodes that must run: ancestors of the targets within the iteration, not looking behind given ones."""
-    found: set[str] = set()
-    open_names = [t for t in targets if t not in given]
-    while open_names:
-        name = open_names.pop()
-        if name not in found:
-            found.add(name)
-            open_names += [w.source for _, w in graph[name].all_wires if not w.delay and w.source not in given]
-    return found

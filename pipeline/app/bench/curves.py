@@ -1,4 +1,4 @@
-"""Learning curves read from metrics.jsonl, and what can be said about two methods from a few seeds. Pure."""
+"""Learning curves read from metrics.jsonl, and the test of two methods on a few seeds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipeline.app.bench.statistics import Floats, mean_sd
 from pipeline.app.progress import ACCURACY, SAMPLED_TOKENS
 
 EVALUATOR = ACCURACY.rpartition("/")[0]  # node whose seconds and tokens are not training
-
+NO_DIFFERENCE = "no significant difference"
 # One-sided 95 % quantile of Student's t by degrees of freedom; beyond the list the normal one.
 T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run against what it had spent on training before each evaluation.
+    """Held-out accuracy of one run over what it had spent on training before each evaluation.
 
     Attributes:
         tokens: sampled tokens, evaluation not counted; rising, from 0.
@@ -44,76 +44,74 @@ class Curve:
             return math.nan
         return float(np.interp(tokens, self.tokens, self.accuracy))
 
+    def seconds_at(self, tokens: float) -> float:
+        """Wall time of training up to so many sampled tokens, interpolated; NaN without any evaluation."""
+        return float(np.interp(tokens, self.tokens, self.seconds)) if len(self.tokens) else math.nan
+
     def reaches(self, threshold: float, budget: float) -> float:
-        """Sampled tokens at which accuracy first gets to `threshold`, interpolated; NaN when it does not within `budget`."""
-        tokens, accuracy = self.tokens, self.accuracy
-        above = np.flatnonzero(accuracy >= threshold)
+        """Sampled tokens at which accuracy first reaches `threshold`, interpolated; NaN when not within `budget`."""
+        above = np.flatnonzero(self.accuracy >= threshold)
         if not len(above):
             return math.nan
         i = int(above[0])
         if i == 0:
-            return float(tokens[0])
-        found = float(np.interp(threshold, accuracy[i - 1 : i + 1], tokens[i - 1 : i + 1]))
-        return found if found <= budget else math.nan
+            return float(self.tokens[0])
+        around = slice(i - 1, i + 1)
+        crossing = float(np.interp(threshold, self.accuracy[around], self.tokens[around]))
+        return crossing if crossing <= budget else math.nan
 
 
 def training_tokens(rows: Sequence[dict[str, Any]]) -> list[float]:
     """Tokens sampled for training in each iteration.
 
     The engine counts every token, those of evaluation too. So in iterations with an evaluation the nodes' own counts
-    ("node/sampled_tokens") stand in, scaled by what engine and nodes counted in the other iterations (1 when every node
+    ("node/sampled_tokens") are used, scaled by the ratio of engine to nodes in the other iterations (1 when every node
     reports).
     """
-    own = [
-        sum(
-            v
-            for k, v in row.items()
-            if k.endswith("/sampled_tokens") and k not in (SAMPLED_TOKENS, EVALUATOR + "/sampled_tokens")
-        )
-        for row in rows
-    ]
-    engine = [row.get(SAMPLED_TOKENS, math.nan) for row in rows]
-    plain = [i for i, row in enumerate(rows) if ACCURACY not in row]
-    ratios = [engine[i] / own[i] for i in plain if own[i] > 0 and not math.isnan(engine[i])]
+    left_out = (SAMPLED_TOKENS, f"{EVALUATOR}/sampled_tokens")
+    own = [sum(v for k, v in row.items() if k.endswith("/sampled_tokens") and k not in left_out) for row in rows]
+    engine = [math.nan if ACCURACY in row else row.get(SAMPLED_TOKENS, math.nan) for row in rows]
+    ratios = [e / o for e, o in zip(engine, own, strict=True) if o > 0 and not math.isnan(e)]
     scale = median(ratios) if ratios else 1.0
-    return [
-        engine[i] if ACCURACY not in row and not math.isnan(engine[i]) else own[i] * scale for i, row in enumerate(rows)
-    ]
+    return [o * scale if math.isnan(e) else e for e, o in zip(engine, own, strict=True)]
 
 
 def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
-    """The curve of a run; an evaluation belongs to the weights at the start of its iteration, the final pass to the last ones."""
-    evaluation = "seconds/" + EVALUATOR
+    """The curve of a run.
+
+    An evaluation belongs to the weights at the start of its iteration, the final pass to the last weights.
+    """
     iterations = [row for row in rows if "seconds/iteration" in row]
-    spent = dict(zip((r["iteration"] for r in iterations), training_tokens(iterations), strict=True))
-    wall = {r["iteration"]: r["seconds/iteration"] - r.get(evaluation, 0.0) for r in iterations}
+    number = [row["iteration"] for row in iterations]
+    tokens = dict(zip(number, training_tokens(iterations), strict=True))
+    seconds = {r["iteration"]: r["seconds/iteration"] - r.get(f"seconds/{EVALUATOR}", 0.0) for r in iterations}
     points = []
     for row in rows:
-        if ACCURACY in row and not math.isnan(row[ACCURACY]):
-            before = [i for i in spent if i < row["iteration"]]
-            points.append((sum(spent[i] for i in before), sum(wall[i] for i in before), row[ACCURACY]))
+        accuracy = row.get(ACCURACY, math.nan)
+        if not math.isnan(accuracy):
+            before = [i for i in number if i < row["iteration"]]
+            points.append((sum(tokens[i] for i in before), sum(seconds[i] for i in before), accuracy))
     columns = np.array(points, dtype=np.float64).reshape(-1, 3)
     return Curve(
-        columns[:, 0],
-        columns[:, 1],
-        columns[:, 2],
-        len(iterations),
-        float(sum(spent.values())),
-        float(sum(wall.values())),
+        tokens=columns[:, 0],
+        seconds=columns[:, 1],
+        accuracy=columns[:, 2],
+        iterations=len(iterations),
+        total_tokens=float(sum(tokens.values())),
+        total_seconds=float(sum(seconds.values())),
     )
 
 
-def next_iterations(curve: Curve, budget: float, pilot: int) -> int:
-    """Iterations a run should be given so that its tokens pass `budget`; the present number when they already do.
+def next_iterations(curve: Curve, budget: float) -> int:
+    """Iterations that a run needs so that its tokens pass `budget`; the present number when they already do.
 
-    Without any iteration: `pilot`. Later: what the mean so far suggests, 5 % more and at least one more.
+    From the mean tokens per iteration so far, 5 % more and at least one more.
     """
-    if curve.iterations == 0:
-        return pilot
     if curve.total_tokens >= budget:
         return curve.iterations
     if not curve.total_tokens:
-        raise ValueError(f"the run sampled no token in {curve.iterations} iterations; wanted a method that samples.")
+        raise ValueError(f"the run sampled no token in {curve.iterations} iterations; expected a method that samples.")
+    # Tokens per iteration fall or rise while the policy learns, so 5 % are added.
     missing = (budget - curve.total_tokens) / (curve.total_tokens / curve.iterations)
     return curve.iterations + max(1, math.ceil(1.05 * missing))
 
@@ -125,7 +123,7 @@ class Verdict:
     Attributes:
         difference: mean of paired differences in accuracy.
         error: its standard error, NaN for fewer than two seeds.
-        word: "above", "below" or "not told apart" (one-sided t test at 5 % each way).
+        word: "above", "below" or `NO_DIFFERENCE` (one-sided t test at 5 % each way).
     """
 
     difference: float
@@ -133,17 +131,18 @@ class Verdict:
     word: str
 
 
-def judge_difference(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
+def paired_test(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
     """Pairs accuracies by seed; NaN entries and seeds that only one has are left out."""
     seeds = [s for s in method if s in baseline and not math.isnan(method[s]) and not math.isnan(baseline[s])]
     differences = [method[s] - baseline[s] for s in seeds]
     mean, spread = mean_sd(differences)
     if len(differences) < 2:
-        return Verdict(mean, math.nan, "not told apart")
+        return Verdict(mean, math.nan, NO_DIFFERENCE)
     error = spread / math.sqrt(len(differences))
     bar = T_95[len(differences) - 2] if len(differences) - 2 < len(T_95) else 1.645
-    word = "not told apart" if abs(mean) <= bar * error else "above" if mean > 0 else "below"
-    return Verdict(mean, error, word)
+    if abs(mean) <= bar * error:
+        return Verdict(mean, error, NO_DIFFERENCE)
+    return Verdict(mean, error, "above" if mean > 0 else "below")
 
 
 def default_threshold(baseline: Sequence[Curve], budget: float) -> float:

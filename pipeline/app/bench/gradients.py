@@ -6,10 +6,10 @@ two are independent):
 
     ⟨ḡ, g*⟩ = Σ_{p≠q} ⟨g_p, g*_q⟩ / pairs      ‖ḡ‖² = Σ_{p≠q} ⟨g_p, g_q⟩ / (n(n − 1))      tr Cov = Σ ‖g_p‖²/n − ‖ḡ‖²
 
-`cosine` = ⟨ḡ, g*⟩ / (‖ḡ‖ ‖g*‖) tells bias of the direction; it is free of noise in expectation, so it may leave [−1, 1]
-when there are few prompts. `tokens` is the number of sampled tokens at which the noise of a batch equals its signal: tr
-Cov · (tokens per prompt) / (⟨ḡ, g*⟩/‖g*‖)². It compares variances at equal sampled tokens whatever the scale of the
-credit.
+`cosine` = ⟨ḡ, g*⟩ / (‖ḡ‖ ‖g*‖) measures the bias of the direction; it is free of noise in expectation, so it may leave
+[−1, 1] when there are few prompts. `tokens` is the number of sampled tokens at which the noise of a batch equals its
+signal: tr Cov · (tokens per prompt) / (⟨ḡ, g*⟩/‖g*‖)². It compares variances at equal sampled tokens whatever the scale
+of the credit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ class GradientSums:
         total: Σ g_p, float64 [parameters].
         squares: Σ ‖g_p‖².
         prompts: n.
-        tokens: sampled tokens behind the n gradients.
+        tokens: tokens that were sampled for the n gradients.
         true_total, true_squares, true_prompts: the same for g*.
         common: Σ ⟨g_p, g*_p⟩ over prompts that both have, from the same rollouts or not.
         num_common: number of those prompts.
@@ -75,10 +77,12 @@ class GradientSums:
     def metrics(self) -> dict[str, float]:
         """cosine, noise (tr Cov), signal (projection on the true gradient), tokens; NaN with too few prompts or no
         signal."""
-        n, m = self.prompts, self.true_prompts
+        n = self.prompts
+        m = self.true_prompts
         pairs = n * m - self.num_common
         if n < 2 or m < 2 or pairs < 1:
             return dict.fromkeys(("cosine", "noise", "signal", "tokens"), math.nan)
+        # Pairs p = q are taken out: one prompt's two gradients share its rollouts, so their product is biased.
         cross = (_dot(self.total, self.true_total) - self.common) / pairs
         size = (_dot(self.total, self.total) - self.squares) / (n * (n - 1))
         true_size = (_dot(self.true_total, self.true_total) - self.true_squares) / (m * (m - 1))
@@ -96,32 +100,22 @@ def _dot(a: Tensor, b: Tensor) -> float:
     return float(a.double() @ b.double())
 
 
-def leave_one_out(parts: Sequence[GradientSums], metric: str) -> list[float]:
-    """The metric without each of the parts in turn."""
-    out = []
-    for i in range(len(parts)):
-        rest = [p for j, p in enumerate(parts) if j != i]
-        if rest:
-            out.append(_joined(rest).metrics()[metric])
-    return out
-
-
 def pooled(parts: Sequence[GradientSums]) -> dict[str, float]:
     """Metrics of all parts together."""
-    return _joined(parts).metrics()
+    return reduce(add, parts).metrics()
 
 
-def _joined(parts: Sequence[GradientSums]) -> GradientSums:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def leave_one_out(parts: Sequence[GradientSums], metric: str) -> list[float]:
+    """The metric without each of the parts in turn; [] for a single part."""
+    if len(parts) < 2:
+        return []
+    return [pooled([*parts[:i], *parts[i + 1 :]])[metric] for i in range(len(parts))]
 
 
 def prompt_gradients(
     model: LearnerModel, trajectories: Trajectories, weight: Jagged, temperature: float
 ) -> dict[int, Tensor]:
-    """Prompt uid → n ∇ Σ_k w_k log π(y_k) over its rows, float32 [parameters]; the mean over the n prompts is the batch's gradient.
+    """Prompt uid → n ∇ Σ_k w_k log π(y_k) over its rows, float32 [parameters]; their mean is the batch's gradient.
 
     Args:
         model: π, with gradients.
@@ -131,14 +125,16 @@ def prompt_gradients(
     """
     parameters = list(model.trainable().values())
     device = parameters[0].device
-    found: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
     prompts = torch.unique(trajectories.prompt_uid).tolist()
+    # Rows without any weight have no gradient; a forward pass would be wasted on them.
     moving = weight.with_values(weight.values != 0).sum() > 0
-    prompt_tokens, response = trajectories.prompt_tokens.to(str(device)), trajectories.response_tokens.to(str(device))
+    prompt_tokens = trajectories.prompt_tokens.to(str(device))
+    response = trajectories.response_tokens.to(str(device))
     for uid in prompts:
         rows = ((trajectories.prompt_uid == uid) & moving).nonzero(as_tuple=True)[0].to(device)
         if not len(rows):
-            found[uid] = torch.zeros(sum(p.numel() for p in parameters))
+            gradients[uid] = torch.zeros(sum(p.numel() for p in parameters))
             continue
         logprobs, _ = model.logprobs(pack(prompt_tokens, response, rows), temperature)
         coefficient = weight.select(rows.cpu()).values.to(device, logprobs.values.dtype)
@@ -146,5 +142,5 @@ def prompt_gradients(
         flat = [
             torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, grads, strict=True)
         ]
-        found[uid] = torch.cat(flat).float().cpu() * len(prompts)
-    return found
+        gradients[uid] = torch.cat(flat).float().cpu() * len(prompts)
+    return gradients

@@ -1,4 +1,4 @@
-"""The methods that the benchmarks know, one line each. Any recipe whose learner reads a `Credit` can be judged and compared."""
+"""The methods of the benchmarks, one line each. Any recipe whose learner reads a `Credit` can be one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Method:
         recipe: name in configs/recipe.
         overrides: further settings, as on the command line.
         trained: whether tools/compare trains it when no methods are named; the others are estimators that only
-            creditbench judges.
+            creditbench measures.
     """
 
     name: str
@@ -79,24 +79,23 @@ METHODS: tuple[Method, ...] = (
 
 def choose_methods(
     names: Sequence[str] | None, config_dirs: Sequence[str | Path] = (), to_train: bool = False
-) -> tuple[list[Method], list[str]]:
-    """The named methods, the baseline first; and the names of listed methods whose recipe is not there.
+) -> list[Method]:
+    """The named methods, the baseline first.
 
     A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas
     ("vineppo,value.continuations=20"). None takes all of `METHODS`, or those that are `trained`.
     """
-    recipes = list_choices("recipe", search_dirs(config_dirs))
     if names is None:
-        wanted = [m for m in METHODS if m.trained or not to_train]
-        return [m for m in wanted if m.recipe in recipes], [m.name for m in wanted if m.recipe not in recipes]
-    listed = {m.name: m for m in METHODS}
-    found = [BASELINE]
+        return [m for m in METHODS if m.trained or not to_train]
+    recipes = list_choices("recipe", search_dirs(config_dirs))
+    known = {m.name: m for m in METHODS}
+    chosen = [BASELINE]
     for text in names:
         name, *overrides = text.split(",")
-        base = listed.get(name) or Method(name, name)
+        base = known.get(name) or Method(name, name)
         if base.recipe not in recipes:
-            raise ConfigError(f"method '{name}': no recipe '{base.recipe}'.{did_you_mean(name, [*listed, *recipes])}")
+            raise ConfigError(f"method '{name}': no recipe '{base.recipe}'.{did_you_mean(name, [*known, *recipes])}")
         method = Method(text, base.recipe, (*base.overrides, *overrides)) if overrides else base
-        if method not in found:
-            found.append(method)
-    return found, []
+        if method not in chosen:
+            chosen.append(method)
+    return chosen

@@ -1,33 +1,32 @@
-"""Credit of several recipes for the rollouts that a run has recorded, beside true advantages; the logic behind `creditgraph credit`."""
+"""The logic of `creditgraph credit`: the credit of several recipes for rollouts that a run has recorded."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from components.rollouts.segments import segment_of_token
 from components.rollouts.thoughts import has_oracle
-from pipeline.app.bench.credit_run import learner_of
-from pipeline.app.bench.judging import effective_credit, per_thought
+from pipeline.app.bench.credit_run import learner_of, samples_rollouts, sampling_of
+from pipeline.app.bench.partial_run import PartialRun
 from pipeline.app.bench.statistics import pearson
+from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, thought_ends, true_values
-from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Policy, Prompts, Sampling, Trajectories, Verifier
+from pipeline.core.payloads import Credit, Policy, Prompts, Trajectories, Verifier
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
-from pipeline.run.node_runner import NodeFailure, NodeRunner, set_origin
+from pipeline.run.node_runner import NodeFailure, set_origin
 from pipeline.run.replay import Replay
-from pipeline.run.values import as_inputs
 
-# Samplers whose chains have no structure of their own, so that any chains may stand in for theirs.
+# Samplers whose responses are independent of each other, so that any responses may replace theirs.
 PLAIN = ("sampler.chains", "sampler.dynamic", "sampler.failures")
 TRUTH = "true advantage"
 
@@ -38,7 +37,7 @@ class Column:
 
     Attributes:
         name: recipe.
-        note: what to know: further sampling, stand-ins, or why there is no credit.
+        note: what to know: further sampling, approximations, or why there is no credit.
         credit: Jagged float64 over response tokens, as the objective makes it at ratio 1 (0 where masked); None
             without.
         mask: Jagged bool, tokens that are trained on.
@@ -58,7 +57,7 @@ class Comparison:
 
     Attributes:
         iteration: recorded iteration of the rollouts.
-        prompts, trajectories: what was judged; `trajectories` are the chosen rows.
+        prompts, trajectories: what was compared; `trajectories` are the chosen rows.
         ends: Jagged int32, thought ends.
         reward: outcome per row.
         columns: one per recipe, then the truth where there is one.
@@ -87,7 +86,7 @@ def compare(
     rows: int,
     samples: int,
 ) -> Comparison:
-    """Judges recorded rollouts by each recipe.
+    """The credit that each recipe gives to recorded rollouts.
 
     Args:
         path: run directory with recorded prompts and trajectories.
@@ -110,32 +109,25 @@ def compare(
 def _compare(
     replay: Replay, experiments: dict[str, Experiment], iteration: int | None, rows: int, samples: int
 ) -> Comparison:
-    graph = replay.graph
-    wire = learner_of(graph).wires["trajectories"][0]
+    wire = learner_of(replay.graph).wires["trajectories"][0]
     iteration = _iteration(replay, wire) if iteration is None else iteration
     source = _Source(replay, iteration, replay.value(wire, iteration))
     chosen = _choose(source, rows)
     trajectories = source.population.select(chosen)
-    known = _truth(source, trajectories, samples)
-    columns = [_column(name, experiment, source, chosen, known) for name, experiment in experiments.items()]
-    if known is not None:
-        tokens = trajectories.response_tokens
-        spread = tokens.with_values(known.advantage.values[segment_of_token(known.ends, tokens)])
-        told = f"{samples} continuations per thought; {known.sampled_tokens:,} tokens sampled for it"
-        columns.append(
-            Column(TRUTH, told, spread, tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool)), math.nan)
-        )
+    truth = _truth(source, trajectories, samples)
+    columns = [_column(name, experiment, source, chosen, truth) for name, experiment in experiments.items()]
+    if truth is not None:
+        columns.append(_true_column(truth, trajectories, samples))
     elif samples:
         replay.notes.append("the task does not know its steps, so no true advantage is shown")
-    rewards = source.verifier.verify(source.prompts, trajectories)
     return Comparison(
         iteration=iteration,
         prompts=source.prompts,
         trajectories=trajectories,
         ends=thought_ends(trajectories, source.policy),
-        reward=rewards.value.tolist(),
+        reward=source.verifier.verify(source.prompts, trajectories).value.tolist(),
         columns=columns,
-        error=known.error.tolist() if known is not None else [0] * len(trajectories),
+        error=truth.error.tolist() if truth is not None else [0] * len(trajectories),
         tokenizer=source.policy.tokenizer,
         notes=list(dict.fromkeys(replay.notes)),
     )
@@ -145,41 +137,33 @@ class _Source:
     """The run's side: its rollouts, prompts, policy and verifier of one iteration."""
 
     def __init__(self, replay: Replay, iteration: int, population: Trajectories) -> None:
-        self.replay, self.iteration, self.population = replay, iteration, population
+        self.replay = replay
+        self.iteration = iteration
+        self.population = population
         self.prompts: Prompts = self._first(Prompts)
         self.policy: Policy = self._first(Policy)
         self.verifier: Verifier = self._first(Verifier)
 
     def _first(self, kind: type) -> Any:
         for node in self.replay.graph.nodes:
-            for output, socket in node.sockets.outputs.items():
-                if socket.carries(kind):
-                    return self.replay.value(Wire(node.name, output), self.iteration)
+            for output in node.outputs_of(kind):
+                return self.replay.value(Wire(node.name, output), self.iteration)
         raise ConfigError(
-            f"{self.replay.path}: its graph has no {kind.__name__}; wanted a run that samples and judges."
+            f"{self.replay.path}: its graph has no {kind.__name__}; expected a run that samples and verifies."
         )
-
-    def sampling(self) -> Sampling:
-        """How the run's rollouts were sampled."""
-        for node in self.replay.graph.nodes:
-            if _samples_rollouts(node) and hasattr(node.config, "sampling"):
-                found: Sampling = node.config.sampling()
-                return found
-        raise ConfigError(f"{self.replay.path}: no node says how its rollouts were sampled.")
 
 
 def _iteration(replay: Replay, wire: Wire) -> int:
     folder = replay.path / "record" / f"{wire.source}.{wire.output}"
-    there = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
-    if not there:
+    recorded = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
+    if not recorded:
         raise RunError(
-            f"{replay.path}: {wire} is not recorded, so there are no rollouts to judge; train with run.record.every=1 "
-            "and "
+            f"{replay.path}: {wire} is not recorded, so there are no rollouts; train with run.record.every=1 and "
             "run.record.outputs=all."
         )
     saved = {number for number, _ in replay.checkpoints()}
-    exact = [i for i in there if i == 0 or i - 1 in saved]
-    return exact[-1] if exact else there[-1]
+    exact = [i for i in recorded if i == 0 or i - 1 in saved]
+    return exact[-1] if exact else recorded[-1]
 
 
 def _choose(source: _Source, rows: int) -> torch.Tensor:
@@ -200,86 +184,72 @@ def _truth(source: _Source, trajectories: Trajectories, samples: int) -> Truth |
     if not samples or not has_oracle(source.prompts):
         return None
     stream = Stream(source.replay.experiment.run.seed, "side_by_side", source.iteration)
-    return true_values(source.policy, source.verifier, source.prompts, trajectories, source.sampling(), samples, stream)
+    sampling = sampling_of(source.replay.graph)
+    return true_values(source.policy, source.verifier, source.prompts, trajectories, sampling, samples, stream)
 
 
-def _samples_rollouts(node: Node) -> bool:
-    return bool(node.outputs_of(Trajectories)) and "policy" in node.wires
+def _true_column(truth: Truth, trajectories: Trajectories, samples: int) -> Column:
+    note = f"{samples} continuations per thought; {truth.sampled_tokens:,} tokens sampled for it"
+    credit = truth.per_token(trajectories.response_tokens)
+    return Column(TRUTH, note, credit, credit.with_values(torch.ones(len(credit.values), dtype=torch.bool)))
 
 
-def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Tensor, known: Truth | None) -> Column:
+def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Tensor, truth: Truth | None) -> Column:
     try:
         trajectories, credit, note = _credit(experiment, source)
         rows = trajectories.index_of(source.population.uid[chosen])
-        made = effective_credit(trajectories, credit, learner_of(experiment.graph).config.objective)
+        effective = effective_credit(trajectories, credit, learner_of(experiment.graph).config.objective)
     except (CreditgraphError, NodeFailure) as error:
         return Column(name, f"no credit: {error}")
-    column = Column(name, note, made.credit.select(rows), credit.mask.select(rows))
-    if known is not None and column.credit is not None and column.mask is not None:
-        judged = per_thought(column.credit, column.mask, trajectories.inherited[rows], known)
-        column.pearson = pearson(judged.credit, judged.truth)
-    return column
+    values = effective.credit.select(rows)
+    mask = credit.mask.select(rows)
+    correlation = math.nan
+    if truth is not None:
+        thoughts = per_thought(values, mask, trajectories.inherited[rows], truth)
+        correlation = pearson(thoughts.credit, thoughts.truth)
+    return Column(name, note, values, mask, correlation)
 
 
 def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Credit, str]:
-    """What the recipe's learner would read, with the run's rollouts and handles in place of the recipe's own."""
-    graph, learner = experiment.graph, learner_of(experiment.graph)
-    outputs = _given(experiment, source)
-    sampled = 0.0
-    runners: list[NodeRunner] = []
-
-    def value(wire: Wire) -> Any:
-        nonlocal sampled
-        if wire.delay:
-            raise ConfigError(f"{wire} is of an earlier iteration, which these rollouts do not have.")
-        if (wire.source, wire.output) not in outputs:
-            node = graph[wire.source]
-            inputs = {socket: [value(w) for w in wires] for socket, wires in node.wires.items()}
-            context = Context(
-                node=node.name,
-                node_index=graph.names.index(node.name),
-                seed=experiment.run.seed,
-                iterations=experiment.run.iterations,
-                model=source.replay.experiment.model,
-                data=source.replay.experiment.data,
-            )
-            runner = NodeRunner(node, context)
-            runners.append(runner)
-            runner.setup()
-            made = runner.run(source.iteration, as_inputs(node, inputs))
-            outputs.update({(node.name, k): v for k, v in made.items()})
-            sampled += sum(
-                v for k, v in runner.harvest().metrics.items() if k.endswith(("generated_tokens", "sampled_tokens"))
-            )
-        return outputs[wire.source, wire.output]
-
-    try:
-        trajectories, credit = (value(learner.wires[socket][0]) for socket in ("trajectories", "credit"))
-    finally:
-        for runner in runners:
-            runner.close()
+    """What the recipe's learner would read, with rollouts, policy and verifier of the run."""
+    run = source.replay.experiment
+    settings = dataclasses.replace(experiment.run, device=run.run.device)
+    experiment = dataclasses.replace(experiment, run=settings, model=run.model, data=run.data)
+    learner = learner_of(experiment.graph)
+    outputs = _shared(experiment, source)
+    with PartialRun(experiment, experiment.run.seed, source.iteration, outputs) as partial:
+        trajectories, credit = (
+            partial.value(learner.wires[socket][0], source.iteration) for socket in ("trajectories", "credit")
+        )
+        sampled = partial.logged("generated_tokens", "sampled_tokens")
     return trajectories, credit, f"needed further sampling: {int(sampled):,} tokens" if sampled else ""
 
 
-def _given(experiment: Experiment, source: _Source) -> dict[tuple[str, str], Any]:
-    """(node, output) → what stands in for it; raises ConfigError when the recipe needs rollouts that the run does not
-    have."""
+def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]]:
+    """Node → outputs that come from the run; ConfigError when the recipe needs rollouts that the run does not have."""
     graph = experiment.graph
-    samplers = [n for n in graph.nodes if _samples_rollouts(n)]
-    own = {n.use: n for n in source.replay.graph.nodes if _samples_rollouts(n)}
+    samplers = [n for n in graph.nodes if samples_rollouts(n)]
+    own = {n.use: n for n in source.replay.graph.nodes if samples_rollouts(n)}
     same = {n.use for n in samplers} == set(own)
     if not same and not (len(samplers) == 1 and samplers[0].use in PLAIN):
-        missing = ", ".join(n.use for n in samplers if n.use not in own) or ", ".join(n.use for n in samplers)
-        raise ConfigError(f"it needs further sampling: rollouts of its own ({missing}), which this run does not have.")
-    found: dict[tuple[str, str], Any] = {}
+        missing = [n.use for n in samplers if n.use not in own] or [n.use for n in samplers]
+        raise ConfigError(
+            f"it needs further sampling: rollouts of its own ({', '.join(missing)}), which this run does not have."
+        )
+    handles = ((Policy, source.policy), (Verifier, source.verifier), (Prompts, source.prompts))
+    shared: dict[str, dict[str, Any]] = {}
     for node in graph.nodes:
         for output, socket in node.sockets.outputs.items():
-            for kind, stand_in in ((Policy, source.policy), (Verifier, source.verifier), (Prompts, source.prompts)):
-                if socket.carries(kind):
-                    found[node.name, output] = stand_in
+            values: list[Any] = [value for kind, value in handles if socket.carries(kind)]
             if node in samplers and socket.carries(Trajectories):
-                if same:
-                    found[node.name, output] = source.replay.value(Wire(own[node.use].name, output), source.iteration)
-                else:
-                    found[node.name, output] = set_origin(source.population.replace(), f"{node.name}.{output}")
-    return found
+                values.append(_rollouts(node, output, own[node.use] if same else None, source))
+            if values:
+                shared.setdefault(node.name, {})[output] = values[-1]
+    return shared
+
+
+def _rollouts(node: Node, output: str, own: Node | None, source: _Source) -> Trajectories:
+    """The run's rollouts for a sampler of the recipe: those of the run's node `own`, or all of them."""
+    if own is None:
+        return cast(Trajectories, set_origin(source.population.replace(), f"{node.name}.{output}"))
+    return cast(Trajectories, source.replay.value(Wire(own.name, output), source.iteration))

@@ -27,9 +27,10 @@ def pearson(x: Floats, y: Floats) -> float:
     """Linear correlation; NaN where it is not defined (fewer than two points, or one side constant)."""
     if len(x) < 2:
         return math.nan
-    a, b = x - x.mean(), y - y.mean()
+    a = x - x.mean()
+    b = y - y.mean()
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
-    # Constants leave rounding errors of their mean behind.
+    # A constant less its mean is not always exactly 0.
     if not np.ptp(x) or not np.ptp(y) or not scale:
         return math.nan
     return float((a * b).sum()) / scale
@@ -41,13 +42,13 @@ def spearman(x: Floats, y: Floats) -> float:
 
 
 def sign_agreement(credit: Floats, truth: Floats, least: float) -> float:
-    """Share of places with |truth| ≥ `least` where credit has the sign of truth; zero credit disagrees. NaN without such places."""
+    """Of the places with |truth| ≥ `least`, the share whose credit has its sign (zero has none); NaN without any."""
     clear = np.abs(truth) >= least
     return float((np.sign(credit[clear]) == np.sign(truth[clear])).mean()) if clear.any() else math.nan
 
 
 def offset(credit: Floats, truth: Floats) -> float:
-    """Systematic lean of credit: mean(credit)/rms(credit) − mean(truth)/rms(truth), in [−2, 2], free of scale; NaN when one is all zero."""
+    """Bias of credit: mean/rms of credit − mean/rms of truth, in [−2, 2], free of scale; NaN when one is all zero."""
 
     def lean(x: Floats) -> float:
         size = math.sqrt(float((x * x).mean())) if len(x) else 0.0
@@ -72,7 +73,7 @@ def share_within(size: Floats, row: NDArray[np.int64], inside: NDArray[np.bool_]
 
 
 def reliability(half: float) -> float:
-    """Largest correlation with a noisy truth whose two halves correlate by `half`: √(2h/(1 + h)) (Spearman-Brown, then its root)."""
+    """Largest correlation with a noisy truth whose halves correlate by h: √(2h/(1 + h)), the root of Spearman-Brown."""
     return math.sqrt(2 * half / (1 + half)) if half > 0 else math.nan
 
 
@@ -84,7 +85,7 @@ def mean_sd(values: Sequence[float]) -> tuple[float, float]:
 
 
 def jackknife(leave_one_out: Sequence[float]) -> float:
-    """Standard error from estimates that each leave out one of S independent parts; NaN for fewer than two, or with a NaN among them."""
+    """Standard error from estimates that each leave out one of S independent parts; NaN for S < 2 or with a NaN."""
     parts = np.array(leave_one_out)
     if len(parts) < 2 or not np.isfinite(parts).all():
         return math.nan

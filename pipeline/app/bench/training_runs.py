@@ -1,4 +1,7 @@
-"""Runs `creditgraph train` for many methods and seeds, each until it has sampled its budget of tokens; finished runs are kept."""
+"""Runs `creditgraph train` for many methods and seeds, each until it has sampled its budget of tokens.
+
+Finished runs are kept, so a second start trains only what is missing.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.app.bench.curves import Curve, next_iterations, read_curve
@@ -41,21 +42,20 @@ class Plan:
 
     def name(self, method: Method, seed: int) -> str:
         """Name of a run and its directory."""
-        return re.sub(
-            r"[^\w.-]", "-", f"{method.name}-s{seed}"
-        )  # hydra's grammar gives "=", "/" and "," meanings of their own
+        # Hydra's grammar gives "=", "/" and "," meanings of their own.
+        return re.sub(r"[^\w.-]", "-", f"{method.name}-s{seed}")
 
     def curve(self, method: Method, seed: int) -> Curve:
-        """What the run has reached so far."""
+        """The run's curve so far."""
         return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
 
     def first_round(self, method: Method, seeds: Sequence[int]) -> int:
-        """Iterations of a new run's first round: what other seeds of the method needed per token, 5 % more; `pilot` without any."""
+        """Iterations of a new run's first round, from the tokens per iteration of other seeds; `pilot` without any."""
         others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
         if not others:
             return self.pilot
         per_iteration = sum(c.total_tokens for c in others) / sum(c.iterations for c in others)
-        return max(1, math.ceil(1.05 * self.budget / per_iteration))
+        return max(1, math.ceil(1.05 * self.budget / per_iteration))  # 5 % more, so that one round is enough
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The command line that trains, or continues, to so many iterations."""
@@ -67,13 +67,6 @@ class Plan:
         ]
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
         return [sys.executable, "-m", "creditgraph", "train", *method.overridden(*self.overrides, *own), *dirs]
-
-
-@dataclass
-class Failures:
-    """Runs that ended with an error: name → what to look at."""
-
-    found: dict[str, str] = field(default_factory=dict)
 
 
 def is_finished(curve: Curve, budget: float) -> bool:
@@ -91,75 +84,62 @@ def train_one(
 ) -> str:
     """Trains one run in rounds until its curve covers the budget; returns "" or what went wrong.
 
-    `launch` runs a command line with its output in a file and returns the exit code; `seeds` are those of the
-    comparison.
+    Args:
+        plan, method, seed: of the run.
+        launch: runs a command line with its output in a file and returns the exit code.
+        say: gets progress as sentences.
+        seeds: of the comparison; finished ones tell how many iterations this one needs.
     """
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
     for _ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
         if is_finished(curve, plan.budget):
             return ""
-        wanted = next_iterations(
-            curve, plan.budget, plan.first_round(method, seeds) if not curve.iterations else plan.pilot
-        )
+        iterations = next_iterations(curve, plan.budget) if curve.iterations else plan.first_round(method, seeds)
         say(
-            f"{plan.name(method, seed)}: {curve.iterations} → {wanted} iterations ({curve.total_tokens:.0f} of "
+            f"{plan.name(method, seed)}: {curve.iterations} → {iterations} iterations ({curve.total_tokens:.0f} of "
             f"{plan.budget:.0f} tokens)"
         )
-        code = launch(plan.command(method, seed, wanted), log)
+        code = launch(plan.command(method, seed, iterations), log)
         if code:
             return f"exit code {code}, see {log}"
     if is_finished(plan.curve(method, seed), plan.budget):
         return ""
-    return f"still below the budget after {MAX_ROUNDS} rounds, see {log}; start again to go on"
+    return f"still below the budget after {MAX_ROUNDS} rounds, see {log}; start again to continue"
 
 
 def train_all(
     plan: Plan, methods: Sequence[Method], seeds: Sequence[int], jobs: int, say: Callable[[str], None]
-) -> Failures:
-    """Trains every method with every seed, `jobs` processes at a time (one torch thread each), seed by seed so that methods keep pace."""
+) -> dict[str, str]:
+    """Trains every method with every seed; returns the runs that failed: name → what went wrong.
+
+    `jobs` processes run at a time with one torch thread each, seed by seed, so that methods keep pace.
+    """
     (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
-    failures = Failures()
-    with ThreadPoolExecutor(max_workers=jobs) as pool, _children() as launch:  # the launcher ends first, then the pool
-        waiting = {
-            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
+    failed: dict[str, str] = {}
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        running = {
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, _launch, say, seeds)
             for seed in seeds
             for method in methods
         }
-        for name, future in waiting.items():
-            problem = future.result()
-            if problem:
-                failures.found[name] = problem
-                say(f"{name}: {problem}")
-    return failures
+        try:
+            for name, future in running.items():
+                problem = future.result()
+                if problem:
+                    failed[name] = problem
+                    say(f"{name}: {problem}")
+        except KeyboardInterrupt:
+            # The terminal interrupts the processes, too; what waits must not start.
+            pool.shutdown(cancel_futures=True)
+            raise
+    return failed
 
 
-@contextmanager
-def _children() -> Iterator[Callable[[list[str], Path], int]]:
-    """A launcher whose processes end with the block, also when it is left by Ctrl-C."""
-    running: set[subprocess.Popen[bytes]] = set()
-    lock, closed = threading.Lock(), threading.Event()
+def _launch(command: list[str], log: Path) -> int:
+    """Runs a command with its output in a file; returns the exit code."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-
-    def launch(command: list[str], log: Path) -> int:
-        with log.open("ab") as file:
-            with lock:
-                if closed.is_set():
-                    return 130
-                process = subprocess.Popen(
-                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, stdin=subprocess.DEVNULL
-                )
-                running.add(process)
-            code = process.wait()
-        with lock:
-            running.discard(process)
-        return code
-
-    try:
-        yield launch
-    except BaseException:
-        with lock:
-            closed.set()
-            for process in running:
-                process.terminate()  # the run saves a checkpoint and can be continued
-        raise
+    with log.open("ab") as file:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        ).returncode

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from components.rollouts.requests import sample_from_prefix
 from components.rollouts.rewards import finite_rewards
-from components.rollouts.segments import close_segments, increments, with_final
+from components.rollouts.segments import close_segments, increments, segment_of_token, with_final
 from components.rollouts.thoughts import has_oracle, true_first_errors
 from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.jagged import Jagged
@@ -23,7 +23,7 @@ State = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompt and of the r
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Truth:
-    """What is true of some trajectories under the policy that made them.
+    """What is true of some trajectories under the policy that sampled them.
 
     Attributes:
         ends: Jagged int32, exclusive end of each thought; the last one is the response length.
@@ -47,16 +47,20 @@ class Truth:
     num_states: int
     sampled_tokens: int
 
+    def per_token(self, tokens: Jagged) -> Jagged:
+        """The true advantage of its thought for every response token: the credit that needs no estimate."""
+        return tokens.with_values(self.advantage.values[segment_of_token(self.ends, tokens)])
+
 
 def thought_ends(trajectories: Trajectories, policy: Policy) -> Jagged:
-    """Exclusive thought ends, int32, that cover each response; responses sampled plainly are cut after each stop string."""
+    """Exclusive thought ends, int32, that cover each response; plain responses are cut after each stop string."""
     ends = trajectories.thought_ends
-    bare = ends.lengths == 0
-    if bool(bare.any()):
+    plain = ends.lengths == 0
+    if bool(plain.any()):
         rows = ends.to_lists()
-        pieces = token_texts(policy.tokenizer, trajectories.response_tokens.select(bare))
-        for row, found in zip(bare.nonzero(as_tuple=True)[0].tolist(), pieces, strict=True):
-            rows[row] = ends_of_stop(found, STOP)
+        texts = token_texts(policy.tokenizer, trajectories.response_tokens.select(plain))
+        for row, pieces in zip(plain.nonzero(as_tuple=True)[0].tolist(), texts, strict=True):
+            rows[row] = ends_of_stop(pieces, STOP)
         ends = Jagged.from_rows(rows, torch.int32)
     return close_segments(ends, trajectories.response_tokens.lengths)
 
@@ -75,7 +79,7 @@ def true_values(
 
     Args:
         policy: π.
-        judge: gives the outcome.
+        verifier: gives the outcome.
         prompts: the problems of the trajectories.
         trajectories: any rows, inherited prefixes included.
         sampling: how π samples.
@@ -84,7 +88,7 @@ def true_values(
         known: outcomes [samples] of states continued before with the same policy and stream; new ones are added.
     """
     if samples < 2 or samples % 2:
-        raise ValueError(f"true_values: samples is {samples}; wanted an even number of at least 2.")
+        raise ValueError(f"true_values: expected an even number of samples of at least 2, got {samples}.")
     ends = thought_ends(trajectories, policy)
     rewards = finite_rewards(verifier.verify(prompts, trajectories))
     known = {} if known is None else known
@@ -93,6 +97,7 @@ def true_values(
     sampled = _continue(policy, verifier, prompts, trajectories, new, sampling, samples, stream, known)
     outcome = torch.stack([known[key] for key in states]) if states else torch.zeros(0, samples, dtype=torch.float64)
     half = samples // 2
+    # Two estimates from disjoint continuations: their correlation tells how noisy the whole one is.
     estimates = [outcome.mean(1), outcome[:, :half].mean(1), outcome[:, half:].mean(1)]
     values, first, second = (_at_boundaries(e[state_of], ends, rewards.value) for e in estimates)
     error = torch.zeros(len(trajectories), dtype=torch.int64)
@@ -112,17 +117,18 @@ def true_values(
 
 
 def _states(trajectories: Trajectories, ends: Jagged) -> tuple[dict[State, tuple[int, int]], Tensor]:
-    """Distinct states before thoughts, each with a row and prefix length that show it; and int64 [thoughts], the state before each."""
-    found: dict[State, tuple[int, int]] = {}
-    place: dict[State, int] = {}
+    """Distinct states before thoughts, each with a (row, prefix length), and the state before each thought, int64."""
+    states: dict[State, tuple[int, int]] = {}
+    number: dict[State, int] = {}
     state_of: list[int] = []
-    prompt, response = trajectories.prompt_tokens.to_lists(), trajectories.response_tokens.to_lists()
+    prompt = trajectories.prompt_tokens.to_lists()
+    response = trajectories.response_tokens.to_lists()
     for row, cuts in enumerate(ends.to_lists()):
         for start in [0, *cuts[:-1]] if cuts else []:
             key = (tuple(prompt[row]), tuple(response[row][:start]))
-            found.setdefault(key, (row, start))
-            state_of.append(place.setdefault(key, len(place)))
-    return found, torch.tensor(state_of, dtype=torch.int64)
+            states.setdefault(key, (row, start))
+            state_of.append(number.setdefault(key, len(number)))
+    return states, torch.tensor(state_of, dtype=torch.int64)
 
 
 def _continue(
@@ -136,26 +142,25 @@ def _continue(
     stream: Stream,
     known: dict[State, Tensor],
 ) -> int:
-    """Continues each state `samples` times in one request batch, adds the outcomes to `known`, returns the tokens sampled."""
+    """Continues each state `samples` times in one batch, adds the outcomes to `known`; returns the tokens sampled."""
     if not states:
         return 0
     row = torch.tensor([place[0] for _, place in states]).repeat_interleave(samples)
     length = torch.tensor([place[1] for _, place in states]).repeat_interleave(samples)
-    # The low bits are free for the draw.
+    # Keys are hashes of the whole state; their low 22 bits are left free for the number of the draw.
     keys = [key_of(*prompt, "response", *response) >> 24 << 22 for (prompt, response), _ in states]
     seeds = stream.seeds(torch.tensor(keys).repeat_interleave(samples) + torch.arange(samples).repeat(len(states)))
     uid = torch.arange(len(row), dtype=torch.int64)
-    made = sample_from_prefix(policy, trajectories.select(row), length, seeds, sampling, uid)
-    outcome = finite_rewards(verifier.verify(prompts, made)).value.double().view(len(states), samples)
+    continued = sample_from_prefix(policy, trajectories.select(row), length, seeds, sampling, uid)
+    outcome = finite_rewards(verifier.verify(prompts, continued)).value.double().view(len(states), samples)
     known.update({key: outcome[i] for i, (key, _) in enumerate(states)})
-    return int((made.response_tokens.lengths - made.inherited).sum())
+    return int((continued.response_tokens.lengths - continued.inherited).sum())
 
 
 def _at_boundaries(before: Tensor, ends: Jagged, outcome: Tensor) -> Jagged:
     """Jagged float64 with one entry more per row than `ends`: the value before each thought, then the outcome [N]."""
     counts = ends.lengths
-    out = Jagged.from_lengths(torch.zeros(len(ends.values) + len(ends), dtype=torch.float64), counts + 1)
-    values = out.values
-    values[(out.positions < counts[out.row_ids]).nonzero(as_tuple=True)[0]] = before
-    filled = out.with_values(values)
-    return with_final(filled, outcome.double())
+    empty = Jagged.from_lengths(torch.zeros(len(ends.values) + len(ends), dtype=torch.float64), counts + 1)
+    values = empty.values
+    values[empty.positions < counts[empty.row_ids]] = before
+    return with_final(empty.with_values(values), outcome.double())

@@ -1,21 +1,16 @@
-"""`creditgraph credit`: recorded rollouts judged by several recipes, side by side."""
+"""`creditgraph credit`: the credit of several recipes for the same recorded rollouts."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 from pathlib import Path
-from typing import Any
 
 from pipeline.app.arguments import add_config_dir
 from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError
 
-# Named by text: pipeline/ imports nothing of components/.
-COMPARE = "pipeline.app.bench.side_by_side"
-
-SUMMARY = "Judge the recorded rollouts of a run by several recipes, side by side, token by token."
+SUMMARY = "Compare the credit of several recipes for the recorded rollouts of a run, token by token."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,24 +40,25 @@ def main(options: argparse.Namespace) -> int:
     """Writes the page, and the still where asked; prints each method's note."""
     recipes, overrides, run = _split(options.arguments)
     if options.rows < 1:
-        raise ConfigError(f"--rows {options.rows}: wanted at least 1.")
+        raise ConfigError(f"--rows {options.rows}: expected at least 1.")
     if options.samples < 0 or options.samples % 2:
-        raise ConfigError(f"--samples {options.samples}: wanted 0 (no true advantage) or an even number.")
-    compare: Any = importlib.import_module(COMPARE).compare
-    found = compare(run, recipes, overrides, options.config_dir, options.iteration, options.rows, options.samples)
+        raise ConfigError(f"--samples {options.samples}: expected 0 (no true advantage) or an even number.")
+    from pipeline.app.bench.side_by_side import compare
     from pipeline.app.report.credit import write_credit, write_still
 
-    for note in found.notes:
+    comparison = compare(run, recipes, overrides, options.config_dir, options.iteration, options.rows, options.samples)
+    for note in comparison.notes:
         print(f"note: {visible(note)}")
-    width = max(len(c.name) for c in found.columns)
-    for column in found.columns:
-        told = "" if math.isnan(column.pearson) else f"  correlation with the true advantage {column.pearson:+.2f}"
-        print(f"{visible(column.name):<{width}}{told}" + (f"  ({visible(column.note)})" if column.note else ""))
+    width = max(len(c.name) for c in comparison.columns)
+    for column in comparison.columns:
+        correlation = column.pearson
+        shown = "" if math.isnan(correlation) else f"  correlation with the true advantage {correlation:+.2f}"
+        print(f"{visible(column.name):<{width}}{shown}" + (f"  ({visible(column.note)})" if column.note else ""))
     target = Path(options.output) if options.output else run / "credit.html"
-    size = write_credit(found, target, f"Credit for rollouts of {run.resolve().name}")
+    size = write_credit(comparison, target, f"Credit for rollouts of {run.resolve().name}")
     print(f"wrote {target} ({size / 1e6:.1f} MB)")
     if options.still:
-        write_still(found, Path(options.still))
+        write_still(comparison, Path(options.still))
         print(f"wrote {options.still}")
     return 0
 
@@ -82,9 +78,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str], Path]:
             runs.append(text)
     if not recipes:
         raise ConfigError(
-            "no recipe; wanted recipe=NAME[,NAME …] and a run directory, for example recipe=toy_grpo,toy_rredcot "
+            "no recipe; expected recipe=NAME[,NAME …] and a run directory, for example recipe=toy_grpo,toy_rredcot "
             "runs/toy_grpo-s0."
         )
     if len(runs) != 1:
-        raise ConfigError(f"{len(runs)} run directories{': ' + ', '.join(runs) if runs else ''}; wanted one.")
+        raise ConfigError(f"expected one run directory, got {len(runs)}{': ' + ', '.join(runs) if runs else ''}.")
     return recipes, overrides, Path(runs[0])

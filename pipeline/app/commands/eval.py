@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
 import signal
@@ -13,14 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from pipeline.app.arguments import add_overrides
 from pipeline.core.errors import ConfigError
 from pipeline.run.run_directory import write_aside
-
-# Named by text: pipeline/ imports nothing of components/.
-SUITES = "pipeline.app.evaluate.command"
 
 SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run by the evaluator of its own graph."
 
@@ -46,29 +41,26 @@ def main(options: argparse.Namespace) -> int:
     """With suite=NAME the suite; without, the evaluators of the run's own graph."""
     runs, settings = split_arguments(options.overrides)
     if any(text.startswith("suite=") for text in settings):
-        module: Any = importlib.import_module(SUITES)
+        from pipeline.app.evaluate.command import evaluate_suite
+
         arguments = [*([f"run={','.join(runs)}"] if runs else []), *settings]
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-        with _leaving_in_order():
-            module.evaluate_suite(
-                arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True)
-            )
+        with _exit_on_signals():
+            evaluate_suite(arguments, options.config_dir, options.fresh, options.compare, partial(print, flush=True))
         return 0
     named = [text.partition("=")[2] for text in settings if text.startswith("run=")]
     runs += named
     if len(runs) != 1 or options.fresh or options.compare:
         raise ConfigError(
-            "eval: wanted suite=NAME with run=RUN or model=NAME (several separated by commas), or one RUN alone for "
-            "the evaluator of its "
-            "own graph; for example creditgraph eval run=runs/toy_srpo-s0 suite=toy."
+            "eval: expected suite=NAME with run=RUN or model=NAME (several separated by commas), or one RUN alone for "
+            "the evaluator of its own graph; for example creditgraph eval run=runs/toy_srpo-s0 suite=toy."
         )
     return evaluate_own(Path(runs[0]), [text for text in settings if not text.startswith("run=")])
 
 
 @contextmanager
-def _leaving_in_order() -> Iterator[None]:
-    """A signal to end (a job's time limit, preemption) closes the engine first; what is asked already is on disk."""
-
+def _exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 (a job's time limit, preemption) raise SystemExit, so that the engine is closed first."""
     from pipeline.run.stops import EXIT_CODES
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -104,8 +96,7 @@ def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
         if not names:
             raise ConfigError(
                 f"{run}: its graph has no evaluator with a final pass; add a node such as evaluator.accuracy, or "
-                "evaluate a suite with "
-                "suite=NAME."
+                "evaluate a suite with suite=NAME."
             )
         done = replay.newest_checkpoint() + 1
         metrics: dict[str, float] = {"iteration": float(done)}

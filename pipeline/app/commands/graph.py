@@ -10,7 +10,7 @@ from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
 
-ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg", ".html": "html"}
+ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg"}
 SUMMARY = "Draw a graph, or check every shipped graph and recipe."
 
 
@@ -18,10 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = OVERRIDES_HELP
     add_overrides(parser)
-    parser.add_argument(
-        "--format", choices=["mermaid", "svg", "html"], help="default: by the ending of -o, else mermaid"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd, .svg or .html)")
+    parser.add_argument("--format", choices=["mermaid", "svg"], help="default: by the ending of -o, else mermaid")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd or .svg)")
     parser.add_argument(
         "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"
     )
@@ -43,8 +41,11 @@ def main(options: argparse.Namespace) -> int:
     output = Path(options.output) if options.output else None
     kind = options.format or (ENDINGS.get(output.suffix) if output else "mermaid")
     if kind is None:
-        raise ConfigError(f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format.")
-    text: str = getattr(draw, kind)(experiment.graph)
+        raise ConfigError(
+            f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format; got "
+            f"'{output.suffix if output else ''}'."
+        )
+    text = draw.svg(experiment.graph) if kind == "svg" else draw.mermaid(experiment.graph)
     if output is None:
         print(text)
     else:
@@ -52,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"-o {output}: cannot be written ({error.strerror}); expected a file in a folder that exists."
+                f"-o {output}: cannot be written ({error.strerror}); expected a file in an existing folder."
             ) from error
         print(f"wrote {output}")
     return 0
@@ -62,21 +63,16 @@ def _list(dirs: list[Path]) -> int:
     for group in ("recipe", "graph", "model", "data", "engine", "learner"):
         print(f"{group}:")
         for name, file in sorted(list_choices(group, dirs).items()):
-            comment = next(
-                (
-                    line[2:]
-                    for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
-                    if line.startswith("# ") and "@package" not in line
-                ),
-                "",
-            )
-            print(f"  {name:24} {comment}")
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            comments = [line[2:] for line in lines if line.startswith("# ") and "@package" not in line]
+            print(f"  {name:24} {comments[0] if comments else ''}")
     return 0
 
 
 def _check_all(dirs: list[Path]) -> int:
     started = time.perf_counter()
-    failed = total = 0
+    total = 0
+    failed = 0
     for name, problems in check_shipped(dirs):
         total += 1
         failed += bool(problems)

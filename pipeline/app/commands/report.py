@@ -47,6 +47,6 @@ def merge(run: Path, target: Path) -> int:
     from pipeline.run.timeline.files import trace_files
 
     if not trace_files(run):
-        raise RunError(f"{run}: no traces/rank-N.json; wanted a run that was trained with run.trace.enabled=true.")
+        raise RunError(f"{run}: no traces/rank-N.json; expected a run that was trained with run.trace.enabled=true.")
     print(f"wrote {target} ({merge_traces(run, target):,} events); open it at ui.perfetto.dev")
     return 0

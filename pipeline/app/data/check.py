@@ -9,9 +9,10 @@ from components.data.card import LoadedData
 from components.data.loading import load_data
 from components.data.sources import parse_source
 from components.text.code_tests import read_tests
-from components.verifier.base import Item, VerifierComponent, build_verifier
+from components.verifier.base import Item, VerifierComponent
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError
+from pipeline.core.registry import build_component
 
 _ANY_LENGTH = 1 << 40
 _BATCH = 1000  # rows verified at a time
@@ -94,7 +95,7 @@ def _describe_tests(loaded: LoadedData) -> str:
 
 
 def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, str, str]]:
-    component = build_verifier(use, {}, use)
+    component = build_component(use, {}, use)
     if not isinstance(component, VerifierComponent):
         raise ConfigError(f"data check: expected a VerifierComponent, got {use}.")
     component.setup(context)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from components.evaluator.accuracy import pass_at_k
 
 Floats = NDArray[np.float64]
-_BLOCK = 4_000_000  # drawn indices held at once
+_BLOCK = 4_000_000  # drawn indices in memory at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,12 @@ def pass_values(num_correct: Sequence[int], num_samples: int, k: int) -> Floats:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the answer given most often is right; of several given equally often, the share that is (2203.11171).
+    """Whether the most frequent answer is right; of several equally frequent ones, the share that is (2203.11171).
 
     Answers are the same when their text is; a response without an answer (None) has no vote. No vote at all is wrong.
 
-    >>> majority(["7", "7", "8", None], [True, True, False, False]), majority(["7", "8"], [True, False]), majority([None], [False])
-    (1.0, 0.5, 0.0)
+    >>> majority(["7", "7", "8", None], [True, True, False, False]), majority(["7", "8"], [True, False])
+    (1.0, 0.5)
     """
     votes: dict[str, list[bool]] = {}
     for answer, right in zip(answers, correct, strict=True):
@@ -61,7 +61,9 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Majority vote of k samples, averaged over the ⌊n/k⌋ blocks of k consecutive ones: unbiased, as the blocks are independent.
+    """Majority vote of k samples, averaged over the ⌊n/k⌋ blocks of k consecutive ones.
+
+    Unbiased, because the blocks are independent.
 
     >>> majority_at(["7", "8", "7", "7"], [True, False, True, True], 2)
     0.75
@@ -71,21 +73,24 @@ def majority_at(answers: Sequence[str | None], correct: Sequence[bool], k: int) 
 
 
 def resampled_means(values: Floats, generator: np.random.Generator, resamples: int) -> Floats:
-    """float64 [B, M]: means of `values` [P, M] over P problems drawn with replacement, B times; the columns share their
-    draws."""
+    """float64 [B, M]: means of `values` [P, M] over P problems drawn with replacement, B times.
+
+    The columns share their draws, so that differences between them are paired.
+    """
     problems = len(values)
-    out = []
+    means = []
     block = max(1, _BLOCK // problems)
     for start in range(0, resamples, block):
         rows = min(block, resamples - start)
+        # Row b draws from [b·P, (b + 1)·P), so that one bincount counts the draws of all rows.
         drawn = generator.integers(0, problems, size=(rows, problems)) + np.arange(rows)[:, None] * problems
         times = np.bincount(drawn.ravel(), minlength=rows * problems).reshape(rows, problems)
-        out.append(times @ values / problems)
-    return np.concatenate(out)
+        means.append(times @ values / problems)
+    return np.concatenate(means)
 
 
 def estimate(values: Floats, means: Floats, confidence: float) -> list[Estimate]:
-    """One estimate per column of `values` [P, M], by the percentile method from their resampled `means` [B, M] (Efron 1979).
+    """One estimate per column of `values` [P, M], by the percentile method from resampled `means` [B, M] (Efron 1979).
 
     The interval runs from the (1 − confidence)/2 to the (1 + confidence)/2 quantile of the resampled means. Where all
     problems agree it has no width, and with few problems (below about 30) it is too narrow.

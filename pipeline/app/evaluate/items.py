@@ -1,7 +1,7 @@
 """Per-item records of an evaluation: one Parquet file per chunk of problems, written whole or not at all, never twice.
 
 RUN/eval/SUITE/CHECKPOINT/items/TASK/
-    task.json               what the records were made with
+    _task.json              what the records depend on
     greedy-000000.parquet   one row per response; the number is that of the chunk's first problem
     sampled-000000.parquet
 """
@@ -39,18 +39,18 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("answer", pa.string()),  # as extracted; null when the response gives none
         ("correct", pa.bool_()),
-        ("valid", pa.bool_()),  # false: it could not be judged, and counts as wrong
+        ("valid", pa.bool_()),  # false: it could not be verified, and counts as wrong
         ("reason", pa.string()),
         ("reward", pa.float32()),
         ("finish_reason", pa.string()),
         ("logprob", pa.float64()),  # sum over the response's tokens, nats, at the sampling temperature (greedy: 1)
-        ("flagged", pa.bool_()),  # found in the training data; null when nobody looked
+        ("flagged", pa.bool_()),  # is in the training data; null when that was not searched
     ]
 )
 
 
 def short_hash(*parts: str | bytes) -> str:
-    """16 hex digits of texts; where one ends and the next begins counts."""
+    """16 hex digits of texts; the length of each is part of it."""
     digest = blake2b(digest_size=8)
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -84,12 +84,12 @@ def plan(num_problems: int, greedy: bool, samples: int, rows: int) -> list[Chunk
     >>> [(c.name, c.rows) for c in plan(3, True, 2, 4)]
     [('greedy-000000.parquet', 3), ('sampled-000000.parquet', 4), ('sampled-000002.parquet', 2)]
     """
-    out = []
+    chunks = []
     for part, each in (("greedy", int(greedy)), ("sampled", samples)):
         step = max(1, rows // each) if each else 1
         starts = range(0, num_problems if each else 0, step)
-        out += [Chunk(part=part, first=i, last=min(i + step, num_problems), samples=each) for i in starts]
-    return out
+        chunks += [Chunk(part=part, first=i, last=min(i + step, num_problems), samples=each) for i in starts]
+    return chunks
 
 
 class ItemStore:
@@ -99,12 +99,14 @@ class ItemStore:
         folder: where they are.
         made_with: what they depend on; kept in _task.json and compared when the store is opened again.
         chunk_rows: responses per file, of the evaluation that began the store.
-        damaged: files that were there but not sound; they are asked again.
+        damaged: files that exist but are not whole; their responses are sampled again.
     """
 
     def __init__(self, folder: Path, made_with: Mapping[str, Any], chunk_rows: int) -> None:
-        """Opens or begins a store; raises RunError when its records were made with something else."""
-        self.folder, self.chunk_rows, self.damaged = folder, chunk_rows, list[str]()
+        """Opens or begins a store; raises RunError when its records depend on something else."""
+        self.folder = folder
+        self.chunk_rows = chunk_rows
+        self.damaged: list[str] = []
         self.made_with = json.loads(json.dumps(dict(made_with)))
         self._mark = short_hash(json.dumps(self.made_with, sort_keys=True)).encode()
         note = folder / "_task.json"
@@ -119,15 +121,16 @@ class ItemStore:
 
     def _compare(self, note: Path) -> None:
         try:
-            found = json.loads(note.read_text(encoding="utf-8"))
-            earlier, self.chunk_rows = found["made_with"], int(found["chunk_rows"])
+            content = json.loads(note.read_text(encoding="utf-8"))
+            earlier = content["made_with"]
+            self.chunk_rows = int(content["chunk_rows"])
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise RunError(
                 f"{note}: cannot be read ({error}); remove {self.folder} or start over with --fresh."
             ) from error
-        if found["format"] != FORMAT:
+        if content["format"] != FORMAT:
             raise RunError(
-                f"{note}: records of format {found['format']}, this version writes {FORMAT}; start over with --fresh."
+                f"{note}: expected records of format {FORMAT}, got {content['format']}; start over with --fresh."
             )
         changes = differences(earlier, self.made_with)
         if changes:
@@ -140,18 +143,18 @@ class ItemStore:
             )
 
     def done(self, chunk: Chunk) -> bool:
-        """Whether a chunk is there and whole."""
+        """Whether a chunk is on disk and whole."""
         path = self.folder / chunk.name
         if not path.exists():
             return False
         try:
             meta = pq.read_metadata(path)
-            sound = meta.num_rows == chunk.rows and (meta.metadata or {}).get(KEY) == self._mark
+            whole = meta.num_rows == chunk.rows and (meta.metadata or {}).get(KEY) == self._mark
         except (OSError, pa.ArrowInvalid):
-            sound = False
-        if not sound:
+            whole = False
+        if not whole:
             self.damaged.append(chunk.name)
-        return sound
+        return whole
 
     def write(self, chunk: Chunk, columns: Mapping[str, Sequence[Any]]) -> None:
         """Writes a chunk aside, makes it durable and renames it."""
@@ -160,6 +163,7 @@ class ItemStore:
         )
         assert table.num_rows == chunk.rows, chunk
         final = self.folder / chunk.name
+        # A file under its final name is whole: a kill leaves at most a .tmp- file behind, which the next start ignores.
         aside = final.with_name(f".tmp-{chunk.name}")
         with writing(final):
             pq.write_table(table, aside, compression="zstd")

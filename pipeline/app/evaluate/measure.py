@@ -1,9 +1,10 @@
-"""Asks a policy the items of a task that are not on disk yet, judges the answers, and writes them chunk by chunk."""
+"""Samples and verifies the responses of a task that are not on disk yet, chunk by chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,27 +14,35 @@ from components.rollouts.rewards import finite_rewards
 from components.text.templates import extract_answer
 from pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
 from pipeline.app.evaluate.sets import Problems
-from pipeline.core.payloads import Policy, Prompts, Rewards, Sampling, Trajectories, Verifier
+from pipeline.core.payloads import Policy, Rewards, Trajectories, Verifier
 from pipeline.core.streams import Stream
 
 NODE = "evaluation"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Work:
-    """One task to be measured.
+    """One task of one subject.
 
     Attributes:
         problems: of the task.
         store: its records.
-        flagged: per problem, whether it stands in the training data; None when nobody looked.
         seed: of the suite.
+        contamination: the report on its problems in the training data.
     """
 
     problems: Problems
     store: ItemStore
-    flagged: Sequence[bool] | None
     seed: int
+    contamination: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def flagged(self) -> list[bool] | None:
+        """Per problem, whether it is in the training data; None when that was not searched."""
+        if self.contamination["status"] != "checked":
+            return None
+        hits = {item["problem"] for item in self.contamination["overlapping"] if item["flagged"]}
+        return [number in hits for number in range(len(self.problems.ids))]
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -41,49 +50,40 @@ class Work:
         task = self.problems.task
         return plan(len(self.problems.ids), task.greedy, task.samples, self.store.chunk_rows)
 
-    def of(self, part: str) -> list[Chunk]:
-        """The chunks of one pass."""
-        return [c for c in self.chunks if c.part == part]
-
     def missing(self) -> list[Chunk]:
         """Chunks that are not on disk."""
         return [c for c in self.chunks if not self.store.done(c)]
 
 
-def measure(work: Work, policy: Policy, verifier: Verifier, told: Callable[[Chunk, int], None]) -> None:
-    """Asks and judges every missing chunk; `told` gets each chunk and its right answers once it is on disk."""
-    problems = work.problems
-    greedy = replace(problems.task.sampling(), temperature=0.0, top_p=1.0, top_k=0)
+def measure(work: Work, policy: Policy, verifier: Verifier, on_chunk: Callable[[Chunk, int], None]) -> None:
+    """Samples and verifies every missing chunk; `on_chunk` gets each one and its right answers once it is on disk."""
+    prompts = work.problems.prompts
+    sampled = work.problems.task.sampling()
+    greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
     for chunk in work.missing():
         rows = torch.arange(chunk.first, chunk.last).repeat_interleave(chunk.samples)
-        sampling = greedy if chunk.part == "greedy" else problems.task.sampling()
         seeds = request_seeds(work, chunk)
-        responses, rewards = ask(policy, verifier, problems.prompts, rows, seeds, sampling)
+        sampling = greedy if chunk.part == "greedy" else sampled
+        responses = sample_fresh(policy, prompts, rows, seeds, sampling, torch.arange(len(rows)))
+        rewards = finite_rewards(verifier.verify(prompts, responses))
         work.store.write(chunk, columns_of(work, chunk, rows, seeds, responses, rewards))
-        told(chunk, int(rewards.correct.sum()))
+        on_chunk(chunk, int(rewards.correct.sum()))
 
 
 def request_seeds(work: Work, chunk: Chunk) -> Tensor:
-    """int64 [rows]: keyed by suite seed, task, pass, problem and sample, so that models compared get the same random
-    numbers."""
+    """int64 [rows], keyed by suite seed, task, pass, problem and sample: models that are compared share their draws."""
     stream = Stream(work.seed, NODE, work.problems.name, chunk.part)
     return keyed_seeds(stream, work.problems.keys[chunk.first : chunk.last], 0, chunk.samples).reshape(-1)
-
-
-def ask(
-    policy: Policy, verifier: Verifier, prompts: Prompts, rows: Tensor, seeds: Tensor, sampling: Sampling
-) -> tuple[Trajectories, Rewards]:
-    """One judged response per entry of `rows` [N], prompt rows; a reward that is not finite is 0 and invalid."""
-    responses = sample_fresh(policy, prompts, rows, seeds, sampling, torch.arange(len(rows)))
-    return responses, finite_rewards(verifier.verify(prompts, responses))
 
 
 def columns_of(
     work: Work, chunk: Chunk, rows: Tensor, seeds: Tensor, responses: Trajectories, rewards: Rewards
 ) -> dict[str, list[object]]:
     """The records of a chunk, by column of `items.SCHEMA`."""
-    problems, numbers = work.problems, rows.tolist()
+    problems = work.problems
     prompts = problems.prompts
+    numbers = rows.tolist()
+    flagged = work.flagged
     hashes = {i: short_hash(prompts.tokens.row(i).numpy().tobytes()) for i in range(chunk.first, chunk.last)}
     logprobs = responses.engine_logprobs.with_values(responses.engine_logprobs.values.double())
     return {
@@ -103,5 +103,5 @@ def columns_of(
         "reward": rewards.value.tolist(),
         "finish_reason": list(responses.finish_reason),
         "logprob": logprobs.sum().tolist(),
-        "flagged": [None if work.flagged is None else bool(work.flagged[i]) for i in numbers],
+        "flagged": [None if flagged is None else flagged[i] for i in numbers],
     }

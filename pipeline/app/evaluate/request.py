@@ -29,11 +29,11 @@ class Request:
     tasks: str = ""
     """tasks of the suite to evaluate, separated by commas; empty: all"""
     label: str = ""
-    """keeps these records beside others of the same checkpoint"""
+    """keeps these records in addition to others of the same checkpoint"""
     chunk: int = 256
-    """responses asked at once and written as one file; an interrupted evaluation asks at most so many again"""
+    """responses sampled at once and written as one file; an interrupted evaluation repeats at most so many"""
     contamination: bool = True
-    """look for the problems in the training data"""
+    """search the problems in the training data"""
     train: str = ""
     """a file of configs/data whose train entry is searched for the problems; empty: what the run was trained on"""
     device: str = ""
@@ -41,47 +41,54 @@ class Request:
     root: str = "runs"
     """folder that holds the directories of evaluated models"""
     seed: int | None = None
-    """in place of the suite's"""
-    changes: dict[str, Any] = field(default_factory=dict)
+    """replaces the suite's"""
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """dotted settings by their first part: engine, model, tasks, data, contamination"""
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
-            raise ValueError(f"chunk: found {self.chunk}; wanted at least 1 response.")
+            raise ValueError(f"chunk: expected at least 1 response, got {self.chunk}.")
         if not self.run and not self.model:
-            raise ValueError("nothing to evaluate; wanted run=RUN or model=NAME (or both, side by side).")
+            raise ValueError("nothing to evaluate; expected run=RUN or model=NAME (or both, to compare them).")
         if self.label.strip(".") != self.label or "/" in self.label:
-            raise ValueError(f"label: found '{self.label}'; wanted a plain name.")
+            raise ValueError(f"label: expected a plain name, got '{self.label}'.")
+
+    def changed(self, section: str) -> dict[str, Any]:
+        """The dotted settings of a section."""
+        return dict(self.changes.get(section) or {})
+
+    @property
+    def suite_changes(self) -> dict[str, Any]:
+        """Settings merged over those of the suite's file."""
+        changes: dict[str, Any] = {k: v for k, v in self.changes.items() if k in ("tasks", "contamination")}
+        return changes if self.seed is None else {**changes, "seed": self.seed}
 
 
-# Dotted settings: what the first part of a name is about.
 SECTIONS = ("engine", "model", "tasks", "data", "contamination")
-TEXTS = ("suite", "run", "model", "checkpoint", "engine", "tasks", "label", "train", "device", "root")
 
 
 def parse_request(arguments: Sequence[str]) -> Request:
     """Reads key=value arguments; all mistakes come in one ConfigError."""
+    fields = {f.name: f.type for f in dataclasses.fields(Request) if f.name != "changes"}
     plain: dict[str, Any] = {}
-    dotted: dict[str, Any] = {}
-    names = [f.name for f in dataclasses.fields(Request) if f.name != "changes"]
+    dotted: dict[str, list[str]] = {}
     problems = []
     for text in arguments:
         key, equals, value = text.partition("=")
-        head, dot, _ = key.partition(".")
-        if equals and dot and head in SECTIONS:
-            dotted.setdefault(head, []).append(text)
-        elif equals and key in names:
-            plain[key] = value if key in TEXTS else parse_settings([text])[key]
+        section, dot, _ = key.partition(".")
+        if equals and dot and section in SECTIONS:
+            dotted.setdefault(section, []).append(text)
+        elif equals and key in fields:
+            plain[key] = value if fields[key] == "str" else parse_settings([text])[key]
+        elif not equals:
+            problems.append(f"'{text}': no '='; expected key=value")
         else:
-            what = (
-                "no '='; wanted key=value"
-                if not equals
-                else f"unknown.{did_you_mean(key, [*names, *(f'{s}.…' for s in SECTIONS)])}"
-            )
-            problems.append(f"'{text}': {what}")
-    changes = {head: parse_settings(texts)[head] for head, texts in dotted.items()}
-    request, found = build_config(Request, {**plain, "changes": changes}, "eval")
-    if problems or found:
-        raise ConfigError("\n".join([*problems, *found]))
+            known = [*fields, *(f"{section}.…" for section in SECTIONS)]
+            problems.append(f"'{text}': unknown.{did_you_mean(key, known)}")
+    changes = {section: parse_settings(texts)[section] for section, texts in dotted.items()}
+    request, mistakes = build_config(Request, {**plain, "changes": changes}, "eval")
+    if problems or mistakes:
+        raise ConfigError("\n".join([*problems, *mistakes]))
     assert isinstance(request, Request)
     return request
 

@@ -1,4 +1,4 @@
-"""From records to results: metrics of each task with intervals, means over tasks, and paired differences of two subjects."""
+"""Metrics of each task with intervals, means over tasks, and paired differences of two subjects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TaskScores:
 
     Attributes:
         ids: [P] problem ids.
-        flagged: [P], None when nobody looked.
+        flagged: [P], None when the training data was not searched.
         metrics: name → float64 [P].
         counts: of responses: all, invalid, without an answer, cut off.
     """
@@ -56,7 +56,8 @@ def read_scores(store: ItemStore, chunks: Sequence[Chunk], task: Task) -> TaskSc
                 chunk, task, rows["correct"][one], rows["reward"][one], rows["answer"][one]
             ).items():
                 values.setdefault(name, []).append(value)
-    metrics = {name: np.array(found) for name, found in values.items()}
+    metrics = {name: np.array(column) for name, column in values.items()}
+    # All problems at once, because pass@k is a table over the number of right samples.
     for k in task.k:
         metrics[f"pass@{k}"] = pass_values([round(c) for c in metrics["right"]], task.samples, k)
     metrics.pop("right", None)
@@ -97,22 +98,20 @@ def metric_order(names: Iterable[str]) -> list[str]:
 
 def task_results(name: str, scores: TaskScores, suite: Suite) -> dict[str, Any]:
     """The results of a task as JSON values: every metric with its interval, and again without the flagged problems."""
-    out: dict[str, Any] = {
+    results: dict[str, Any] = {
         "problems": len(scores.ids),
         **scores.counts,
-        "metrics": _shown(estimates(name, scores.metrics, suite)),
+        "metrics": _plain(estimates(name, scores.metrics, suite)),
+        "flagged": None if scores.flagged is None else sum(scores.flagged),
     }
-    if scores.flagged is None:
-        return {**out, "flagged": None}
-    kept = ~np.array(scores.flagged, dtype=bool)
-    out["flagged"] = int((~kept).sum())
-    if out["flagged"]:
+    if results["flagged"]:
+        kept = ~np.array(scores.flagged, dtype=bool)
         rest = {n: v[kept] for n, v in scores.metrics.items()}
-        out["without_flagged"] = {
+        results["without_flagged"] = {
             "problems": int(kept.sum()),
-            "metrics": _shown(estimates(name, rest, suite)) if kept.any() else {},
+            "metrics": _plain(estimates(name, rest, suite)) if kept.any() else {},
         }
-    return out
+    return results
 
 
 def mean_results(scores: Mapping[str, TaskScores], suite: Suite) -> dict[str, Any]:
@@ -122,8 +121,8 @@ def mean_results(scores: Mapping[str, TaskScores], suite: Suite) -> dict[str, An
         return {}
     values = np.mean([[s.metrics[n].mean() for n in names] for s in scores.values()], axis=0)
     drawn = np.mean([_means(task, _matrix(s.metrics, names), suite) for task, s in scores.items()], axis=0)
-    found = estimate(values[None, :], drawn, suite.confidence)
-    return {"metrics": _shown(dict(zip(names, found, strict=True)))}
+    means = estimate(values[None, :], drawn, suite.confidence)
+    return {"metrics": _plain(dict(zip(names, means, strict=True)))}
 
 
 def estimates(task: str, metrics: Mapping[str, Floats], suite: Suite) -> dict[str, Estimate]:
@@ -133,24 +132,23 @@ def estimates(task: str, metrics: Mapping[str, Floats], suite: Suite) -> dict[st
 
 
 def paired(task: str, first: TaskScores, second: TaskScores, suite: Suite) -> dict[str, Any]:
-    """Differences second − first over the problems both have, drawn in pairs: luck with problems hits both alike and cancels.
+    """Differences second − first over the problems both have, drawn in pairs: easy and hard problems cancel.
 
     "resolved" says whether the interval leaves out 0.
     """
     place = {i: n for n, i in enumerate(second.ids)}
     common = [(n, place[i]) for n, i in enumerate(first.ids) if i in place]
-    out: dict[str, Any] = {
+    names = [n for n in first.metrics if n in second.metrics]
+    gaps: dict[str, Estimate] = {}
+    if common and names:
+        left, right = np.array(common).T
+        gaps = estimates(task, {n: second.metrics[n][right] - first.metrics[n][left] for n in names}, suite)
+    return {
         "problems": len(common),
         "only_first": len(first.ids) - len(common),
         "only_second": len(second.ids) - len(common),
+        "metrics": {n: {**vars(e), "resolved": e.low > 0 or e.high < 0} for n, e in gaps.items()},
     }
-    names = [n for n in first.metrics if n in second.metrics]
-    if not common or not names:
-        return {**out, "metrics": {}}
-    left, right = (np.array([pair[side] for pair in common]) for side in (0, 1))
-    differences = {n: second.metrics[n][right] - first.metrics[n][left] for n in names}
-    found = estimates(task, differences, suite)
-    return {**out, "metrics": {n: {**vars(e), "resolved": e.low > 0 or e.high < 0} for n, e in found.items()}}
 
 
 def _matrix(metrics: Mapping[str, Floats], names: Sequence[str]) -> Floats:
@@ -158,9 +156,10 @@ def _matrix(metrics: Mapping[str, Floats], names: Sequence[str]) -> Floats:
 
 
 def _means(task: str, matrix: Floats, suite: Suite) -> Floats:
+    # Keyed by task, not by subject: subjects that are compared draw the same problems.
     generator = Stream(suite.seed, "evaluation", "bootstrap", task).generator()
     return resampled_means(matrix, generator, suite.resamples)
 
 
-def _shown(found: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
-    return {n: dict(vars(e)) for n, e in found.items()}
+def _plain(by_name: Mapping[str, Estimate]) -> dict[str, dict[str, float]]:
+    return {name: dict(vars(e)) for name, e in by_name.items()}

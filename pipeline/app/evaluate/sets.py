@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 
 from components.data.loading import load_data, make_prompts
 from components.models.load import context_length
+from components.verifier.base import verifier_of
 from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
-from pipeline.core.component import Component, Context, ModelSpec
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
 from pipeline.core.payloads import Prompts, Verifier
-from pipeline.core.registry import load_class
-from pipeline.core.settings import build_config
+from pipeline.core.registry import build_component, load_class
+from pipeline.core.sockets import sockets_of
 from pipeline.run.compose import compose, deep_merge
 
 
@@ -36,7 +37,7 @@ class Problems:
         questions: per problem, its text.
         rejected: rows that could not be used, with the reason; of very many only the first.
         num_rejected: how many there were.
-        verifier: component and settings that judge.
+        verifier: component (use) and its settings.
         notes: what a user should know.
     """
 
@@ -64,48 +65,50 @@ class Problems:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataChoices:
-    """Where data files are looked up, and what the command line changes in them.
+def data_entry(data: str, split: str, place: str, config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """One entry of a file of configs/data: `split`, or eval, or the only one; `place` is named in the error."""
+    sections: dict[str, Any] = compose([f"data={data}"], config_dirs).get("data") or {}
+    name = split or (next(iter(sections)) if len(sections) == 1 else "eval")
+    if name not in sections:
+        raise ConfigError(f"{place}: data/{data}.yaml has no entry '{name}'.{did_you_mean(name, sections)} Set split.")
+    return dict(sections[name])
 
-    Attributes:
-        config_dirs: further config folders.
+
+def load_problems(
+    suite: Suite,
+    spec: ModelSpec,
+    tokenizer: Any,
+    changes: Mapping[str, Mapping[str, Any]],
+    config_dirs: Sequence[str | Path],
+) -> list[Problems]:
+    """The problems of every task; what is wrong with any of them comes in one error, before a model is loaded.
+
+    Args:
+        suite: the tasks.
+        spec, tokenizer: of the model.
         changes: task → settings merged over its data entry, such as a local path.
+        config_dirs: further config folders.
     """
-
-    config_dirs: Sequence[str | Path] = ()
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def entry(self, data: str, split: str, place: str) -> dict[str, Any]:
-        """One entry of a data file: `split`, or eval, or the only one."""
-        sections: dict[str, Any] = compose([f"data={data}"], self.config_dirs).get("data") or {}
-        name = split or ("eval" if "eval" in sections else next(iter(sections), "") if len(sections) == 1 else "eval")
-        if name not in sections:
-            raise ConfigError(
-                f"{place}: data/{data}.yaml has no entry '{name}'.{did_you_mean(name, sections)} Set split."
-            )
-        return dict(sections[name])
-
-
-def load_problems(suite: Suite, choices: DataChoices, spec: ModelSpec, tokenizer: Any) -> list[Problems]:
-    """The problems of every task; what is wrong with any of them comes in one error, before a model is loaded."""
-    unknown = [name for name in choices.changes if name not in suite.tasks]
+    unknown = [name for name in changes if name not in suite.tasks]
     if unknown:
         raise ConfigError(
             f"data.{unknown[0]}: no such task in suite {suite.name}.{did_you_mean(unknown[0], suite.tasks)}"
         )
-    found, mistakes = [], list[str]()
+    problems: list[Problems] = []
+    mistakes: list[str] = []
     for number, (name, task) in enumerate(suite.tasks.items()):
         try:
-            found.append(_load(number, name, task, choices, spec, tokenizer))
+            entry = data_entry(task.data, task.split, f"tasks.{name}", config_dirs)
+            entry = deep_merge(entry, dict(changes.get(name) or {}))
+            problems.append(_load(number, name, task, entry, spec, tokenizer))
         except CreditgraphError as error:
             mistakes.append(_with_override(name, error))
     if mistakes:
         raise DataError(
-            f"suite {suite.name}: {len(mistakes)} of {len(suite.tasks)} sets cannot be had:\n"
+            f"suite {suite.name}: {len(mistakes)} of {len(suite.tasks)} sets cannot be loaded:\n"
             + "\n".join(f"  {m}" for m in mistakes)
         )
-    return found
+    return problems
 
 
 def _with_override(name: str, error: CreditgraphError) -> str:
@@ -114,9 +117,7 @@ def _with_override(name: str, error: CreditgraphError) -> str:
     return f"{name}: {error}{step}"
 
 
-def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelSpec, tokenizer: Any) -> Problems:
-    place = f"tasks.{name}"
-    entry = deep_merge(choices.entry(task.data, task.split, place), dict(choices.changes.get(name) or {}))
+def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: ModelSpec, tokenizer: Any) -> Problems:
     if task.template:
         entry["template"] = task.template
     if task.problems:
@@ -125,17 +126,20 @@ def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelS
     rows = load_data(entry, context, tokenizer, place=f"data.{name}").rows
     # A verifier remembers verdicts by prompt: no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     ids = []
     for row in rows:
         first = short_hash(str(row.metadata["question"]), row.answer)
-        count = seen[first] = seen.get(first, -1) + 1
-        ids.append(first if not count else short_hash(first, str(count)))
-    verifier = dict(task.verifier) or _verifier(entry)
+        ids.append(short_hash(first, str(seen[first])) if seen[first] else first)
+        seen[first] += 1
+    named = task.verifier or entry.get("verifier") or {}
+    verifier = {"use": named} if isinstance(named, str) else dict(named)
     if not verifier.get("use"):
         raise ConfigError(
-            f"{place}: neither the suite nor data/{task.data}.yaml names a verifier; set tasks.{name}.verifier.use."
+            f"tasks.{name}: neither the suite nor data/{task.data}.yaml names a verifier; set "
+            f"tasks.{name}.verifier.use."
         )
+    # Chat templates belong to the model, so prompts differ between models and are part of the fingerprint.
     prompts = make_prompts(list(rows), tokenizer, uids)
     room = context_length(spec) - int(prompts.tokens.lengths.max())
     notes = (
@@ -155,37 +159,24 @@ def _load(number: int, name: str, task: Task, choices: DataChoices, spec: ModelS
     )
 
 
-def _verifier(entry: Mapping[str, Any]) -> dict[str, Any]:
-    named = entry.get("verifier")
-    return {"use": named} if isinstance(named, str) else dict(named or {})
-
-
 class Verifiers:
-    """Verifies by verifier and settings; equal ones are started once."""
+    """Verifiers by component and settings; equal ones are started once."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._started: dict[str, tuple[Component, Verifier]] = {}
+        self._started: dict[str, tuple[Any, Verifier]] = {}
 
-    def check(self, verifier: Mapping[str, Any], place: str) -> None:
+    def check(self, problems: Problems) -> None:
         """Raises ConfigError for an unknown component or setting."""
-        self._build(verifier, place)
+        self._build(problems)
 
-    def of(self, verifier: Mapping[str, Any], place: str) -> Verifier:
-        """The verifier."""
-        key = json.dumps(verifier, sort_keys=True)
+    def of(self, problems: Problems) -> Verifier:
+        """The verifier of a task."""
+        key = json.dumps(problems.verifier, sort_keys=True)
         if key not in self._started:
-            component = self._build(verifier, place)
+            component = self._build(problems)
             component.setup(Context(node="verifier", model=self._spec))
-            outputs: Any = component.run()
-            verifiers = [
-                v for v in (getattr(outputs, f.name) for f in dataclasses.fields(outputs)) if isinstance(v, Verifier)
-            ]
-            if not verifiers:
-                raise ConfigError(
-                    f"{place}: {verifier['use']} returns no verifier; choose one (creditgraph components verifier)."
-                )
-            self._started[key] = component, verifiers[0]
+            self._started[key] = component, verifier_of(component, f"tasks.{problems.name}: {problems.verifier['use']}")
         return self._started[key][1]
 
     def close(self) -> None:
@@ -193,12 +184,15 @@ class Verifiers:
         for component, _ in self._started.values():
             component.close()
 
-    def _build(self, verifier: Mapping[str, Any], place: str) -> Component:
-        cls: Any = load_class(str(verifier["use"]))
-        config, problems = build_config(
-            cls.Config, {k: v for k, v in verifier.items() if k != "use"}, f"{place}.verifier"
-        )
-        if problems:
-            raise ConfigError("\n".join(problems))
-        built: Component = cls(config)
-        return built
+    def _build(self, problems: Problems) -> Any:
+        place = f"tasks.{problems.name}.verifier"
+        settings = dict(problems.verifier)
+        use = str(settings.pop("use"))
+        if not output_of(load_class(use), Verifier):
+            raise ConfigError(f"{place}: {use} has no verifier output; choose one (creditgraph components verifier).")
+        return build_component(use, settings, place)
+
+
+def output_of(cls: type, kind: type) -> str:
+    """The first output of a component class that carries this kind, "" without any."""
+    return next((name for name, socket in sockets_of(cls).outputs.items() if socket.carries(kind)), "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +14,15 @@ from typing import Any
 import torch
 
 from components.models.load import resolve_model_path
+from pipeline.app.evaluate.request import Request
+from pipeline.app.evaluate.sets import output_of
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.payloads import Policy, Weights
-from pipeline.core.registry import load_class
+from pipeline.core.registry import build_component, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
-from pipeline.run.checkpoint import load
+from pipeline.run.checkpoint import load, numbered, read_manifest
 from pipeline.run.compose import deep_merge, graph_dict, list_choices, read_yaml, resolved_section
 from pipeline.run.run_directory import lock_holder
 from pipeline.run.run_settings import resolve_device
@@ -38,23 +39,20 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the command line says about models and engines.
+class Checkpoint:
+    """Weights that can be evaluated.
 
     Attributes:
-        dirs: config folders.
-        engine: a choice of the engine group, "" keeps the run's (or local).
-        engine_settings, model_settings: merged over what the run has.
-        device: "" keeps the run's (or auto).
-        root: folder of run directories.
+        name: an iteration of six digits, "initial", or a folder's name.
+        fingerprint: of the weights.
+        weights: reads them.
+        notes: what a user should know.
     """
 
-    dirs: Sequence[Path]
-    engine: str = ""
-    engine_settings: Mapping[str, Any] = field(default_factory=dict)
-    model_settings: Mapping[str, Any] = field(default_factory=dict)
-    device: str = ""
-    root: Path = Path("runs")
+    name: str
+    fingerprint: str
+    weights: Callable[[], Weights] = field(repr=False)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,37 +62,30 @@ class Subject:
     Attributes:
         name: for tables.
         folder: directory that gets the eval/ folder.
-        checkpoint: name of what is evaluated: an iteration of six digits, "initial", or a folder's name.
+        checkpoint: the weights.
         spec: the model.
         engine: what samples.
         device, threads: where.
         train: the data section it was trained on, None when there is none.
-        fingerprint: of the weights, in few words.
-        weights: reads them.
-        notes: what a user should know.
     """
 
     name: str
     folder: Path
-    checkpoint: str
+    checkpoint: Checkpoint
     spec: ModelSpec
     engine: Engine
     device: str
-    threads: int
-    train: dict[str, Any] | None
-    fingerprint: str
-    weights: Callable[[], Weights] = field(repr=False)
-    notes: tuple[str, ...] = ()
+    threads: int = 1
+    train: dict[str, Any] | None = None
 
 
-def open_run_subject(path: Path, checkpoint: str, choices: Choices) -> Subject:
-    """A checkpoint of a run.
+def open_run_subject(path: Path, request: Request, dirs: Sequence[Path]) -> Subject:
+    """The checkpoint of a run that the request names.
 
     Args:
         path: run directory.
-        checkpoint: "latest", "initial", the number of an iteration, or a folder with safetensors in Hugging Face
-            layout.
-        choices: of the command line.
+        request: the command line.
+        dirs: config folders.
 
     Raises:
         RunError: there is no such run or checkpoint, or the run is still training and no number was given.
@@ -102,57 +93,47 @@ def open_run_subject(path: Path, checkpoint: str, choices: Choices) -> Subject:
     config = path / "config.yaml"
     if not config.is_file():
         near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
-        raise RunError(
-            f"{path}: no run there (no config.yaml); wanted a run "
-            f"directory.{did_you_mean(path.name, near) if near else ''}"
-        )
+        hint = did_you_mean(path.name, near) if near else ""
+        raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
     values = read_yaml(config)
-    spec = _model({**(values.get("model") or {}), **choices.model_settings}, str(config))
+    spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(config))
     run = values.get("run") or {}
-    label, fingerprint, weights, notes = _checkpoint(path, checkpoint, spec)
     return Subject(
         name=path.resolve().name,
         folder=path,
-        checkpoint=label,
+        checkpoint=_open_checkpoint(path, request.checkpoint, spec),
         spec=spec,
-        engine=_engine_of_run(values, choices),
-        device=resolve_device(choices.device or run.get("device", "auto")),
+        engine=_engine_of_run(values, request, dirs),
+        device=resolve_device(request.device or run.get("device", "auto")),
         threads=int(run.get("threads", 1)),
         train=(values.get("data") or {}).get("train"),
-        fingerprint=fingerprint,
-        weights=weights,
-        notes=notes,
     )
 
 
-def open_model_subject(name: str, choices: Choices) -> Subject:
+def open_model_subject(name: str, request: Request, dirs: Sequence[Path]) -> Subject:
     """A model of configs/model, a folder, or a hub name, with its own weights."""
-    known = list_choices("model", choices.dirs)
+    known = list_choices("model", dirs)
     base = read_yaml(known[name]) if name in known else {"path": name}
     looks_like_path = name.startswith((".", "/", "~")) or "/" in name
     if name not in known and not looks_like_path and not Path(name).is_dir():
         raise ConfigError(
-            f"model={name}: no model of that name; wanted a file of configs/model, a folder or "
+            f"model={name}: no model of that name; expected a file of configs/model, a folder or "
             f"owner/name.{did_you_mean(name, known)}"
         )
-    spec = _model({**base, **choices.model_settings}, f"model={name}")
-    fingerprint, weights = _own_weights(spec)
+    spec = _model({**base, **request.changed("model")}, f"model={name}")
+    short = Path(name).name
     return Subject(
-        name=Path(name).name,
-        folder=choices.root / f"model-{_plain(Path(name).name)}",
-        checkpoint="initial",
+        name=short,
+        folder=Path(request.root) / f"model-{_file_name(short)}",
+        checkpoint=_initial(spec),
         spec=spec,
-        engine=_chosen(choices, Engine(use="engine.local"), {}),
-        device=resolve_device(choices.device or "auto"),
-        threads=1,
-        train=None,
-        fingerprint=fingerprint,
-        weights=weights,
+        engine=_chosen_engine(Engine(use="engine.local"), {}, request, dirs),
+        device=resolve_device(request.device or "auto"),
     )
 
 
 class Engines:
-    """The engine that is running; it goes on to the next subject where model and settings are the same."""
+    """The engine that is running; it is kept for the next subject when model and settings are the same."""
 
     def __init__(self) -> None:
         self._running: tuple[tuple[Any, ...], Any] | None = None
@@ -161,35 +142,28 @@ class Engines:
     def start(self, subject: Subject) -> Policy:
         """The engine with the subject's weights."""
         key = (subject.engine, subject.spec, subject.device)
+        # As in training, so that results on a CPU are the same bits.
         if subject.threads and subject.device == "cpu":
             torch.set_num_threads(subject.threads)
         if self._running is None or self._running[0] != key:
             self.close()
-            self._start(key, subject)
-        assert self._running is not None
+            engine = build_component(subject.engine.use, subject.engine.settings, "engine")
+            self._running = key, engine
+            engine.setup(Context(node="engine", device=subject.device, model=subject.spec))
         engine = self._running[1]
         cls: Any = type(engine)
         (socket,) = sockets_of(cls).inputs
-        # Engines tell weights apart by version, and those of two runs may have the same.
-        weights = dataclasses.replace(subject.weights(), version=self._loads)
+        # Engines identify weights by version, and those of two runs may have the same.
+        weights = dataclasses.replace(subject.checkpoint.weights(), version=self._loads)
         self._loads += 1
-        policy: Policy = getattr(engine.run(**{socket: weights}), _policy_output(cls))
+        policy: Policy = getattr(engine.run(**{socket: weights}), output_of(cls, Policy))
         return policy
 
     def close(self) -> None:
-        """Gives memory and processes back."""
+        """Frees memory and processes."""
         if self._running is not None:
             self._running[1].close()
             self._running = None
-
-    def _start(self, key: tuple[Any, ...], subject: Subject) -> None:
-        cls: Any = load_class(subject.engine.use)
-        config, problems = build_config(cls.Config, subject.engine.settings, "engine")
-        if problems:
-            raise ConfigError("\n".join(problems))
-        engine = cls(config)
-        self._running = key, engine
-        engine.setup(Context(node="engine", device=subject.device, model=subject.spec))
 
 
 def _model(settings: Mapping[str, Any], place: str) -> ModelSpec:
@@ -200,117 +174,100 @@ def _model(settings: Mapping[str, Any], place: str) -> ModelSpec:
     return spec
 
 
-def _engine_of_run(values: dict[str, Any], choices: Choices) -> Engine:
-    nodes = graph_dict(values)[0]["nodes"]
-    found = [
-        Engine(use=s["use"], settings=dict(s.get("config") or {}))
-        for s in nodes.values()
-        if _policy_output(load_class(s["use"]))
+def _engine_of_run(values: dict[str, Any], request: Request, dirs: Sequence[Path]) -> Engine:
+    nodes = graph_dict(values)[0]["nodes"].values()
+    engines = [
+        Engine(use=node["use"], settings=dict(node.get("config") or {}))
+        for node in nodes
+        if output_of(load_class(node["use"]), Policy)
     ]
-    return _chosen(choices, found[0] if found else Engine(use="engine.local"), values)
+    return _chosen_engine(engines[0] if engines else Engine(use="engine.local"), values, request, dirs)
 
 
-def _chosen(choices: Choices, own: Engine, values: Mapping[str, Any]) -> Engine:
-    """The engine of the command line; what its file refers to (the learner's LoRA) is read from `values`, the run's configuration."""
+def _chosen_engine(own: Engine, values: Mapping[str, Any], request: Request, dirs: Sequence[Path]) -> Engine:
+    """The engine of the command line; what its file refers to (the learner's LoRA) is read from a run's `values`."""
     engine = own
-    if choices.engine:
-        known = list_choices("engine", choices.dirs)
-        if choices.engine not in known:
-            raise ConfigError(f"engine={choices.engine}: no engine of that name.{did_you_mean(choices.engine, known)}")
-        chosen = resolved_section("engine", known[choices.engine], values)
+    if request.engine:
+        known = list_choices("engine", dirs)
+        if request.engine not in known:
+            raise ConfigError(f"engine={request.engine}: no engine of that name.{did_you_mean(request.engine, known)}")
+        chosen = resolved_section("engine", known[request.engine], values)
         use = str(chosen.pop("use"))
-        # Another engine has other settings: those of the run's are left behind.
+        # Another engine has other settings, so those of the run's engine do not apply to it.
         engine = Engine(use=use, settings=deep_merge(own.settings if use == own.use else {}, chosen))
-    return dataclasses.replace(engine, settings=deep_merge(engine.settings, dict(choices.engine_settings)))
+    return dataclasses.replace(engine, settings=deep_merge(engine.settings, request.changed("engine")))
 
 
-def _policy_output(cls: type) -> str:
-    """The output of a component that is a policy, "" when it has none."""
-    for name, socket in sockets_of(cls).outputs.items():
-        if socket.carries(Policy):
-            return name
-    return ""
-
-
-def _checkpoint(path: Path, wanted: str, spec: ModelSpec) -> tuple[str, str, Callable[[], Weights], tuple[str, ...]]:
-    if wanted == "initial":
-        fingerprint, weights = _own_weights(spec)
-        return "initial", fingerprint, weights, ()
-    if not wanted.isdigit() and wanted != "latest":
-        folder = Path(wanted).expanduser()
-        if not folder.is_dir():
-            raise RunError(
-                f"checkpoint={wanted}: no such folder; wanted latest, initial, the number of an iteration, or a folder "
-                "with safetensors "
-                "(tools/export_hf writes one)."
-            )
-        return (
-            _plain(folder.resolve().name),
-            _files_fingerprint(folder),
-            lambda: Weights(version=1, path=str(folder)),
-            (),
-        )
+def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
+    if name == "initial":
+        return _initial(spec)
+    if not name.isdigit() and name != "latest":
+        return _exported(Path(name).expanduser())
+    folders = {int(folder.name): folder for folder in numbered(path / "checkpoints")}
+    existing = f"; there are {', '.join(map(str, folders))}" if folders else "; there are none yet"
     holder = lock_holder(path / "lock")
-    if holder and wanted == "latest":
+    if holder and name == "latest":
         raise RunError(
             f"{path}: still training ({holder}), so its latest checkpoint changes; wait for it to end, or name a "
-            "checkpoint that is "
-            f"there with checkpoint=N{_there(path)}."
+            f"checkpoint with checkpoint=N{existing}."
         )
-    notes = (f"{path}: still training ({holder}); evaluating its checkpoint {wanted}",) if holder else ()
-    numbers = _numbers(path)
-    if not numbers:
+    if not folders:
         raise RunError(
             f"{path / 'checkpoints'}: no checkpoint; train the run on (creditgraph train), or evaluate its untrained "
-            "model with "
-            "checkpoint=initial."
+            "model with checkpoint=initial."
         )
-    if wanted != "latest" and int(wanted) not in numbers:
-        raise RunError(f"checkpoint={wanted}: {path / 'checkpoints'} has none of that iteration{_there(path)}.")
-    for number in reversed(numbers) if wanted == "latest" else [int(wanted)]:
-        folder = path / "checkpoints" / f"{number:06d}"
+    if name != "latest" and int(name) not in folders:
+        raise RunError(f"checkpoint={name}: {path / 'checkpoints'} has none of that iteration{existing}.")
+    notes = [f"{path}: still training ({holder}); evaluating its checkpoint {name}"] if holder else []
+    for folder in reversed(folders.values()) if name == "latest" else [folders[int(name)]]:
         try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            fingerprint = str(manifest["files"]["tensors.safetensors"]["sha256"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            if wanted != "latest":
-                raise RunError(
-                    f"{folder}: not a readable checkpoint ({error}); choose another{_there(path)}."
-                ) from error
-            notes = (*notes, f"{folder} is damaged; the one before it is evaluated")
+            fingerprint = str(read_manifest(folder)["files"]["tensors.safetensors"]["sha256"])[:16]
+        except RunError as error:
+            if name != "latest":
+                raise RunError(f"{error} Choose another{existing}.") from error
+            notes.append(f"{folder} is damaged; the one before it is evaluated")
             continue
-        return f"{number:06d}", fingerprint[:16], partial(_published, folder), notes
+        return Checkpoint(
+            name=folder.name, fingerprint=fingerprint, weights=partial(_published, folder), notes=tuple(notes)
+        )
     raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; train the run on, or use checkpoint=initial.")
 
 
 def _published(folder: Path) -> Weights:
     """The weights of the highest version that a checkpoint keeps for `@k` wires."""
-    held = [
-        v
-        for v in load(folder, lambda group: group == "values").groups.get("values", {}).values()
-        if isinstance(v, Weights)
-    ]
-    if not held:
+    values = load(folder, lambda group: group == "values").groups.get("values", {}).values()
+    weights = [value for value in values if isinstance(value, Weights)]
+    if not weights:
         raise RunError(
-            f"{folder}: holds no published weights; wanted a graph whose engine reads learner.weights@1. Write a model "
-            "folder with "
-            "tools/export_hf and evaluate it with checkpoint=FOLDER."
+            f"{folder}: holds no published weights; expected a graph whose engine reads learner.weights@1. Write a "
+            "model folder with tools/export_hf and evaluate it with checkpoint=FOLDER."
         )
-    return max(held, key=lambda w: w.version)
+    return max(weights, key=lambda w: w.version)
 
 
-def _own_weights(spec: ModelSpec) -> tuple[str, Callable[[], Weights]]:
+def _exported(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise RunError(
+            f"checkpoint={folder}: no such folder; expected latest, initial, the number of an iteration, or a folder "
+            "with safetensors (tools/export_hf writes one)."
+        )
+    weights = Weights(version=1, path=str(folder))
+    name = _file_name(folder.resolve().name)
+    return Checkpoint(name=name, fingerprint=_fingerprint(folder), weights=lambda: weights)
+
+
+def _initial(spec: ModelSpec) -> Checkpoint:
     path = resolve_model_path(spec.path)
-    fingerprint = _files_fingerprint(Path(path)) if Path(path).is_dir() else f"hub:{path}"
-    return fingerprint, lambda: Weights(version=0)
+    fingerprint = _fingerprint(Path(path)) if Path(path).is_dir() else f"hub:{path}"
+    return Checkpoint(name="initial", fingerprint=fingerprint, weights=lambda: Weights(version=0))
 
 
-def _files_fingerprint(folder: Path) -> str:
+def _fingerprint(folder: Path) -> str:
     """Of the weight files: name, size, first and last MiB of each; reading all of a large model takes minutes."""
-    digest = sha256()
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise RunError(f"{folder}: no weights (*.safetensors); wanted a model folder in Hugging Face layout.")
+        raise RunError(f"{folder}: no weights (*.safetensors); expected a model folder in Hugging Face layout.")
+    digest = sha256()
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
@@ -321,19 +278,5 @@ def _files_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _numbers(path: Path) -> list[int]:
-    folder = path / "checkpoints"
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and p.is_dir()) if folder.is_dir() else []
-
-
-def _there(path: Path) -> str:
-    numbers = _numbers(path)
-    return (
-        f"; there {'is' if len(numbers) == 1 else 'are'} {', '.join(map(str, numbers))}"
-        if numbers
-        else "; there is none yet"
-    )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", name)
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "_", text)

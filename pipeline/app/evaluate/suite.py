@@ -1,4 +1,4 @@
-"""Evaluation suites: which tasks, how many samples, drawn how. One YAML file each in configs/suite."""
+"""Evaluation suites: which tasks, and how their responses are sampled. One YAML file each in configs/suite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.run.compose import deep_merge, list_choices, read_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Task(SamplingSettings):
-    """One evaluation set and how it is asked. `temperature` and `top_p` are of the samples; the greedy pass is at temperature 0."""
+    """One evaluation set and how it is sampled. `temperature` and `top_p` are not those of the greedy pass."""
 
     data: str = ""
     """a file of configs/data; empty: the task's own name"""
@@ -35,31 +35,29 @@ class Task(SamplingSettings):
     majority: bool = True
     """report maj@k for k above 2; off for tasks whose responses have no answer to vote on, such as programs"""
     verifier: dict[str, Any] = field(default_factory=dict)
-    """component that judges (use) and its settings; empty: what the data file says"""
+    """verifier component (use) and its settings; empty: what the data file says"""
     origin: dict[str, str] = field(default_factory=dict)
     """setting → where its value comes from: an arXiv id, or "ours" """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.problems, self.samples) < 0:
-            raise ValueError("problems and samples must be 0 or more.")
-        if not self.greedy and not self.samples:
             raise ValueError(
-                "greedy is off and samples is 0, so nothing is asked; wanted greedy: true, or samples above 0."
+                f"expected problems ≥ 0 and samples ≥ 0, got {self.problems} problems and {self.samples} samples."
             )
+        if not self.greedy and not self.samples:
+            raise ValueError("greedy is off and samples is 0; expected greedy: true, or samples > 0.")
         if self.samples and self.temperature == 0:
             raise ValueError(
-                "samples at temperature 0 are all equal; set a temperature above 0, or samples to 0 for the greedy "
-                "pass alone."
+                "samples at temperature 0 are all equal; set temperature > 0, or samples: 0 for the greedy pass alone."
             )
         bad = [k for k in self.k if not 1 <= k <= self.samples]
         if bad:
             raise ValueError(
-                f"k: found {bad[0]}, but there are {self.samples} samples; pass@k wants 1 ≤ k ≤ samples. Raise samples "
-                "or lower k."
+                f"k: expected 1 ≤ k ≤ samples, got k = {bad[0]} and {self.samples} samples. Raise samples or lower k."
             )
         if len(set(self.k)) < len(self.k):
-            raise ValueError(f"k: found {list(self.k)}; wanted each k once.")
+            raise ValueError(f"k: expected each k once, got {list(self.k)}.")
         names = {f.name for f in dataclasses.fields(self)}
         for name in self.origin:
             if name not in names:
@@ -68,22 +66,22 @@ class Task(SamplingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Contamination:
-    """How problems are looked for in training data.
+    """How problems are searched in training data.
 
     13 words are the default of 2005.14165 (appendix C) and of lm-evaluation-harness; 8 words, flagged from a share of
     .7 on, are those of 2204.02311.
     """
 
     n: int = 13
-    """words per n-gram; a question of 8 to n − 1 words is looked for as a whole"""
+    """words per n-gram; a question of 8 to n − 1 words is searched as a whole"""
     share: float = 0.0
     """a problem is flagged when more than this share of its n-grams is in the training data; 0 flags any overlap"""
 
     def __post_init__(self) -> None:
         if self.n < 2:
-            raise ValueError(f"n: found {self.n}; wanted at least 2 words, as a rule 13 or 8.")
+            raise ValueError(f"n: expected at least 2 words (13 and 8 are common), got {self.n}.")
         if not 0 <= self.share < 1:
-            raise ValueError(f"share: found {self.share}; wanted 0 (any overlap) to below 1.")
+            raise ValueError(f"share: expected 0 ≤ share < 1 (0: any overlap), got {self.share}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +110,17 @@ class Suite:
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence: found {self.confidence}; wanted a number between 0 and 1, such as .95.")
+            raise ValueError(f"confidence: expected 0 < confidence < 1, such as 0.95, got {self.confidence}.")
         if self.resamples < 1 or self.version < 1:
-            raise ValueError("resamples and version must be at least 1.")
+            raise ValueError(
+                f"expected resamples ≥ 1 and version ≥ 1, got {self.resamples} resamples and version {self.version}."
+            )
 
 
 def load_suite(
     name: str, dirs: Sequence[Path], changes: Mapping[str, Any] | None = None, only: Sequence[str] = ()
 ) -> Suite:
-    """Reads configs/suite/NAME.yaml; `defaults` of the file are merged under every task. All its mistakes come in one ConfigError.
+    """Reads suite/NAME.yaml; the file's `defaults` are merged under every task. All mistakes come in one ConfigError.
 
     Args:
         name: of the suite.
@@ -131,15 +131,15 @@ def load_suite(
     known = list_choices("suite", dirs)
     if name not in known:
         raise ConfigError(
-            f"suite={name}: no suite of that name; wanted a file of configs/suite.{did_you_mean(name, known)}"
+            f"suite={name}: no suite of that name; expected a file of configs/suite.{did_you_mean(name, known)}"
         )
     file = read_yaml(known[name])
     problems: list[str] = []
     raw = file.get("tasks")
     if not isinstance(raw, dict) or not raw:
         raise ConfigError(
-            f"{known[name]}: tasks: found {raw!r}; wanted one entry per task, such as 'math_500: "
-            f"{{samples: 4, k: [1, 4]}}'."
+            f"{known[name]}: tasks: expected one entry per task, such as 'math_500: {{samples: 4, k: [1, 4]}}', got "
+            f"{raw!r}."
         )
     changed = dict(changes or {})
     per_task: dict[str, Any] = changed.pop("tasks", None) or {}
@@ -155,15 +155,12 @@ def load_suite(
         if only and task not in only:
             continue
         merged = deep_merge(deep_merge(defaults, settings or {}), per_task.get(task) or {})
-        built, found = build_config(
-            Task, {"data": task, **merged} if isinstance(merged, dict) else merged, f"suite {name}: tasks.{task}"
-        )
-        problems += found
-        tasks[str(task)] = built
+        values = {"data": task, **merged} if isinstance(merged, dict) else merged
+        tasks[str(task)], mistakes = build_config(Task, values, f"suite {name}: tasks.{task}")
+        problems += mistakes
     head = {k: v for k, v in file.items() if k not in ("tasks", "defaults")}
-    suite, found = build_config(Suite, {"name": name, **deep_merge(head, changed)}, f"suite {name}")
-    problems += found
-    if problems:
-        raise ConfigError("\n".join(problems))
+    suite, mistakes = build_config(Suite, {"name": name, **deep_merge(head, changed)}, f"suite {name}")
+    if problems or mistakes:
+        raise ConfigError("\n".join([*problems, *mistakes]))
     assert isinstance(suite, Suite)
     return dataclasses.replace(suite, tasks=tasks)

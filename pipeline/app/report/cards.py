@@ -1,4 +1,4 @@
-"""Words and numbers about runs: results, data card, configuration and its differences, and what each node read and made."""
+"""Words and numbers about runs: results, data, configuration, and what each node read and returned."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipeline.app.draw import svg
-from pipeline.app.report.source import RunSource
+from pipeline.app.draw import settings_of, summary_of, svg
+from pipeline.app.report.source import RunSource, spread
+from pipeline.app.report.text import cut
 from pipeline.app.results import as_table, summarise
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Batch, Prompts
 from pipeline.run.run_directory import differences
 
-SNAPSHOTS = 8  # recorded iterations whose payloads are summed up
-EXAMPLES, LONGEST = 3, 200
+SNAPSHOTS = 8  # recorded iterations whose payloads are summarised
+EXAMPLES = 3  # rows of each
+LONGEST = 200  # characters of a value
 
 
 def overview(run: RunSource) -> dict[str, Any]:
     """What the first table and the cards say of a run."""
-    section = run.config.get("run") if isinstance(run.config.get("run"), dict) else {}
+    section = run.config.get("run")
+    section = section if isinstance(section, dict) else {}
     results = summarise(run.rows) if run.rows else None
     return {
         "name": run.name,
         "recipe": str(run.config.get("recipe", "–")),
-        "seed": str((section or {}).get("seed", "–")),
+        "seed": str(section.get("seed", "–")),
         "model": str((run.config.get("model") or {}).get("path", "–")),
         "iterations": results.iterations if results else 0,
-        "planned": (section or {}).get("iterations"),
+        "planned": section.get("iterations"),
         "before": results.accuracy_before if results else None,
         "after": results.accuracy_after if results else None,
         "reward": results.reward_last if results else None,
@@ -50,16 +53,11 @@ def overview(run: RunSource) -> dict[str, Any]:
 def data_card(run: RunSource) -> list[tuple[str, list[tuple[str, str]]]]:
     """(heading, facts) about the data of a run: its data card, part by part, then what is recorded."""
     parts = [(str(name), _flat(value)) for name, value in run.card.items()]
-    facts = [
-        (f"{part}", yaml.safe_dump(value, default_flow_style=True, width=10_000).strip())
-        for part, value in _sections(run)
-    ]
+    sections = run.config.get("data")
+    facts = [(str(name), _line(section)) for name, section in sections.items()] if isinstance(sections, dict) else []
     names = sorted({name for name, kind in run.classes.items() if kind == "Prompts"})
     batches = [
-        b
-        for name in names[:1]
-        for i in _spread(run.iterations(name), 20)
-        if isinstance(b := run.read(name, i), Prompts)
+        b for name in names[:1] for i in spread(run.iterations(name), 20) if isinstance(b := run.read(name, i), Prompts)
     ]
     if batches:
         lengths = np.concatenate([b.tokens.lengths.numpy() for b in batches])
@@ -67,41 +65,38 @@ def data_card(run: RunSource) -> list[tuple[str, list[tuple[str, str]]]]:
         tasks = Counter(str(m.get("task", "unnamed")) for b in batches for m in b.metadata)
         without = sum(not a for b in batches for a in b.answer)
         facts += [
-            ("prompts looked at", f"{len(lengths):,} in {len(batches)} recorded iterations, {len(texts):,} distinct"),
+            ("prompts read", f"{len(lengths):,} in {len(batches)} recorded iterations, {len(texts):,} distinct"),
             ("prompt tokens", f"{lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}"),
             ("tasks", ", ".join(f"{name} {count:,}" for name, count in tasks.most_common(8))),
             ("without a reference answer", f"{without:,}"),
         ]
     if run.rejected:
         reasons = Counter(str(r.get("reason") or r.get("error") or "no reason given")[:LONGEST] for r in run.rejected)
-        facts.append(("rejected rows", "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(5))))
+        rejected = "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(5))
     else:
-        facts.append(("rejected rows", "none"))
+        rejected = "none"
+    facts.append(("rejected rows", rejected))
     return [*parts, ("as configured and recorded", facts)]
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
     """(dotted name, text) of every entry of a card, whatever it holds."""
-    if isinstance(value, dict) and value:
-        return [fact for key, inner in value.items() for fact in _flat(inner, f"{name}.{key}" if name else str(key))]
-    if isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
-        return [fact for i, inner in enumerate(value) for fact in _flat(inner, f"{name}.{i}" if name else str(i))]
-    text = ", ".join(map(str, value)) if isinstance(value, list) else f"{value:,}" if type(value) is int else str(value)
-    return [(name or "value", _cut(text) or "–")] if value not in ({}, []) else [(name or "value", "none")]
-
-
-def _sections(run: RunSource) -> list[tuple[str, Any]]:
-    data = run.config.get("data")
-    return [(str(k), v) for k, v in data.items()] if isinstance(data, dict) else []
+    nested = isinstance(value, list) and any(isinstance(v, dict | list) for v in value)
+    if value and (nested or isinstance(value, dict)):
+        entries = enumerate(value) if nested else value.items()
+        return [fact for key, inner in entries for fact in _flat(inner, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, dict | list):
+        text = ", ".join(map(str, value)) or "none"
+    else:
+        text = f"{value:,}" if type(value) is int else str(value)
+    return [(name or "value", cut(text, LONGEST) or "–")]
 
 
 def config_differences(runs: Sequence[RunSource]) -> list[tuple[str, list[str]]]:
     """(setting, its value in each run) of every setting that is not the same in all runs."""
-    found: dict[str, None] = {}
-    for other in runs[1:]:
-        for name, _, _ in differences(runs[0].config, other.config):
-            found[name] = None
-    return [(name, [_lookup(run.config, name) for run in runs]) for name in found]
+    first, *others = runs
+    names = dict.fromkeys(name for run in others for name, _, _ in differences(first.config, run.config))
+    return [(name, [_lookup(run.config, name) for run in runs]) for name in names]
 
 
 def _lookup(config: Any, name: str) -> str:
@@ -109,16 +104,20 @@ def _lookup(config: Any, name: str) -> str:
         if not isinstance(config, dict) or part not in config:
             return "absent"
         config = config[part]
-    text = yaml.safe_dump(config, default_flow_style=True, width=10_000).strip().removesuffix("...").strip()
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return cut(_line(config), LONGEST)
+
+
+def _line(value: Any) -> str:
+    """A value as one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).strip().removesuffix("...").strip()
 
 
 def graph_card(run: RunSource) -> dict[str, Any] | None:
-    """The picture of the graph, and per node its settings, wires and summaries of what was recorded; None without a graph."""
+    """The picture of the graph; per node its settings, wires and summaries of its records. None without a graph."""
     graph = run.graph
     if graph is None:
         return None
-    shown = _spread(run.iterations(), SNAPSHOTS)
+    shown = spread(run.iterations(), SNAPSHOTS)
     recorded = {
         name: {str(i): summary for i in shown if (summary := payload_summary(run.read(name, i))) is not None}
         for name in run.outputs()
@@ -127,15 +126,15 @@ def graph_card(run: RunSource) -> dict[str, Any] | None:
     for node in graph.nodes:
         nodes[node.name] = {
             "use": node.use,
-            "summary": (node.cls.__doc__ or "").strip().partition("\n")[0],
-            "settings": _settings(node.config),
+            "summary": summary_of(node),
+            "settings": [(name, cut(value, LONGEST), changed) for name, value, changed in settings_of(node.config)],
             "inputs": [
                 [socket, str(wire), f"{wire.source}.{wire.output}", wire.delay] for socket, wire in node.all_wires
             ],
             "outputs": [f"{node.name}.{output}" for output in node.sockets.outputs],
         }
     return {
-        "svg": svg(graph).replace(' role="img"', ' role="group"', 1),
+        "svg": svg(graph).replace(' role="img"', ' role="group"', 1),  # its nodes are buttons here
         "nodes": nodes,
         "recorded": recorded,
         "iterations": shown,
@@ -174,10 +173,9 @@ def _field(value: Any) -> tuple[str, str]:
         distinct = len({str(v) for v in value})
         return "list", f"{len(value):,} entries, {distinct:,} distinct"
     if isinstance(value, dict):
-        return "dict", _cut(
-            ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items())
-        ) or "empty"
-    return type(value).__name__, _cut(str(value))
+        items = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items())
+        return "dict", cut(", ".join(items), LONGEST) or "empty"
+    return type(value).__name__, cut(str(value), LONGEST)
 
 
 def _range(values: Tensor) -> str:
@@ -199,33 +197,9 @@ def _cell(value: Any, row: int) -> str:
     if isinstance(value, Tensor):
         return str(value[row].item()) if value.dim() else str(value.item())
     if isinstance(value, list):
-        return _cut(str(value[row]))
-    return _cut(str(value))
-
-
-def _settings(config: Any, prefix: str = "") -> list[list[Any]]:
-    """[name, value, differs from the default] of every setting."""
-    found: list[list[Any]] = []
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            found += _settings(value, f"{prefix}{f.name}.")
-            continue
-        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        found.append([f"{prefix}{f.name}", _cut(repr(value)), value != default])
-    return found
-
-
-def _spread(items: list[int], most: int) -> list[int]:
-    """At most `most` entries, evenly spaced, first and last among them."""
-    if len(items) <= most:
-        return items
-    return [items[i] for i in sorted({round(k * (len(items) - 1) / (most - 1)) for k in range(most)})]
+        return cut(str(value[row]), LONGEST)
+    return cut(str(value), LONGEST)
 
 
 def _dtype(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"

@@ -22,30 +22,24 @@ Floats = NDArray[np.float64]
 def groups(runs: Sequence[RunSource]) -> list[tuple[str, list[int]]]:
     """(label, numbers of its runs): runs whose configuration differs in its section "run" alone (seed, place, length)
     share a group."""
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         config = {k: v for k, v in run.config.items() if k != "run"}
         key = json.dumps(config, sort_keys=True, default=str) if run.config else run.name
-        found.setdefault(key, []).append(i)
-    out: list[tuple[str, list[int]]] = []
-    used: set[str] = set()
-    for members in found.values():
-        first = runs[members[0]]
-        label = str(first.config.get("recipe") or first.name)
-        if (
-            label in used
-            or sum(str(runs[m[0]].config.get("recipe") or runs[m[0]].name) == label for m in found.values()) > 1
-        ):
-            label = first.name
-        while label in used:
+        members.setdefault(key, []).append(i)
+    firsts = [runs[numbers[0]] for numbers in members.values()]
+    recipes = [str(run.config.get("recipe") or run.name) for run in firsts]
+    labels: list[str] = []
+    for run, recipe in zip(firsts, recipes, strict=True):
+        label = recipe if recipes.count(recipe) == 1 and recipe not in labels else run.name
+        while label in labels:
             label += "'"
-        used.add(label)
-        out.append((label, members))
-    return out
+        labels.append(label)
+    return list(zip(labels, members.values(), strict=True))
 
 
 def axis(rows: Sequence[dict[str, Any]], name: str) -> Floats:
-    """Where each row of a metrics.jsonl lies on an axis: its iteration, or the tokens or seconds spent up to its end."""
+    """Where each row of a metrics.jsonl lies on an axis: its iteration, or tokens or seconds spent up to its end."""
     if name == "iteration":
         return np.array([float(r.get("iteration", i)) for i, r in enumerate(rows)])
     if name == "tokens":
@@ -57,11 +51,10 @@ def axis(rows: Sequence[dict[str, Any]], name: str) -> Floats:
 
 def metric_names(runs: Sequence[RunSource]) -> list[str]:
     """Every logged number but the clocks, held-out accuracy and reward first."""
-    found = {
-        k for run in runs for row in run.rows for k, v in row.items() if k != "iteration" and isinstance(v, int | float)
-    }
-    first = [n for n in (ACCURACY, REWARD) if n in found]
-    return first + sorted(n for n in found if n not in first)
+    items = (item for run in runs for row in run.rows for item in row.items())
+    logged = {name for name, value in items if name != "iteration" and isinstance(value, int | float)}
+    first = [name for name in (ACCURACY, REWARD) if name in logged]
+    return first + sorted(logged.difference(first))
 
 
 def line(runs: Sequence[RunSource], metric: str, along: str) -> list[list[float]]:
@@ -73,6 +66,7 @@ def line(runs: Sequence[RunSource], metric: str, along: str) -> list[list[float]
         pairs = [(x, float(r[metric])) for x, r in zip(at, run.rows, strict=True) if _number(r.get(metric))]
         if pairs:
             xs, ys = np.array(pairs).T
+            # Tokens do not rise in an iteration that samples nothing.
             keep = np.append(np.diff(xs) > 0, True)  # the last value at an x
             series.append((xs[keep], ys[keep]))
     if not series:
@@ -112,22 +106,22 @@ def phases(run: RunSource, most: int = 7) -> list[list[Any]]:
         for node, seconds in _seconds(row):
             total[node] = total.get(node, 0.0) + seconds
     shown = sorted(total, key=lambda n: -total[n])[:most]
-    out: list[list[Any]] = []
+    bars: list[list[Any]] = []
     for row in run.rows:
         rest = 0.0
         for node, seconds in _seconds(row):
             if node in shown:
-                out.append([row.get("iteration", 0), node, _short(seconds)])
+                bars.append([row.get("iteration", 0), node, _short(seconds)])
             else:
                 rest += seconds
         if len(total) > most:
-            out.append([row.get("iteration", 0), "other", _short(rest)])
-    return out
+            bars.append([row.get("iteration", 0), "other", _short(rest)])
+    return bars
 
 
 def _seconds(row: dict[str, Any]) -> list[tuple[str, float]]:
-    found = [(k.removeprefix("seconds/"), float(v)) for k, v in row.items() if k.startswith("seconds/") and _number(v)]
-    return [(n, v) for n, v in found if n not in ("iteration", "cpu") and not n.startswith("waiting")]
+    clocks = [(k.removeprefix("seconds/"), v) for k, v in row.items() if k.startswith("seconds/") and _number(v)]
+    return [(n, float(v)) for n, v in clocks if n not in ("iteration", "cpu") and not n.startswith("waiting")]
 
 
 def _number(value: Any) -> bool:

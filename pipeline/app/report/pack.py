@@ -1,7 +1,7 @@
 """Columns as one compressed blob that a page opens with the browser's own DecompressionStream.
 
 Bytes: a little-endian uint32 with the length of a JSON header, the header, then every array at the 8-byte-aligned place
-it names. The blob is zlib-compressed and base64-encoded, so no recorded text ever stands in the HTML itself.
+it names. The blob is zlib-compressed and base64-encoded, so that the HTML itself never contains recorded text.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def pack(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> str:
     for name, array in arrays.items():
         data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
         places[name] = [array.dtype.name, size, len(array)]
+        # Browsers refuse a typed array at an offset that its element size does not divide.
         parts += [data, b"\0" * (-len(data) % 8)]
         size += len(data) + -len(data) % 8
     text = json.dumps(plain({**header, "arrays": places}), ensure_ascii=True, allow_nan=False).encode()
@@ -49,7 +50,7 @@ def unpack(text: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def pack_rollouts(rollouts: Rollouts) -> str:
-    """All columns of `rollouts`; token numbers in 8 or 16 bits (credit and log-ratio linear, entropy and log-prob as square roots)."""
+    """All columns of `rollouts`; credit and log-ratio in 16 bits, entropy and log-prob as square roots in 8."""
     rows = rollouts.rows
     arrays: dict[str, NDArray[Any]] = {}
     scales: dict[str, float] = {}
@@ -62,6 +63,7 @@ def pack_rollouts(rollouts: Rollouts) -> str:
     arrays["piece"] = rollouts.joined("piece", np.uint16 if len(rollouts.pieces.items) < 65536 else np.uint32)
     arrays["flags"] = rollouts.joined("flags", np.uint8)
     arrays["value"] = rollouts.joined("value", np.float32)
+    # Colours need no more precision, and integers compress far better than floats.
     for name in ("credit", "ratio"):
         column = rollouts.joined(name, np.float64)
         scales[name] = float(np.abs(column).max()) if len(column) else 0.0

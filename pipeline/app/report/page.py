@@ -1,17 +1,16 @@
-"""Renders a report: everything into one HTML file that runs no script but its own and asks for nothing from a network."""
+"""Renders a report as one HTML file that runs no script but its own and loads nothing from a network."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from pipeline.app.progress import duration
 from pipeline.app.report.cards import config_differences, graph_card, overview
@@ -38,6 +37,7 @@ def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> in
 def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     """The page of some runs."""
     graphs = [graph_card(run) for run in runs]
+    # How well rollouts compress is known only afterwards, so fewer are read until the page is small enough.
     bytes_read = RECORDED_BYTES
     while True:
         rollouts = collect(runs, bytes_read)
@@ -55,8 +55,9 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "graphs": [{k: v for k, v in card.items() if k != "svg"} if card else None for card in graphs],
     }
     blobs = {"data-main": pack(main, {})} | ({"data-rollouts": blob} if blob else {})
-    blobs |= {f"data-timeline-{i}": pack(*found) for i, found in enumerate(spans) if found}
+    blobs |= {f"data-timeline-{i}": pack(*spans_of_run) for i, spans_of_run in enumerate(spans) if spans_of_run}
     has_curves = bool(curves["lines"])
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
         *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
@@ -68,8 +69,8 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
         "report.jinja",
         scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
         blobs=blobs,
-        title=title or ("Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        subtitle=f"{len(runs)} run{'s' if len(runs) != 1 else ''}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
+        title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
+        subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
         skip=("rollouts", "rollouts"),
         sections=sections,
         runs=cards,
@@ -83,10 +84,13 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
 
 
 def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, **values: Any) -> str:
-    """A page of a template. Its Content-Security-Policy allows these scripts by their hash, and nothing from elsewhere."""
+    """A page of a template; its Content-Security-Policy allows these scripts by their hash, and nothing else."""
     texts = [vega_bundle(), *((ASSETS / name).read_text(encoding="utf-8") for name in scripts)]
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
     environment = Environment(
         loader=FileSystemLoader(ASSETS),
         autoescape=True,
@@ -97,9 +101,9 @@ def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], titl
     environment.filters |= {"visible": visible, "decimal": _decimal, "count": _count, "duration": _duration}
     css = (ASSETS / "report.css").read_text(encoding="utf-8")
     page = environment.get_template(template).render(
-        policy=policy, css=_raw(css), scripts=texts, blobs=blobs, title=visible(title), **values
+        policy=policy, css=Markup(css), scripts=texts, blobs=blobs, title=visible(title), **values
     )
-    return page.encode("utf-8", "replace").decode()
+    return page.encode("utf-8", "replace").decode()  # recorded text may hold lone surrogates
 
 
 @cache
@@ -107,38 +111,9 @@ def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
     import vl_convert
 
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "creditgraph"
-    text = kept(
-        folder / f"vega-{version('vl-convert-python')}.js",
-        lambda: vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-    )
+    text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # Inside <script>, these would end or change the element.
     return text.replace("</script", r"<\/script").replace("<!--", r"<\!--")
-
-
-def kept(file: Path, make: Callable[[], str]) -> str:
-    """What `make` gives, kept in a file whose first line is its digest; made anew when that does not fit."""
-    try:
-        digest, _, text = file.read_bytes().decode().partition("\n")
-        if digest == hashlib.sha256(text.encode()).hexdigest():
-            return text
-    except (OSError, ValueError):
-        pass
-    text = make()
-    aside = file.with_name(f".{os.getpid()}-{file.name}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
-        os.replace(aside, file)
-    except OSError:
-        pass  # it only saves seconds
-    return text
-
-
-def _raw(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
 
 
 def _decimal(value: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.app.report.pieces import load_tokenizer, piece
-from pipeline.app.report.source import RunSource, read_table
+from pipeline.app.report.source import RunSource, read_table, spread
+from pipeline.app.report.text import cut, load_tokenizer, piece
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import (
     Batch,
@@ -29,42 +30,24 @@ from pipeline.core.payloads import (
 )
 
 TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
-LONGEST_PIECE, LONGEST_TEXT = 400, 20_000  # characters kept of one token, and of a prompt or reason
+LONGEST_PIECE = 400  # characters kept of one token
+LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 
 
-class Flat:
-    """Rows of a `Jagged` as NumPy slices."""
-
-    def __init__(self, column: Jagged) -> None:
-        self._values, self._bounds = (
-            column.values.float().numpy() if column.values.is_floating_point() else column.values.numpy(),
-            column.offsets.tolist(),
-        )
-
-    def row(self, i: int) -> NDArray[Any]:
-        """A view of one row."""
-        return self._values[self._bounds[i] : self._bounds[i + 1]]
+Columns = dict[str, Any]
+"""Field → one entry per row; NumPy views of the rows of a `Jagged`."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """A batch with its fields as Python lists (one entry per row) and `Flat` columns, made once and read row by row."""
-
-    batch: Batch
-    fields: dict[str, Any]
-
-    @staticmethod
-    def of(batch: Batch) -> Table:
-        """Converts every field."""
-        return Table(batch, {k: _column(v) for k, v in vars(batch).items()})
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
+def columns_of(batch: Batch) -> Columns:
+    """The fields of a batch as lists: converted once, they are read row by row much faster than tensors."""
+    return {name: _column(value) for name, value in vars(batch).items()}
 
 
 def _column(value: Any) -> Any:
     if isinstance(value, Jagged):
-        return Flat(value)
+        # NumPy has no bfloat16.
+        flat = (value.values.float() if value.values.is_floating_point() else value.values).numpy()
+        return [flat[begin:end] for begin, end in pairwise(value.offsets.tolist())]
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, dict):
@@ -73,7 +56,7 @@ def _column(value: Any) -> Any:
 
 
 class Texts:
-    """A table of distinct texts; long ones are cut, and the cut is told."""
+    """A table of distinct texts; long ones are cut, and say so."""
 
     def __init__(self, longest: int) -> None:
         self.items: list[str] = []
@@ -82,8 +65,7 @@ class Texts:
 
     def add(self, text: str) -> int:
         """The text's number."""
-        if len(text) > self._longest:
-            text = f"{text[: self._longest]}… ({len(text):,} characters)"
+        text = cut(text, self._longest)
         if text not in self._known:
             self._known[text] = len(self.items)
             self.items.append(text)
@@ -92,14 +74,13 @@ class Texts:
 
 @dataclass
 class Rollouts:
-    """Columns of all rollouts of a page. `rows` hold one list per column, `tokens` arrays that are joined in `joined`."""
+    """Columns of all rollouts of a page: `rows` one list per column, `tokens` one array per rollout and column."""
 
     pieces: Texts = field(default_factory=lambda: Texts(LONGEST_PIECE))
     texts: Texts = field(default_factory=lambda: Texts(LONGEST_TEXT))
     rows: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     tokens: dict[str, list[NDArray[Any]]] = field(default_factory=lambda: defaultdict(list))
     total: int = 0
-    skipped_iterations: int = 0
 
     def __len__(self) -> int:
         return len(self.rows["uid"])
@@ -112,13 +93,12 @@ class Rollouts:
 
 def roles(run: RunSource) -> dict[str, list[str]]:
     """Payload class → outputs of that class, in graph order, the learner's credit last."""
-    found: dict[str, list[str]] = defaultdict(list)
+    outputs: dict[str, list[str]] = defaultdict(list)
     for name in run.outputs():
-        found[run.classes[name]].append(name)
-    for credit in [w for w in learner_wires(run, "credit") if w in found["Credit"]]:
-        found["Credit"].remove(credit)
-        found["Credit"].append(credit)
-    return found
+        outputs[run.classes[name]].append(name)
+    learned = learner_wires(run, "credit")
+    outputs["Credit"].sort(key=lambda name: name in learned)
+    return outputs
 
 
 def learner_wires(run: RunSource, socket: str) -> list[str]:
@@ -141,31 +121,23 @@ def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollo
     out = Rollouts()
     for number, run in enumerate(runs):
         kinds = roles(run)
-        wanted = _choose(run, kinds, max_bytes / max(len(runs), 1), out)
         collector = _Collector(run, number, kinds, out)
-        for iteration in wanted:
+        for iteration in _choose(run, kinds, max_bytes / max(len(runs), 1)):
             collector.iteration(iteration)
         collector.finish()
     return out
 
 
-def _choose(run: RunSource, kinds: dict[str, list[str]], max_bytes: float, out: Rollouts) -> list[int]:
+def _choose(run: RunSource, kinds: dict[str, list[str]], max_bytes: float) -> list[int]:
     names = {*kinds["Trajectories"], *kinds["Credit"]}
-    size: dict[int, int] = defaultdict(int)
-    for (name, iteration), file in run.files.items():
-        if name in names:
-            size[iteration] += file.stat().st_size
-    there = sorted({i for (name, i) in run.files if name in kinds["Trajectories"]})
-    share = max_bytes / max(sum(size.values()), 1)
-    if share >= 1 or len(there) < 2:
-        return there
-    keep = max(1, int(len(there) * share))
-    chosen = [there[i] for i in np.unique(np.linspace(0, len(there) - 1, keep).round().astype(int))]
-    out.skipped_iterations += len(there) - len(chosen)
-    run.note(
-        f"rollouts of {len(chosen)} of {len(there)} recorded iterations are shown, evenly spaced, to keep the file "
-        "small"
-    )
+    size = sum(file.stat().st_size for (name, _), file in run.files.items() if name in names)
+    recorded = sorted({i for name, i in run.files if name in kinds["Trajectories"]})
+    chosen = spread(recorded, max(1, int(len(recorded) * min(1.0, max_bytes / max(size, 1)))))
+    if len(chosen) < len(recorded):
+        run.note(
+            f"rollouts of {len(chosen)} of {len(recorded)} recorded iterations are shown, evenly spaced, to keep the "
+            "file small"
+        )
     return chosen
 
 
@@ -173,33 +145,37 @@ class _Collector:
     """Appends the rollouts of one run."""
 
     def __init__(self, run: RunSource, number: int, kinds: dict[str, list[str]], out: Rollouts) -> None:
-        self.run, self.number, self.kinds, self.out = run, number, kinds, out
+        self.run = run
+        self.number = number
+        self.kinds = kinds
+        self.out = out
         self.tokenizer = load_tokenizer(str((run.config.get("model") or {}).get("path", "")))
         if kinds["Trajectories"] and self.tokenizer is None:
-            run.note("its tokenizer is not on this machine: token ids stand in for token texts")
+            run.note("its tokenizer is not on this machine: tokens are shown as ids")
         self._piece_of: dict[int, int] = {}
         self._prompt_of: dict[bytes, int] = {}
         self._missing: set[str] = set()
 
     def finish(self) -> None:
-        """Tells what no iteration had."""
+        """Notes what no iteration had."""
         if not self.run.files:
             return
-        for kind, what in (
+        for kind, missing in (
             ("Trajectories", "no rollouts"),
             ("Rewards", "no rewards"),
             ("Credit", "no credit (tokens stay plain)"),
         ):
             if not self.kinds[kind]:
-                self.run.note(f"no output with {kind} is recorded: {what}")
+                self.run.note(f"no output with {kind} is recorded: {missing}")
         for text in sorted(self._missing):
             self.run.note(text)
 
     def iteration(self, iteration: int) -> None:
-        """Adds every trajectory recorded in an iteration once, under the node that made it."""
+        """Adds every trajectory recorded in an iteration once, under the node that sampled it."""
         known: dict[int, int] = {}
         rewards, credit, errors = (self._rows(kind, iteration) for kind in (Rewards, Credit, StepErrors))
-        prompts, values = self._rows(Prompts, iteration), self._values(iteration)
+        prompts = self._rows(Prompts, iteration)
+        values = self._values(iteration)
         scores = self._logprobs(iteration, credit)
         pending: list[tuple[int, int]] = []
         for name in self.kinds["Trajectories"]:
@@ -208,7 +184,8 @@ class _Collector:
             batch = self.run.read(name, iteration)
             if not isinstance(batch, Trajectories):
                 continue
-            table, pieces = Table.of(batch), self._pieces(batch.response_tokens)
+            table = columns_of(batch)
+            pieces = self._pieces(batch.response_tokens)
             for i, uid in enumerate(table["uid"]):
                 if uid in known:
                     continue
@@ -216,7 +193,7 @@ class _Collector:
                 pending.append((len(self.out), table["parent"][i]))
                 self._row(name.partition(".")[0], iteration, table, i)
                 self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
-                self._tokens(table, pieces.row(i), i, credit, values, scores)
+                self._tokens(table, pieces[i], i, credit, values, scores)
         for row, parent in pending:
             self.out.rows["parent"][row] = known.get(parent, -1)
 
@@ -228,42 +205,43 @@ class _Collector:
         try:
             uids = read_table(file, ["uid"]).column("uid").to_pylist()
         except (pa.ArrowException, OSError, KeyError):
-            return False  # reading it in full will say what is wrong
+            return False  # reading all of it will note the error
         return bool(uids) and all(u in known for u in uids)
 
-    def _rows(self, kind: type[Batch], iteration: int) -> dict[int, tuple[Table, int]]:
+    def _rows(self, kind: type[Batch], iteration: int) -> dict[int, tuple[Columns, int]]:
         """uid → (table, row); later outputs replace earlier ones."""
-        found: dict[int, tuple[Table, int]] = {}
+        rows: dict[int, tuple[Columns, int]] = {}
         for name in self.kinds[kind.__name__]:
             batch = self.run.read(name, iteration)
             if isinstance(batch, kind):
-                table = Table.of(batch)
-                found |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
+                table = columns_of(batch)
+                rows |= {uid: (table, i) for i, uid in enumerate(table["uid"])}
             elif (name, iteration) not in self.run.files:
                 self._missing.add(f"{name} is not recorded in every iteration that has rollouts")
-        return found
+        return rows
 
     def _logprobs(self, iteration: int, credit: dict[int, Any]) -> dict[int, NDArray[Any]]:
         """uid → log-probs of the learner; where it recorded none, those that came with the credit."""
-        found = {uid: t["columns"]["logprobs"].row(i) for uid, (t, i) in credit.items() if "logprobs" in t["columns"]}
-        return found | {
-            uid: table["logprobs"].row(i) for uid, (table, i) in self._rows(TokenLogprobs, iteration).items()
-        }
+        with_credit = ((uid, t["columns"], i) for uid, (t, i) in credit.items())
+        logprobs = {uid: columns["logprobs"][i] for uid, columns, i in with_credit if "logprobs" in columns}
+        learner = self._rows(TokenLogprobs, iteration)
+        return logprobs | {uid: table["logprobs"][i] for uid, (table, i) in learner.items()}
 
     def _values(self, iteration: int) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
         """uid → (segment ends, values at the start and after each), where both are recorded."""
         cuts = self._rows(Segments, iteration)
-        found = {}
+        segments = {}
         for uid, (table, i) in self._rows(SegmentValues, iteration).items():
             if uid in cuts:
-                ends = cuts[uid][0]["ends"].row(cuts[uid][1])
-                values = table["values"].row(i)
+                ends = cuts[uid][0]["ends"][cuts[uid][1]]
+                values = table["values"][i]
                 if len(values) == len(ends) + 1:
-                    found[uid] = (ends, values)
-        return found
+                    segments[uid] = (ends, values)
+        return segments
 
-    def _row(self, node: str, iteration: int, table: Table, i: int) -> None:
-        rows, texts = self.out.rows, self.out.texts
+    def _row(self, node: str, iteration: int, table: Columns, i: int) -> None:
+        rows = self.out.rows
+        texts = self.out.texts
         rows["run"].append(self.number)
         rows["iteration"].append(iteration)
         rows["uid"].append(table["uid"][i])
@@ -273,50 +251,53 @@ class _Collector:
         rows["problem"].append(table["prompt_uid"][i])
         rows["node"].append(texts.add(node))
         rows["finish"].append(texts.add(table["finish_reason"][i]))
-        rows["prompt"].append(self._prompt(table["prompt_tokens"].row(i)))
+        rows["prompt"].append(self._prompt(table["prompt_tokens"][i]))
         rows["text"].append(texts.add(table["text"][i]) if self.tokenizer is None else -1)
 
     def _outcome(
         self, uid: int, problem: int, rewards: dict[int, Any], errors: dict[int, Any], prompts: dict[int, Any]
     ) -> None:
-        rows, texts = self.out.rows, self.out.texts
+        rows = self.out.rows
+        texts = self.out.texts
         table, i = rewards.get(uid, (None, 0))
         rows["reward"].append(table["value"][i] if table else float("nan"))
         rows["correct"].append((1 if table["correct"][i] else 0) + (0 if table["valid"][i] else 2) if table else 4)
         rows["detail"].append(texts.add(table["detail"][i] if table else ""))
-        found, i = errors.get(uid, (None, 0))
-        rows["step"].append(found["step"][i] if found else 0)
-        rows["step_source"].append(texts.add(found["source"][i] if found else ""))
-        problems, i = prompts.get(problem, (None, 0))
-        rows["answer"].append(texts.add(problems["answer"][i] if problems else ""))
+        table, i = errors.get(uid, (None, 0))
+        rows["step"].append(table["step"][i] if table else 0)
+        rows["step_source"].append(texts.add(table["source"][i] if table else ""))
+        table, i = prompts.get(problem, (None, 0))
+        rows["answer"].append(texts.add(table["answer"][i] if table else ""))
 
     def _tokens(
         self,
-        table: Table,
+        table: Columns,
         pieces: NDArray[Any],
         i: int,
         credit: dict[int, Any],
         values: dict[int, Any],
         scores: dict[int, Any],
     ) -> None:
-        uid, size, put = table["uid"][i], len(pieces), self.out.tokens
+        uid = table["uid"][i]
+        size = len(pieces)
         flags = np.zeros(size, np.uint8)
-        _mark(flags, table["thought_ends"].row(i), THOUGHT_END)
-        sampled = _sized(table["engine_logprobs"].row(i), size)
-        advantage = ratio = np.zeros(size, np.float32)
-        found, row = credit.get(uid, (None, 0))
-        if found is not None and len(found["advantage"].row(row)) == size:
-            advantage = found["advantage"].row(row)
-            flags |= found["mask"].row(row).astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
+        _mark(flags, table["thought_ends"][i], THOUGHT_END)
+        sampled = _sized(table["engine_logprobs"][i], size)
+        advantage = np.zeros(size, np.float32)
+        ratio = np.zeros(size, np.float32)
+        credited, row = credit.get(uid, (None, 0))
+        if credited is not None and len(credited["advantage"][row]) == size:
+            advantage = credited["advantage"][row]
+            flags |= credited["mask"][row].astype(np.uint8) * np.uint8(TRAINED) | np.uint8(HAS_CREDIT)
         logprobs = scores.get(uid, ())
         if len(logprobs) == size:
             ratio = logprobs - sampled  # NaN, and 0 in the page, where the learner computed none
             flags |= np.isfinite(ratio).astype(np.uint8) * np.uint8(HAS_RATIO)
         ends, at = values.get(uid, ((), np.zeros(0, np.float32)))
         _mark(flags, np.asarray(ends, np.int64), SEGMENT_END)
-        entropy = _sized(table["entropies"].row(i), size)
+        entropy = _sized(table["entropies"][i], size)
         for name, column in zip(_TOKEN_COLUMNS, (pieces, advantage, ratio, entropy, sampled, flags, at), strict=True):
-            put[name].append(column)
+            self.out.tokens[name].append(column)
         trained = advantage[(flags & TRAINED) > 0]
         rows = self.out.rows
         rows["length"].append(size)
@@ -324,21 +305,21 @@ class _Collector:
         rows["mean_credit"].append(float(trained.mean()) if len(trained) else float("nan"))
         self.out.total += size
 
-    def _pieces(self, tokens: Jagged) -> Flat:
-        """Numbers of the token texts."""
+    def _pieces(self, tokens: Jagged) -> Any:
+        """Numbers of the token texts, per row."""
         ids, place = torch.unique(tokens.values, return_inverse=True)
         for token in ids.tolist():
             if token not in self._piece_of:
                 self._piece_of[token] = self.out.pieces.add(piece(self.tokenizer, token))
         numbers = torch.tensor([self._piece_of[t] for t in ids.tolist()], dtype=torch.int64)
-        return Flat(tokens.with_values(numbers[place]))
+        return _column(tokens.with_values(numbers[place]))
 
     def _prompt(self, tokens: NDArray[Any]) -> int:
         key = tokens.tobytes()
         if key not in self._prompt_of:
             ids = tokens.tolist()
             if self.tokenizer is None:
-                text = " ".join(f"⟨{t}⟩" for t in ids[:2000])
+                text = " ".join(piece(None, t) for t in ids[:2000])
             else:
                 text = str(self.tokenizer.decode(ids, skip_special_tokens=False))
             self._prompt_of[key] = self.out.texts.add(text)

@@ -1,14 +1,15 @@
-"""Reads a run directory as it is: what is missing, damaged or still growing becomes a note, never an error."""
+"""Reads a run directory as it is: what is missing, damaged or still growing becomes a note, not an error."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -21,6 +22,7 @@ from pipeline.run.run_directory import lock_holder
 from pipeline.run.timeline.files import trace_files
 
 Key = tuple[str, int]  # ("node.output", iteration)
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,11 +75,11 @@ class RunSource:
     @cached_property
     def classes(self) -> dict[str, str]:
         """Recorded output → its payload class, of the first readable file; "" when none is."""
-        found: dict[str, str] = {}
+        classes: dict[str, str] = {}
         for (name, _), file in self.files.items():
-            if not found.get(name):
-                found[name] = schema_class(file)
-        return found
+            if not classes.get(name):
+                classes[name] = schema_class(file)
+        return classes
 
     def note(self, text: str) -> None:
         """Keeps a sentence once."""
@@ -119,14 +121,14 @@ def read_run(path: Path) -> RunSource:
         raise RunError(f"{path}: no such run directory.{did_you_mean(path.name, near) if near else ''}")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "record")):
         raise RunError(
-            f"{path}: not a run (no config.yaml, metrics.jsonl or record/); wanted a folder that `creditgraph train` "
+            f"{path}: not a run (no config.yaml, metrics.jsonl or record/); expected a folder that `creditgraph train` "
             "wrote."
         )
     run = RunSource(path)
-    run.config = _guarded(run, "config.yaml", _read_config) or {}
+    run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
     run.rejected = _guarded(run, "rejected.jsonl", lambda p: list(_json_lines(p))) or []
-    run.card = _guarded(run, "data_card.json", _read_card) or {}
+    run.card = _guarded(run, "data_card.json", lambda p: _mapping(json.loads(_text(p)))) or {}
     run.traces = trace_files(path)
     if not run.rows:
         run.note("no metrics (metrics.jsonl is missing or empty), so there are no curves")
@@ -140,7 +142,7 @@ def read_run(path: Path) -> RunSource:
         )
     run.running = bool(lock_holder(path / "lock"))
     if run.running:
-        run.note("still going: this shows what was written when the report was made")
+        run.note("still running: the report has what was written so far")
     return run
 
 
@@ -155,22 +157,18 @@ def _guarded(run: RunSource, name: str, read: Callable[[Path], Any]) -> Any:
     return None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("not a mapping")
-    return found
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _read_card(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(found, dict):
+def _mapping(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
         raise ValueError("not a mapping")
-    return found
+    return content
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _text(path).splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -184,6 +182,7 @@ def _utf8(table: pa.Table) -> pa.Table:
     for i, column in enumerate(table.schema):
         if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
             continue
+        # Arrow checks text only when it is read as Python strings, and then fails for the whole column.
         raw = table.column(i).cast(pa.large_binary())
         try:
             raw.cast(pa.large_string())
@@ -205,6 +204,12 @@ def schema_class(file: Path) -> str:
         return str(json.loads((pq.read_schema(file).metadata or {})[KEY])["class"]).rpartition(":")[2]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most `most` items, evenly spaced, first and last among them."""
+    places = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    return [items[i] for i in np.unique(places)]
 
 
 def _first_line(error: BaseException) -> str:

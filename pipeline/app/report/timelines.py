@@ -1,4 +1,4 @@
-"""The timeline of a run for the page: spans of some iterations from the trace files, and all of them in one file for Perfetto."""
+"""The timeline of a run: spans of some iterations for the page, and all of them in one file for Perfetto."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.app.report.source import RunSource
+from pipeline.app.report.source import RunSource, spread
 from pipeline.run.run_directory import writing
 from pipeline.run.timeline.files import read_trace, trace_files
 
 MOST_SPANS = 12_000  # of a page
 MOST_RANKS = 16  # that are read
-START = -1  # stands for what comes before the first iteration of an attempt
+START = -1  # the number of the time before the first iteration of an attempt
 
 Window = tuple[float, float]
 
 
+@dataclass
 class Track:
     """Events of one thread of one rank."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.spans: list[dict[str, Any]] = []
+    name: str
+    spans: list[dict[str, Any]]
 
 
 def load_tracks(run: RunSource) -> list[Track]:
     """All tracks of all ranks, by rank; notes what cannot be read."""
     spans: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
-    for file in _spread(run):
+    for file in _files(run):
         try:
             events, bad = read_trace(file)
         except OSError as error:
@@ -48,6 +49,7 @@ def load_tracks(run: RunSource) -> list[Track]:
         names: dict[int, str] = {}
         odd = 0
         for e in events:
+            # A file of another version, or edited by hand, must not break the page.
             try:
                 if e["ph"] == "M" and e["name"] == "thread_name":
                     names[int(e["tid"])] = str(e["args"]["name"])
@@ -59,21 +61,16 @@ def load_tracks(run: RunSource) -> list[Track]:
         if odd:
             run.note(f"traces/{file.name}: {odd} events are of another version and left out")
     many = len({rank for rank, _, _ in spans}) > 1
-    tracks = []
-    for (rank, _, name), found in sorted(spans.items(), key=lambda item: item[0][:2]):
-        track = Track(f"rank {rank} {name}" if many else name)
-        track.spans = found
-        tracks.append(track)
-    return tracks
+    ordered = sorted(spans.items(), key=lambda item: item[0][:2])
+    return [Track(f"rank {rank} {name}" if many else name, events) for (rank, _, name), events in ordered]
 
 
-def _spread(run: RunSource) -> list[Path]:
+def _files(run: RunSource) -> list[Path]:
     """The traces of all ranks, of evenly spaced ones where there are many."""
     ranks = list(dict.fromkeys(file.name.partition(".")[0] for file in run.traces))
-    if len(ranks) <= MOST_RANKS:
-        return run.traces
-    chosen = {ranks[i] for i in np.linspace(0, len(ranks) - 1, MOST_RANKS).round().astype(int)}
-    run.note(f"the timeline shows {MOST_RANKS} of {len(ranks)} ranks, evenly spaced; traces/ has all")
+    chosen = spread(ranks, MOST_RANKS)
+    if len(chosen) < len(ranks):
+        run.note(f"the timeline shows {len(chosen)} of {len(ranks)} ranks, evenly spaced; traces/ has all")
     return [file for file in run.traces if file.name.partition(".")[0] in chosen]
 
 
@@ -82,24 +79,27 @@ def _check(event: dict[str, Any]) -> None:
     numbers = (event["ts"], event["dur"], args["attempt"], args.get("iteration", START), event["pid"], event["tid"])
     if not all(isinstance(n, int | float) and -1 <= n < 1e18 for n in numbers):
         raise ValueError(event)
-    event["name"], event["cat"] = str(event["name"]), str(event["cat"])
+    event["name"] = str(event["name"])
+    event["cat"] = str(event["cat"])
 
 
 def windows(tracks: Iterable[Track]) -> dict[int, Window]:
-    """Iteration → begin and end [µs] in the newest attempt that ran it; START is the newest attempt before its first iteration."""
-    found: dict[int, tuple[int, float, float]] = {}
+    """Iteration → begin and end [µs] in the newest attempt that ran it; START is the setup of the newest attempt."""
+    newest: dict[int, tuple[int, float, float]] = {}
     for track in tracks:
         for e in track.spans:
-            number, attempt = int(e["args"].get("iteration", START)), int(e["args"]["attempt"])
+            number = int(e["args"].get("iteration", START))
+            attempt = int(e["args"]["attempt"])
             if number == START and e["cat"] != "setup":
                 continue
-            begin, end = float(e["ts"]), float(e["ts"] + e["dur"])
-            old = found.get(number)
+            begin = float(e["ts"])
+            end = float(e["ts"] + e["dur"])
+            old = newest.get(number)
             if old is None or old[0] < attempt:
-                found[number] = (attempt, begin, end)
+                newest[number] = (attempt, begin, end)
             elif old[0] == attempt:
-                found[number] = (attempt, min(old[1], begin), max(old[2], end))
-    return {number: (begin, end) for number, (_, begin, end) in sorted(found.items())}
+                newest[number] = (attempt, min(old[1], begin), max(old[2], end))
+    return {number: (begin, end) for number, (_, begin, end) in sorted(newest.items())}
 
 
 def timeline(run: RunSource) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
@@ -109,10 +109,8 @@ def timeline(run: RunSource) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] |
     if not shown:
         return None
     total = sum(len(t.spans) for t in tracks)
-    chosen = list(shown)
-    if total > MOST_SPANS:
-        keep = max(1, int(len(chosen) * MOST_SPANS / total))
-        chosen = [chosen[i] for i in np.unique(np.linspace(0, len(chosen) - 1, keep).round().astype(int))]
+    chosen = spread(list(shown), max(1, int(len(shown) * min(1.0, MOST_SPANS / max(total, 1)))))
+    if len(chosen) < len(shown):
         run.note(f"the timeline shows {len(chosen)} of {len(shown)} iterations, evenly spaced; traces/ has all")
     zero = min(e["ts"] for t in tracks for e in t.spans)
     begins = np.array([shown[i][0] for i in chosen])
@@ -148,23 +146,23 @@ def timeline(run: RunSource) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] |
 
 
 def nested(spans: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
-    """(span, number of spans around it), by begin. A span that ends a rounding step after the one around it is inside it.
+    """(span, number of spans around it), by begin; one that ends a rounding step after the one around it is inside.
 
     >>> [(e["ts"], d) for e, d in nested([{"ts": 1, "dur": 2}, {"ts": 0, "dur": 9}, {"ts": 9, "dur": 1}])]
     [(0, 0), (1, 1), (9, 0)]
     """
-    out: list[tuple[dict[str, Any], int]] = []
+    depths: list[tuple[dict[str, Any], int]] = []
     ends: list[float] = []
     for e in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
         while ends and ends[-1] <= e["ts"]:
             ends.pop()
-        out.append((e, len(ends)))
+        depths.append((e, len(ends)))
         ends.append(e["ts"] + e["dur"])
-    return out
+    return depths
 
 
 def merge_traces(run: Path, target: Path) -> int:
-    """Writes the traces of all ranks as one JSON array, compressed for a name that ends in .gz; returns the number of events."""
+    """Writes the traces of all ranks as one JSON array (gzip for a name in .gz); returns the number of events."""
     events = [e for file in trace_files(run) for e in read_trace(file)[0]]
     text = "[\n" + ",\n".join(json.dumps(e, separators=(",", ":")) for e in events) + "\n]\n"
     with writing(target):

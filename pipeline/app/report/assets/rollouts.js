@@ -27,7 +27,7 @@
 
   function verdict(i) {
     const code = c.correct[i];
-    return code === 1 ? "right" : code === 0 ? "wrong" : code === 4 ? "no reward" : "not judged";
+    return code === 1 ? "right" : code === 0 ? "wrong" : code === 4 ? "no reward" : "invalid";
   }
 
   const bounds = () => ["iteration", "reward", "length", "credit"].map(n => {
@@ -216,7 +216,7 @@
     const thoughts = (j, upTo) => { let n = 0; for (let t = c.offset[j]; t < c.offset[j] + upTo; t++) if (c.flags[t] & THOUGHT_END) n++; return n; };
     const label = j => {
       const kids = (children.get(j) || []).length;
-      const what = c.parent[j] >= 0 ? `after ${thoughts(j, c.inherited[j])} kept thoughts (${c.inherited[j]} tokens)` : kids || c.step[j] ? "seed" : "chain";
+      const what = c.parent[j] >= 0 ? `after ${thoughts(j, c.inherited[j])} kept thoughts (${c.inherited[j]} tokens)` : kids || c.step[j] ? "root" : "chain";
       const outcome = c.correct[j] === 4 ? (c.step[j] ? "failed" : "no reward") : `reward ${number(c.reward[j])} ${c.correct[j] === 1 ? "✓" : "✗"}`;
       return `${what}: ${outcome}, credit ${signed(c.mean_credit[j], 2)}${c.step[j] ? `, first error at thought ${c.step[j]} (${visible(data.texts[c.step_source[j]])})` : ""}`;
     };

@@ -80,7 +80,7 @@ def test_a_graph_without_a_learner_of_credit_is_refused(grpo):
 
     experiment, _ = grpo
     bare = Graph(tuple(n for n in experiment.graph.nodes if n.name != "learner"))
-    with pytest.raises(ConfigError, match=r"0 nodes of the graph .* wanted one whose credit can be judged"):
+    with pytest.raises(ConfigError, match=r"0 nodes of the graph .* expected exactly one"):
         learner_of(bare)
 
 

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 
 from pipeline.app.bench.compare_report import analyse, as_json, draw, sentences, table
-from pipeline.app.bench.curves import Curve, default_threshold, judge_difference, next_iterations, read_curve
+from pipeline.app.bench.curves import (
+    NO_DIFFERENCE,
+    Curve,
+    default_threshold,
+    next_iterations,
+    paired_test,
+    read_curve,
+)
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
 from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import compose
+from pipeline.run.compose import compose, list_choices, search_dirs
 
 
 def metric_rows():
-    """Iterations of 90 + 10 sampled tokens; evaluations of 500 tokens and 2 s before iterations 0 and 2, and after 4."""
+    """Iterations of 90 + 10 sampled tokens; evaluations (500 tokens, 2 s) before iterations 0 and 2, and after 4."""
     rows = []
     for i in range(4):
         row = {
@@ -91,31 +98,30 @@ def test_first_crossing_counts_although_accuracy_falls_again():
 
 
 def test_iterations_are_planned_from_the_mean_so_far():
-    assert next_iterations(read_curve([]), 1000, pilot=6) == 6
     curve = read_curve(metric_rows())  # 100 tokens per iteration, 400 done
-    assert next_iterations(curve, 1000, 6) == 4 + 7  # 6 missing · 1.05 = 6.3 → 7
-    assert next_iterations(curve, 400, 6) == 4
-    assert next_iterations(curve, 401, 6) == 5
+    assert next_iterations(curve, 1000) == 4 + 7  # 6 missing · 1.05 = 6.3 → 7
+    assert next_iterations(curve, 400) == 4
+    assert next_iterations(curve, 401) == 5
     silent = [
         row | {"engine/sampled_tokens": 0.0, "sampler/sampled_tokens": 0.0, "localizer/sampled_tokens": 0.0}
         for row in metric_rows()
     ]
     with pytest.raises(ValueError, match="sampled no token in 4 iterations"):
-        next_iterations(read_curve(silent), 1000, 6)
+        next_iterations(read_curve(silent), 1000)
 
 
 def test_verdict_by_hand():
     # differences .1, .2, .3: mean .2, sd .1, s.e. .0577; t(2) = 2.92 → bar .169
-    better = judge_difference({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
+    better = paired_test({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
     assert (better.difference, better.error) == (pytest.approx(0.2), pytest.approx(0.1 / math.sqrt(3)))
     assert better.word == "above"
-    assert judge_difference({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
-    assert judge_difference({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == "not told apart"
-    assert judge_difference({0: 0.9}, {0: 0.1}).word == "not told apart"  # one seed shows nothing
+    assert paired_test({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
+    assert paired_test({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == NO_DIFFERENCE
+    assert paired_test({0: 0.9}, {0: 0.1}).word == NO_DIFFERENCE  # one seed shows nothing
 
 
 def test_verdict_pairs_by_seed():
-    assert judge_difference({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
+    assert paired_test({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
 
 
 def test_threshold_is_three_quarters_of_what_the_baseline_gains():
@@ -139,7 +145,7 @@ def test_table_says_who_does_not_beat_the_baseline(curves, tmp_path):
     # grpo reaches .5 at 75 and 71.4 tokens, good at 37.5 twice
     assert rows["good"].speed == pytest.approx((75 + 0.3 / 0.42 * 100) / 2 / 37.5)
     assert math.isnan(rows["bad"].speed)
-    assert [rows[n].verdict.word for n in ("good", "bad", "missing")] == ["above", "below", "not told apart"]
+    assert [rows[n].verdict.word for n in ("good", "bad", "missing")] == ["above", "below", NO_DIFFERENCE]
     text = table(rows, 100, bar)
     assert "Above grpo at equal sampled tokens: good." in text
     assert "Below grpo: bad." in text
@@ -197,34 +203,41 @@ def test_commands_are_what_a_user_would_type(tmp_path):
     command = plan.command(Method("x", "toy_grpo", ("learner.minibatches=4",)), 7, 12)
     assert command[1:4] == ["-m", "creditgraph", "train"]
     assert command[4:] == [
-        "recipe=toy_grpo", "learner.minibatches=4", "evaluator.every=5", "run.seed=7", f"run.root={tmp_path}", "run.name=x-s7",
-        "run.iterations=12", "--config-dir", "mine",
-    ]  # fmt: skip
+        "recipe=toy_grpo",
+        "learner.minibatches=4",
+        "evaluator.every=5",
+        "run.seed=7",
+        f"run.root={tmp_path}",
+        "run.name=x-s7",
+        "run.iterations=12",
+        "--config-dir",
+        "mine",
+    ]
 
 
 def test_failures_of_all_runs_are_collected(tmp_path):
     missing = Method("broken", "no_such_recipe")
     failed = train_all(Plan(budget=10, folder=tmp_path), [missing], [0], 1, lambda text: None)
-    assert list(failed.found) == ["broken-s0"]
+    assert list(failed) == ["broken-s0"]
     assert "no recipe named 'no_such_recipe'" in (tmp_path / "logs" / "broken-s0.log").read_text()
 
 
 def test_methods_are_chosen_by_name_recipe_and_settings():
-    found, missing = choose_methods(["srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4", "grpo"])
+    found = choose_methods(["srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4", "grpo"])
     assert [m.name for m in found] == ["grpo", "srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4"]
     assert found[3].overrides == ("learner.minibatches=4",)
-    assert missing == []
     with pytest.raises(ConfigError, match=r"method 'sprro': no recipe 'sprro'.*Did you mean"):
         choose_methods(["sprro"])
 
 
-def test_every_listed_method_has_a_sound_recipe():
-    found, missing = choose_methods(None)
-    assert missing == []
-    assert found[0] == BASELINE
+def test_every_listed_method_has_a_recipe_and_sound_settings():
+    chosen = choose_methods(None)
+    assert chosen[0] == BASELINE
     assert len({m.name for m in METHODS}) == len(METHODS)
-    for method in found:
-        method.experiment()
+    assert {m.recipe for m in METHODS} <= set(list_choices("recipe", search_dirs()))
+    for method in chosen:
+        if method.overrides:  # the recipes themselves are built by tests/configs
+            method.experiment()
 
 
 def test_a_method_with_settings_in_its_name_composes(tmp_path):

@@ -32,21 +32,8 @@ def test_compare_reports_the_runs_there_are(monkeypatch, tmp_path, capsys):
     for seed in (0, 1):
         write_run(tmp_path / f"grpo-s{seed}", [0.2, 0.3, 0.4])
         write_run(tmp_path / f"srpo-s{seed}", [0.2, 0.5, 0.6 + 0.01 * seed])
-    code = run(
-        monkeypatch,
-        "compare",
-        "--recipes",
-        "srpo",
-        "rrpo",
-        "--seeds",
-        0,
-        1,
-        "--tokens",
-        300,
-        "--out",
-        tmp_path,
-        "--report",
-    )
+    options = ("--recipes", "srpo", "rrpo", "--seeds", 0, 1, "--tokens", 300, "--out", tmp_path, "--report")
+    code = run(monkeypatch, "compare", *options)
     assert code == 0
     text = capsys.readouterr().out
     assert "Above grpo at equal sampled tokens: srpo." in text
@@ -74,10 +61,9 @@ def test_impossible_numbers_are_refused(monkeypatch, tool, arguments):
 
 
 def test_creditbench_writes_table_result_and_figure(monkeypatch, tmp_path, capsys):
-    code = run(
-        monkeypatch, "creditbench", "--methods", "drgrpo", "--seeds", 0, "--samples", 2, "--set", "prompts.batch=2", "data.train.size=40",
-        "--out", tmp_path,
-    )  # fmt: skip
+    settings = ("--set", "prompts.batch=2", "data.train.size=40")
+    options = ("--methods", "drgrpo", "--seeds", 0, "--samples", 2, *settings, "--out", tmp_path)
+    code = run(monkeypatch, "creditbench", *options)
     assert code == 0
     assert "| drgrpo | given |" in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.learner.objective import ObjectiveSettings
-from pipeline.app.bench.judging import effective_credit, per_thought
+from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, true_values
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Sampling, ThoughtLimits
@@ -34,7 +34,7 @@ def letters(text):
 
 @pytest.fixture
 def policy(toolbox):
-    """Every state gets its thoughts in the exact proportions above, in turns: the n-th of 4 draws is a for n < 4·chance."""
+    """Every state gets its thoughts in the exact proportions above: the n-th of 4 draws is a for n < 4·chance."""
 
     def script(context, n):
         done = letters(context.removeprefix("P"))
@@ -113,7 +113,7 @@ def test_a_response_without_thought_ends_is_cut_at_its_stop_strings(toolbox, pol
 
 
 def test_an_odd_number_of_continuations_is_refused(toolbox, policy, verifier, rows):
-    with pytest.raises(ValueError, match="samples is 5; wanted an even number"):
+    with pytest.raises(ValueError, match="expected an even number of samples of at least 2, got 5"):
         measured(toolbox, policy, verifier, rows, samples=5)
 
 

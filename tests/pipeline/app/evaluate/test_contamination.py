@@ -1,11 +1,12 @@
 """Overlap of evaluation problems with training data."""
 
+import weakref
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from pipeline.app.evaluate.contamination import Search, gram_hashes, hashes_of, report_of, words_of
+from pipeline.app.evaluate.contamination import find_overlaps, gram_hashes, hashes_of, report_of, words_of
 from pipeline.app.evaluate.suite import Contamination
 
 LONG = (
@@ -15,10 +16,7 @@ LONG = (
 
 
 def search(problems, training, n=13, share=0.0):
-    found = Search(Contamination(n=n, share=share))
-    found.add("task", problems)
-    found.scan(iter(training))
-    return found.overlaps()["task"]
+    return find_overlaps({"task": problems}, iter(training), Contamination(n=n, share=share))[0]["task"]
 
 
 def test_words_are_normalised():
@@ -77,9 +75,8 @@ def test_eight_words_find_what_thirteen_do_not_and_a_share_can_be_asked_for():
 
 def test_short_questions():
     ten = "what is the sum of the first ten odd numbers"
-    assert search([ten], ["tell me " + ten + " please"])[
-        0
-    ].flagged  # 8 to 12 words: looked for as a whole inside others
+    # 8 to 12 words are searched as a whole inside others.
+    assert search([ten], ["tell me " + ten + " please"])[0].flagged
     four = "what is 2 2"
     assert not search([four], ["tell me what is 2 2 please"])[0].flagged  # below 8 only equality counts
     assert search([four], ["What is 2 + 2?"])[0].flagged
@@ -87,24 +84,25 @@ def test_short_questions():
 
 
 def test_memory_does_not_grow_with_the_training_data():
-    found = Search(Contamination())
-    found.add("task", [LONG])
-    seen = []
+    class Text(str):
+        """A string that can be watched."""
+
+    rows = []
 
     def training():
         for i in range(300):
-            seen.append(len(found._grams))
-            yield f"question {i} " * 20
+            assert sum(row() is not None for row in rows) <= 1  # at most the one before
+            text = Text(f"question {i} " * 20)
+            rows.append(weakref.ref(text))
+            yield text
+            del text
 
-    found.scan(training())
-    assert found.scanned == 300
-    assert set(seen) == {1}  # nothing of the training data is kept
+    assert find_overlaps({"task": [LONG]}, training(), Contamination())[1] == 300
 
 
 def test_report_lists_overlapping_problems_only():
-    found = Search(Contamination())
-    found.add("task", ["unrelated words only", LONG])
-    found.scan([LONG])
-    report = report_of(found, "owner/name", found.overlaps()["task"], ["a", "b"])
+    settings = Contamination()
+    overlaps, num_rows = find_overlaps({"task": ["unrelated words only", LONG]}, [LONG], settings)
+    report = report_of(overlaps["task"], ["a", "b"], "owner/name", num_rows, settings)
     assert (report["status"], report["train_rows"], report["problems"], report["flagged"]) == ("checked", 1, 2, 1)
     assert [(i["problem"], i["problem_id"], i["train_row"]) for i in report["overlapping"]] == [(1, "b", 0)]

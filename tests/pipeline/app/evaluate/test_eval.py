@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,14 +16,12 @@ from components.data.sources import parse_source
 from components.models.load import resolve_model_path
 from components.text import chains
 from pipeline.app.cli import main
-from pipeline.app.evaluate.sets import DataChoices
+from pipeline.app.evaluate.sets import data_entry
 
 pytestmark = pytest.mark.xdist_group(
     "evaluation"
 )  # one process, so that the run and the whole evaluation are made once
 
-REPOSITORY = Path(__file__).parents[4]
-TOYS = Path(__file__).parents[2] / "toys"
 SUITE = {
     "title": "Small",
     "version": 1,
@@ -194,11 +189,14 @@ def test_seeds_depend_on_problem_and_sample_alone(model, configs, tmp_path):
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path):
     """SIGKILL in the fifth chunk: four are on disk, and are not asked again."""
     arguments = ["eval", "suite=small", "model=tiny", f"root={tmp_path}", "chunk=6", "-c", configs]
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{TOYS}", "OMP_NUM_THREADS": "1", "EVAL_TOYS_KILL": "5"}
-    done = subprocess.run(
-        [sys.executable, "-m", "creditgraph", *arguments], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = os.fork()  # a new interpreter would spend most of its time importing
+    if not pid:
+        os.environ["EVAL_TOYS_KILL"] = "5"
+        try:
+            main(arguments)
+        finally:
+            os._exit(1)  # it was not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     folder = tmp_path / "model-tiny" / "eval" / "small" / "initial"
     before = {name: data for name, data in items(folder).items() if name.endswith(".parquet")}
     assert len(before) == 4
@@ -226,7 +224,7 @@ def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatc
     assert len(list(tmp_path.rglob("*.parquet"))) == 2
     monkeypatch.delenv("EVAL_TOYS_TERM")
     assert evaluate(configs, "model=tiny", f"root={tmp_path}", "chunk=6") == 0
-    assert "one: 16 responses to ask, 9 were there" in capsys.readouterr().out
+    assert "one: 16 responses to sample, 9 are on disk" in capsys.readouterr().out
     assert items(tmp_path / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
 
@@ -234,7 +232,7 @@ def test_a_finished_evaluation_asks_nothing_again(model, configs, tmp_path, caps
     shutil.copytree(model.parents[3], tmp_path / "again")
     assert evaluate(configs, "model=tiny", f"root={tmp_path / 'again'}") == 0
     assert not (tmp_path / "judged").exists()
-    assert "responses to ask" not in capsys.readouterr().out
+    assert "responses to sample" not in capsys.readouterr().out
     assert items(tmp_path / "again" / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
 
@@ -254,7 +252,7 @@ def test_another_version_of_the_suite_is_not_mixed_in(model, run, tmp_path, caps
         assert part in text
     # A run beside it is not asked either: mistakes of all subjects show first.
     assert evaluate(changed, f"run={run}", *arguments) == 2
-    assert "responses to ask" not in capsys.readouterr().out
+    assert "responses to sample" not in capsys.readouterr().out
     assert evaluate(changed, *arguments, "label=cool") == 0
     folder = tmp_path / "m" / "model-tiny" / "eval" / "small"
     assert json.loads((folder / "initial-cool" / "results.json").read_text())["version"] == 2
@@ -313,7 +311,7 @@ def test_problems_that_are_in_the_training_data_are_flagged(run, configs, tmp_pa
     """The training data of this run gets two of the problems, one in capitals and inside other text."""
     assert evaluate(configs, f"run={run}", "tasks=one", "contamination=false") == 0
     assert {r["flagged"] for r in records(run / "eval" / "small" / "000001", "one")} == {None}
-    source = parse_source(DataChoices().entry("chains_one", "", "one"), "one")
+    source = parse_source(data_entry("chains_one", "", "one"), "one")
     texts = [chains.generate(source.seed, i, source.difficulty, source.split)["question"] for i in range(5)]
     questions = ["copied: " + texts[3].upper(), "s1 + 1", texts[1]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
@@ -356,15 +354,15 @@ def test_training_data_out_of_reach_is_said_and_kept_so(run, configs, tmp_path, 
         (["suite=small", "model=tiny", "engine=vlmm"], ["engine=vlmm", "Did you mean 'vllm'?"]),
         (["suite=small", "model=tiny", "engine.max_rowz=1"], ["engine.max_rowz: unknown setting"]),
         (["suite=small", "model=tiny", "tasks=ones"], ["tasks=ones: no such task", "Did you mean 'one'?"]),
-        (["suite=small", "model=tiny", "tasks.one.samples=2"], ["k: found 4, but there are 2 samples"]),
+        (["suite=small", "model=tiny", "tasks.one.samples=2"], ["got k = 4 and 2 samples"]),
         (["suite=small", "model=tiny", "data.ones.path=x"], ["data.ones: no such task"]),
         (
             ["suite=small", "model=tiny", "tasks.one.verifier.use=verifier.exct"],
             ["verifier.exct", "Did you mean 'verifier.exact'?"],
         ),
         (["suite=small", "run=/nowhere/r"], ["/nowhere/r: no run there"]),
-        (["suite=small", "model=tiny", "chunk=0"], ["chunk: found 0"]),
-        (["--fresh"], ["wanted suite=NAME with run=RUN or model=NAME"]),
+        (["suite=small", "model=tiny", "chunk=0"], ["chunk: expected at least 1 response, got 0"]),
+        (["--fresh"], ["expected suite=NAME with run=RUN or model=NAME"]),
     ],
 )
 def test_a_wrong_command_gets_a_sentence(arguments, parts, configs, tmp_path, monkeypatch, capsys):
@@ -391,7 +389,7 @@ def test_sets_out_of_reach_are_all_named_with_the_local_override(tmp_path, capsy
     assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
     text = capsys.readouterr().err
     for part in (
-        "2 of 2 sets cannot be had",
+        "2 of 2 sets cannot be loaded",
         "far.jsonl does not exist",
         "data.far.path=FILE",
         "data.further.path=FILE",

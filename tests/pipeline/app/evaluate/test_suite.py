@@ -1,11 +1,11 @@
-"""Suites: every shipped one is sound and says where its settings come from; mistakes come together and name the place."""
+"""Suites: every shipped one is sound and says where its settings come from; mistakes come together."""
 
 import dataclasses
 
 import pytest
 import yaml
 
-from pipeline.app.evaluate.sets import DataChoices
+from pipeline.app.evaluate.sets import data_entry
 from pipeline.app.evaluate.suite import load_suite
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import load_class
@@ -30,7 +30,7 @@ def test_shipped_suites_are_sound(name):
     suite = load_suite(name, [CONFIG_DIR])
     assert suite.title
     for task_name, task in suite.tasks.items():
-        entry = DataChoices().entry(task.data, task.split, task_name)
+        entry = data_entry(task.data, task.split, task_name)
         load_class((task.verifier or {"use": entry["verifier"]})["use"])
         for setting in ("max_tokens", *(("temperature", "top_p", "samples") if task.samples else ("greedy",))):
             assert setting in task.origin, f"{task_name} does not say where {setting} comes from"
@@ -86,16 +86,16 @@ def test_an_unknown_suite(tmp_path):
     [
         (
             {"samples": 4, "k": [1, 8]},
-            "k: found 8, but there are 4 samples; pass@k wants 1 ≤ k ≤ samples. Raise samples or lower k.",
+            "k: expected 1 ≤ k ≤ samples, got k = 8 and 4 samples. Raise samples or lower k.",
         ),
-        ({"k": [1]}, "k: found 1, but there are 0 samples"),
-        ({"samples": 4, "k": [2, 2]}, "wanted each k once"),
+        ({"k": [1]}, "k: expected 1 ≤ k ≤ samples, got k = 1 and 0 samples"),
+        ({"samples": 4, "k": [2, 2]}, "expected each k once"),
         ({"samples": 4, "temperature": 0.0}, "samples at temperature 0 are all equal"),
-        ({"greedy": False}, "nothing is asked"),
-        ({"problems": -1}, "must be 0 or more"),
+        ({"greedy": False}, "greedy is off and samples is 0"),
+        ({"problems": -1}, "expected problems ≥ 0"),
         ({"temperatures": 1.0}, "tasks.a.temperatures: unknown setting. Did you mean 'temperature'?"),
         ({"origin": {"sample": "ours"}}, "origin: 'sample' is no setting of a task. Did you mean 'samples'?"),
-        ({"samples": "many"}, "tasks.a.samples: found 'many'"),
+        ({"samples": "many"}, "'many'"),
     ],
 )
 def test_a_wrong_task_gets_a_sentence(tmp_path, task, part):
@@ -109,19 +109,19 @@ def test_all_mistakes_of_a_suite_come_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_suite("mine", dirs, {"tasks": {"c": {}}}, only=["a", "d", "b"])
     for part in (
-        "tasks.a: k: found 1",
+        "tasks.a: k: expected 1 ≤ k",
         "tasks.b: greedy is off",
         "tasks.c: no such task",
         "tasks=d: no such task",
-        "confidence: found 1.5",
+        "confidence: expected 0 < confidence < 1, such as 0.95, got 1.5",
     ):
         assert part in str(error.value)
-    with pytest.raises(ConfigError, match="tasks: found None; wanted one entry per task"):
+    with pytest.raises(ConfigError, match="tasks: expected one entry per task"):
         load_suite("mine", write(tmp_path))
 
 
 def test_contamination_settings():
     suite = load_suite("toy", [CONFIG_DIR], {"contamination": {"n": 8, "share": 0.7}})
     assert dataclasses.asdict(suite.contamination) == {"n": 8, "share": 0.7}
-    with pytest.raises(ConfigError, match="n: found 1; wanted at least 2 words"):
+    with pytest.raises(ConfigError, match="n: expected at least 2 words"):
         load_suite("toy", [CONFIG_DIR], {"contamination": {"n": 1}})

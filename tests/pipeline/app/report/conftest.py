@@ -62,7 +62,7 @@ SECOND = 1_000_000  # microseconds
 
 
 def put_trace(run: Path, rank: int = 0, iterations: int = 2, node: str = "sampler", more: str = "") -> Path:
-    """A trace by hand: per iteration, of 3 s, a node of 2 s with a part of 1 s in it, then a wait of 0.5 s; a learner beside them."""
+    """A trace by hand. Per iteration of 3 s: a node of 2 s with a part of 1 s, a wait of 0.5 s; a learner beside it."""
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "ts": 0, "tid": i + 1, "args": {"name": n}}
         for i, n in enumerate(("main", "generation"))
@@ -93,9 +93,8 @@ def put_trace(run: Path, rank: int = 0, iterations: int = 2, node: str = "sample
     return file
 
 
-@pytest.fixture
-def make_run(tmp_path: Path) -> Maker:
-    """Writes runs/<name>: 2 iterations of 3 base chains (one a seed) and a suffix, with rewards, credit, segments and values."""
+def maker(root: Path) -> Maker:
+    """Writes runs/<name>: 2 iterations of 3 base chains (one failed) and a suffix, with everything recorded."""
 
     def make(
         name: str = "r",
@@ -105,9 +104,9 @@ def make_run(tmp_path: Path) -> Maker:
         records: bool = True,
         trace: str = "",
     ) -> Path:
-        run = tmp_path / "runs" / name
+        run = root / "runs" / name
         run.mkdir(parents=True)
-        config = config_of(tmp_path / "runs", name, *(overrides or ("recipe=toy_srpo",)))
+        config = config_of(root / "runs", name, *(overrides or ("recipe=toy_srpo",)))
         (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         rows = [
             {
@@ -130,10 +129,22 @@ def make_run(tmp_path: Path) -> Maker:
     return make
 
 
+@pytest.fixture
+def make_run(tmp_path: Path) -> Maker:
+    """Writes runs by hand; see `maker`."""
+    return maker(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def make_run_once(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """The same, for runs that several tests read."""
+    return maker(tmp_path_factory.mktemp("by_hand"))
+
+
 def fill(run: Path, i: int, details: list[str]) -> None:
     base = 10 * (i + 1)
     chains = trajectories([base, base + 1], [[5, 6, 7, 8], [5, 6, 9]])
-    seeds = trajectories([base + 2], [[5, 6, 10, 11]])
+    failures = trajectories([base + 2], [[5, 6, 10, 11]])
     suffix = trajectories([base + 3], [[5, 6, 12]], parent=torch.tensor([base + 2]), inherited=torch.tensor([2]))
     pool = Trajectories.concat([chains, suffix])
     tokens = pool.response_tokens
@@ -150,10 +161,10 @@ def fill(run: Path, i: int, details: list[str]) -> None:
         ),
     )
     put(run, "sampler.trajectories", i, chains)
-    put(run, "sampler.failures", i, seeds)
+    put(run, "sampler.failures", i, failures)
     put(run, "expander.trajectories", i, suffix)
     put(run, "buffer.trajectories", i, pool)
-    put(run, "localizer.errors", i, StepErrors(uid=seeds.uid, step=torch.tensor([2]), source=["boxed"]))
+    put(run, "localizer.errors", i, StepErrors(uid=failures.uid, step=torch.tensor([2]), source=["boxed"]))
     correct = torch.tensor([True, False, False])
     put(
         run,

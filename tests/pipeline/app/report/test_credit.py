@@ -59,7 +59,7 @@ def test_cards_and_pictures(found, tmp_path):
     text = (tmp_path / "still.svg").read_text(encoding="utf-8")
     assert "toy_rredcot" in text
     assert TRUTH in text
-    with pytest.raises(ConfigError, match=re.escape("wanted .svg or .png")):
+    with pytest.raises(ConfigError, match=re.escape("expected .svg or .png")):
         write_still(found, tmp_path / "still.gif")
 
 
@@ -77,23 +77,23 @@ def test_the_command(real_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["recipe=toy_grpo"], "0 run directories; wanted one"),
-        (["runs/x"], "no recipe; wanted recipe=NAME"),
+        (["recipe=toy_grpo"], "expected one run directory, got 0"),
+        (["runs/x"], "no recipe; expected recipe=NAME"),
         (
             ["recipe=toy_grpo", "runs/x", "--samples", "3"],
-            "--samples 3: wanted 0 (no true advantage) or an even number",
+            "--samples 3: expected 0 (no true advantage) or an even number",
         ),
-        (["recipe=toy_grpo", "runs/x", "--rows", "0"], "--rows 0: wanted at least 1"),
+        (["recipe=toy_grpo", "runs/x", "--rows", "0"], "--rows 0: expected at least 1"),
         (["recipe=toy_gpro", "runs/x"], "Did you mean"),
     ],
 )
-def test_mistakes(arguments, told, capsys):
+def test_mistakes(arguments, message, capsys):
     assert main(["credit", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_without_rollouts(make_run):
-    with pytest.raises(RunError, match="is not recorded, so there are no rollouts to judge"):
+    with pytest.raises(RunError, match="is not recorded, so there are no rollouts"):
         compare(make_run(records=False), ["toy_grpo"], [], [], None, 4, 0)

@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.app.cli import main
 from pipeline.app.report.pack import pack, unpack
-from pipeline.app.report.page import kept, report_html
+from pipeline.app.report.page import report_html
 from pipeline.app.report.source import read_run
 from pipeline.app.text import visible
 
@@ -114,24 +114,6 @@ def test_several_runs_show_their_differences(make_run):
     html = report_html(runs)
     assert "<h3>Differences</h3>" in html
     assert "<title>2 runs</title>" in html
-
-
-def test_what_takes_seconds_to_make_is_kept_and_checked(tmp_path):
-    made = []
-
-    def make():
-        made.append(1)
-        return "var a = 'é';\n\r\nvar b;"
-
-    file = tmp_path / "cache" / "x.js"
-    assert [kept(file, make) for _ in range(3)] == [make()] * 3
-    assert len(made) == 2  # once for the file, once above
-    for damage in (b"", b"\xff\xfe", file.read_bytes()[:-1], file.read_bytes().replace(b"var b", b"evil!")):
-        file.write_bytes(damage)
-        assert kept(file, make) == make()
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    assert kept(tmp_path / "file" / "x.js", make) == make()
-    assert [f.name for f in (tmp_path / "cache").iterdir()] == ["x.js"]
 
 
 def test_unwritable_target(make_run, tmp_path: Path, capsys):

@@ -20,7 +20,7 @@ def test_every_trajectory_once_under_the_node_that_made_it(packed):
     assert header["uid"][:4] == ["10", "11", "12", "13"]
     assert columns["parent"].tolist() == [-1, -1, -1, 2, -1, -1, -1, 6]
     assert columns["step"].tolist()[:4] == [0, 0, 2, 0]
-    assert columns["correct"].tolist()[:4] == [1, 0, 4, 0]  # 4: a seed has no reward of its own
+    assert columns["correct"].tolist()[:4] == [1, 0, 4, 0]  # 4: a failed chain that is reset has no reward of its own
 
 
 def test_token_columns_survive_their_quantisation(packed):
@@ -57,7 +57,7 @@ def test_values_at_segment_boundaries(packed):
     _, columns = packed
     first = slice(columns["value_offset"][0], columns["value_offset"][1])
     assert np.allclose(columns["value"][first], [0.2, 0.6, 1.0])
-    assert columns["value_offset"][3] - columns["value_offset"][2] == 0  # the seed
+    assert columns["value_offset"][3] - columns["value_offset"][2] == 0  # the failed chain
 
 
 def test_mean_credit_counts_trained_tokens_alone(packed):
@@ -75,7 +75,7 @@ def test_token_texts_of_different_tokenizers_do_not_mix(make_run):
     assert first == " 2"  # id 5 of the embedded model's tokenizer
     assert second == "⟨5⟩"
     assert header["texts"][columns["text"][8]] == "text 10"
-    assert "its tokenizer is not on this machine: token ids stand in for token texts" in other.notes
+    assert "its tokenizer is not on this machine: tokens are shown as ids" in other.notes
     assert tiny.notes == []
 
 

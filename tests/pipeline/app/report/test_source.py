@@ -93,7 +93,7 @@ def test_one_record_of_an_older_schema_among_newer_ones(make_run):
         True,
         False,
         True,
-    ]  # iteration 0 has none, a seed neither
+    ]  # iteration 0 has none, nor has a failed chain
 
 
 def test_a_data_card_is_shown_whatever_it_holds(make_run):
@@ -142,8 +142,8 @@ def test_a_run_still_going(make_run):
         notes, html = notes_of(run)
     finally:
         os.close(handle)
-    assert any(n.startswith("still going") for n in notes)
-    assert "(still going)" in html
+    assert any(n.startswith("still running") for n in notes)
+    assert "(still running)" in html
     assert notes_of(run)[0] == []
 
 

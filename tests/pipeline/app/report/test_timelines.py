@@ -131,7 +131,9 @@ def test_of_many_ranks_spaced_ones_are_shown(make_run):
 def test_all_ranks_in_one_file(make_run, tmp_path, capsys):
     run = make_run()
     assert main(["report", str(run), "--trace", str(tmp_path / "all.json")]) == 2
-    assert "no traces/rank-N.json; wanted a run that was trained with run.trace.enabled=true" in capsys.readouterr().err
+    assert (
+        "no traces/rank-N.json; expected a run that was trained with run.trace.enabled=true" in capsys.readouterr().err
+    )
     put_trace(run, more=',\n{"name":"half')
     put_trace(run, 1)
     for name in ("all.json", "all.json.gz"):

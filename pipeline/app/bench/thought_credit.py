@@ -1,8 +1,9 @@
-"""Credit of one batch against truth: per token from the objective's gradient, per thought against the true advantage."""
+"""Credit of a batch: per token from the objective's gradient, and per thought against the true advantage."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,8 @@ class Effective:
 
 
 def effective_credit(trajectories: Trajectories, credit: Credit, objective: ObjectiveSettings) -> Effective:
-    """Differentiates the objective with respect to the log-probs at the policy that sampled, without KL, bonus and mismatch terms."""
+    """Differentiates the objective by the log-probs of the sampling policy, without KL, bonus and mismatch terms."""
+    # At ratio 1 the KL term and the mismatch weights are constants of the policy, not of the credit.
     bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance_cap=0.0)
     sampled = trajectories.engine_logprobs
     leaf = sampled.values.clone().requires_grad_()
@@ -61,7 +63,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
     loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare, Meters())
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
     whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask, bare))
-    if not tokens.requires_grad:
+    if not tokens.requires_grad:  # every token is masked
         zero = sampled.with_values(torch.zeros(len(leaf), dtype=torch.float64))
         return Effective(credit=zero, weight=zero)
     (plain,) = torch.autograd.grad(tokens, leaf, retain_graph=True)
@@ -80,7 +82,7 @@ class ThoughtCredit:
     uniform_share: float
 
     def metrics(self) -> dict[str, float]:
-        """The statistics of methods.md, by name; NaN where one is not defined."""
+        """The columns of docs/creditbench.md by name; NaN where one is not defined."""
         return {
             "spearman": spearman(self.credit, self.truth),
             "pearson": pearson(self.credit, self.truth),
@@ -88,16 +90,16 @@ class ThoughtCredit:
             "error_share": self.error_share,
             "uniform_share": self.uniform_share,
             "bias": offset(self.credit, self.truth),
-            "zero_share": float((self.credit == 0).mean()) if len(self.credit) else float("nan"),
+            "zero_share": float((self.credit == 0).mean()) if len(self.credit) else math.nan,
             "thoughts": float(len(self.credit)),
         }
 
 
 def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Truth) -> ThoughtCredit:
-    """Means of token credit over each thought's own tokens, beside the true advantage.
+    """Means of token credit over each thought's own tokens, and their true advantage.
 
     Own tokens are those sampled for the row (not inherited) or trained on; thoughts without any, and rows whose outcome
-    could not be judged, are left out. `error_share` is the mean over failed chains, with some credit and an own first
+    could not be verified, are left out. `error_share` is the mean over failed chains, with some credit and an own first
     wrong thought, of the share of |credit| on that thought; `uniform_share` the same, over the same chains, for equal
     credit on all own tokens.
 
@@ -107,7 +109,7 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
         inherited: int64 [N].
         truth: of the same rows.
     """
-    rows = credit.row_ids
+    rows = credit.row_ids  # [tokens], as all that follow until the sums per thought
     own = ((credit.positions >= inherited[rows]) | mask.values) & truth.valid[rows]
     thought = segment_of_token(truth.ends, credit)
     count = torch.bincount(thought[own], minlength=len(truth.ends.values))
@@ -122,13 +124,13 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
     def shares(size: torch.Tensor) -> Floats:
         return share_within(size[flat].numpy(), rows[flat].numpy(), wrong[flat].numpy(), len(credit))
 
-    found, uniform = shares(credit.values.abs()), shares(torch.ones_like(credit.values))
-    credited = np.isfinite(found)
-
+    on_error = shares(credit.values.abs())
+    uniform = shares(torch.ones_like(credit.values))
+    credited = np.isfinite(on_error)
     return ThoughtCredit(
         credit=(total[kept] / count[kept]).numpy(),
         truth=truth.advantage.values[kept].numpy(),
         halves=(first.values[kept].numpy(), second.values[kept].numpy()),
-        error_share=float(found[credited].mean()) if credited.any() else float("nan"),
-        uniform_share=float(uniform[credited].mean()) if credited.any() else float("nan"),
+        error_share=float(on_error[credited].mean()) if credited.any() else math.nan,
+        uniform_share=float(uniform[credited].mean()) if credited.any() else math.nan,
     )
