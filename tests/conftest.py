@@ -11,7 +11,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tools")]
-from scripted import tiny, toolbox  # noqa: F401 - fixtures
+from scripted import tiny, toolbox  # noqa: E402, F401 - fixtures, found on the path above
 
 torch.set_num_threads(1)
 

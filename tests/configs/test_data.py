@@ -353,7 +353,7 @@ def test_the_command_finds_answers_its_verifier_refuses(tmp_path, capsys):
             ["check", "gsm8k", "--path", "x"],
             "--path: expected one entry of gsm8k, got train, eval. Add --entry train.",
         ),
-        (["check", "gsm8k", "--rows", "-1"], "expected --rows ≥ 0 (0: all), got -1."),
+        (["check", "gsm8k", "--rows", "-1"], "--rows ≥ 0 (0: all), got --rows -1."),
     ],
 )
 def test_mistakes_of_the_command(arguments, text, capsys):

@@ -76,7 +76,7 @@ def test_unknown_entropies_are_reported(toolbox, kind):
     node = toolbox.start(kind)
     node.tokenizer = toolbox.tokenizer()
     with pytest.raises(
-        CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; wanted all of them"
+        CreditgraphError, match=r"segmenter\.\w+: the engine gave no entropy for 1 of 4 tokens; expected all of them"
     ):
         node.run(trajectories=trajectories.replace(entropies=entropies))
 

@@ -206,7 +206,7 @@ def test_tables_take_only_what_is_recorded_and_due(run, tmp_path):
     assert not tables(1, 1, 0).due(0)
     assert len(tables(1, 1000, 1).rows(1)) == 2 * 4
     assert tables(1, 3, 1).rows(99) == []
-    with pytest.raises(ValueError, match="rows 0: wanted every ≥ 0 and rows ≥ 1"):
+    with pytest.raises(ValueError, match="rows 0: expected every ≥ 0 and rows ≥ 1"):
         TableSettings(rows=0)
 
 

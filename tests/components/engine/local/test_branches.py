@@ -112,7 +112,7 @@ def test_attribution_by_finite_differences(start, kind):
 def test_engines_without_gradients_say_so(start):
     policy, _ = start("qwen2")
     context, tokens = Jagged.from_rows([[3]], torch.int32), Jagged.from_rows([[4]], torch.int32)
-    with pytest.raises(CreditgraphError, match="gives no gradients; wanted an engine that can attribute"):
+    with pytest.raises(CreditgraphError, match="gives no gradients; expected an engine that can attribute"):
         Policy.attribute(policy, context, tokens)
     with pytest.raises(CreditgraphError, match=r"gradients need attributions on, .* Set node\.attributions=true"):
         policy.attribute(context, tokens)

@@ -104,7 +104,7 @@ def test_bytes_of_an_update_are_those_in_the_documentation(tmp_path):
 
 
 def test_settings_that_do_not_go_together_get_a_sentence():
-    with pytest.raises(ValueError, match="publish is 'adapter', but rank is 0.*set rank, or publish: merged"):
+    with pytest.raises(ValueError, match=r"publish is 'adapter', but rank is 0.*set rank, or publish: merged"):
         Lora(publish="adapter")
     with pytest.raises(ValueError, match=r"expected adapters of linear layers .*'.*embed_tokens' is a \w+"):
         Learner(target="embed_tokens,q_proj")

@@ -378,7 +378,7 @@ def test_row_longer_than_the_context(make_learner, make_batch):
         ({"objective": {"importance_cap": 2.0}}, "set old_logprobs: recompute"),
         ({"lora": {"rank": -1}}, r"learner\.lora: expected rank ≥ 0 \(0 is full fine-tuning\), got -1"),
         ({"lora": {"publish": "adapter"}}, r"learner\.lora: publish is 'adapter', but rank is 0"),
-        ({"recompute": "some"}, r"learner\.recompute: found 'some' .*; wanted 'none' or 'selective' or 'full'"),
+        ({"recompute": "some"}, r"learner\.recompute: expected 'none' or 'selective' or 'full', got 'some'"),
     ],
 )
 def test_wrong_settings(settings, text):

@@ -343,7 +343,7 @@ def test_objective_from_outside_has_settings_and_metrics_of_its_own(outside):
              "l.config.clip_low: unknown setting. Known: factor."],
         ),
         ({"use": "outside:Scaled", "config": {"factor": -1}}, ["l.config: expected factor > 0, got -1.0."]),
-        ({"config": {"clip_low": "x"}}, ["l.config.clip_low: found 'x' (str); wanted float."]),
+        ({"config": {"clip_low": "x"}}, ["l.config.clip_low: expected float, got 'x' (str)."]),
         (
             {"config": {"clip_low": 1.5}},
             ["l.config: expected 0 ≤ clip_low ≤ 1 and clip_high ≥ 0, got clip_low 1.5 and clip_high 0.2."],
