@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from pipeline.core.errors import ConfigError as ConfigError
     from pipeline.core.errors import CreditgraphError as CreditgraphError
     from pipeline.core.errors import DataError as DataError
+    from pipeline.core.handles import Completions as Completions
+    from pipeline.core.handles import Policy as Policy
+    from pipeline.core.handles import Requests as Requests
+    from pipeline.core.handles import Sampling as Sampling
+    from pipeline.core.handles import Verifier as Verifier
     from pipeline.core.jagged import Jagged as Jagged
     from pipeline.core.metric import Metric as Metric
     from pipeline.core.payloads import Batch as Batch
-    from pipeline.core.payloads import Completions as Completions
     from pipeline.core.payloads import Credit as Credit
     from pipeline.core.payloads import Payload as Payload
-    from pipeline.core.payloads import Policy as Policy
     from pipeline.core.payloads import Prompts as Prompts
-    from pipeline.core.payloads import Requests as Requests
     from pipeline.core.payloads import Rewards as Rewards
-    from pipeline.core.payloads import Sampling as Sampling
     from pipeline.core.payloads import Segments as Segments
     from pipeline.core.payloads import SegmentValues as SegmentValues
     from pipeline.core.payloads import StepErrors as StepErrors
     from pipeline.core.payloads import TokenLogprobs as TokenLogprobs
     from pipeline.core.payloads import TrainReport as TrainReport
     from pipeline.core.payloads import Trajectories as Trajectories
-    from pipeline.core.payloads import Verifier as Verifier
     from pipeline.core.payloads import Weights as Weights
 
 ROOT = Path(__file__).resolve().parent
@@ -55,6 +55,7 @@ ROOT = Path(__file__).resolve().parent
 # Searched in this order for the names above.
 _MODULES = (
     "pipeline.core.component",
+    "pipeline.core.handles",
     "pipeline.core.payloads",
     "pipeline.core.jagged",
     "pipeline.core.errors",

@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from pipeline.core.component import Component, Context
+from pipeline.core.handles import Completions, Policy, Requests, Scores, Verifier
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import (
-    Completions,
-    Policy,
-    Prompts,
-    Requests,
-    Rewards,
-    Scores,
-    Trajectories,
-    Verifier,
-    Weights,
-)
+from pipeline.core.payloads import Prompts, Rewards, Trajectories, Weights
 
 STOP = "</thought>"
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipeline.core.component import Component, Count
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Policy, Requests
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Requests
 
 ENGINE_METRICS = (
     Metric("sampled_tokens", "tokens", "tokens generated for any node, evaluation included"),

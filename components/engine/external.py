@@ -27,9 +27,10 @@ from components.models.load import check_context, load_config, load_tokenizer, r
 from components.text.stops import TokenText
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from pipeline.core.handles import Completions, Requests, Scores
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Completions, Requests, Scores, Weights
+from pipeline.core.payloads import Weights
 
 EXTERNAL_METRICS = (
     Metric(

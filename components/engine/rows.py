@@ -17,8 +17,8 @@ from components.engine.base import Limits
 from components.engine.messages import BadResponse, RowRequest, RowResponse, check_finite, check_lengths
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Completions, Requests
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Completions, Requests
 from pipeline.core.streams import counter_seed
 
 # Log-probs computed in low precision may exceed 0 by rounding.

@@ -16,8 +16,9 @@ from components.models.load import load_tokenizer
 from components.rollouts.requests import SamplingSettings, sample_groups
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Rewards, Sampling, TrainReport, Verifier
+from pipeline.core.payloads import Rewards, TrainReport
 from pipeline.core.streams import Stream
 
 # The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training

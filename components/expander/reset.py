@@ -16,9 +16,10 @@ from components.rollouts.requests import (
     sample_from_prefix,
 )
 from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, StepErrors, Trajectories, check_aligned
+from pipeline.core.payloads import StepErrors, Trajectories, check_aligned
 from pipeline.core.streams import keys_within
 
 

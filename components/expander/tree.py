@@ -10,8 +10,9 @@ import torch
 from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics
 from pipeline.core.component import Component
+from pipeline.core.handles import Policy
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

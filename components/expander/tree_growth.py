@@ -21,8 +21,9 @@ from components.rollouts.requests import keyed_seeds, sample_fresh, sample_from_
 from components.rollouts.segments import rank_in_row
 from components.text.stops import ends_of_stop, token_texts
 from pipeline.core.component import Context
+from pipeline.core.handles import Policy, Sampling, known_entropies
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, known_entropies
+from pipeline.core.payloads import Prompts, Trajectories
 
 Measure = Literal["logprob", "entropy"]
 

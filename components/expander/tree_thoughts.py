@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from components.text.stops import decode_rows, token_texts
+from pipeline.core.handles import ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import ThoughtLimits, Trajectories
+from pipeline.core.payloads import Trajectories
 
 
 def closed_thoughts(pieces: list[str], limits: ThoughtLimits) -> tuple[list[int], str]:

@@ -9,7 +9,8 @@ from components.localizer.base import Localizer, Outputs
 from components.models.load import load_tokenizer
 from components.rollouts.thoughts import has_oracle, true_first_errors
 from pipeline.core.errors import DataError
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 class OracleLocalizer(Localizer):

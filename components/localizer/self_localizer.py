@@ -12,8 +12,9 @@ from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.thoughts import num_thoughts, thought_texts
 from components.text.templates import localize_prompt
 from pipeline.core.component import Count
+from pipeline.core.handles import Policy, Requests, Sampling
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Requests, Sampling, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.streams import keys_within
 
 SOURCES = ("boxed", "step", "default")

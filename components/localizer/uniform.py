@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from components.localizer.base import Localizer, Outputs
 from components.rollouts.thoughts import num_thoughts
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.streams import keys_within
 
 

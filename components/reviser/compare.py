@@ -14,8 +14,9 @@ from components.rollouts.second_turn import problem_of, second_turn
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import revise_prompt
 from pipeline.core.component import Component, same_rows
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Batch, Policy, Prompts, Rewards, Trajectories, Verifier, check_aligned
+from pipeline.core.payloads import Batch, Prompts, Rewards, Trajectories, check_aligned
 from pipeline.core.streams import keys_within
 
 NOT_ENDED = "the revision did not end within its budget"

@@ -7,8 +7,9 @@ from typing import Annotated
 
 from components.rollouts.rewards import finite_rewards
 from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.handles import Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier, check_aligned
+from pipeline.core.payloads import Prompts, Rewards, Trajectories, check_aligned
 
 
 @dataclass(frozen=True, kw_only=True)

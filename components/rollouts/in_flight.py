@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from components.rollouts.requests import scatter_rows, unsampled
+from pipeline.core.handles import Policy, Progress, Requests, Sampling
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Progress, Prompts, Requests, Sampling, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

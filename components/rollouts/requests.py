@@ -10,9 +10,10 @@ from torch import Tensor
 
 from components.text.stops import decode_rows
 from pipeline.core.component import Context, Count
+from pipeline.core.handles import Completions, Policy, Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Completions, Policy, Prompts, Requests, Sampling, ThoughtLimits, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.streams import Stream
 
 LENGTH_METRICS = (

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from components.rollouts.requests import sample_fresh
+from pipeline.core.handles import Policy, Sampling
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 def problem_of(prompts: Prompts, row: int) -> tuple[dict[str, Any], str]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from components.rollouts.second_turn import problem_of, second_turn
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import critique_prompt
 from pipeline.core.component import Component
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 # Rewards that differ by less count as equal.
 _FLAT = 1e-8

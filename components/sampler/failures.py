@@ -10,8 +10,9 @@ import torch
 
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
 from pipeline.core.component import Component, Count
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier
+from pipeline.core.payloads import Prompts, Trajectories
 
 _SPLIT = re.compile(r"^(\d+)x(\d+)$")
 

@@ -15,8 +15,9 @@ from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed
 from components.text.stops import decode_rows
 from pipeline.core.component import Component, Context, Count
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Policy
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 logger = logging.getLogger("creditgraph")
 

@@ -16,8 +16,9 @@ from components.rollouts.second_turn import problem_of, second_turn
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import retry_prompt
 from pipeline.core.component import Component
+from pipeline.core.handles import Policy
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from components.rollouts.segments import close_segments, rank_in_row
 from components.segmenter.base import Outputs, Segmenter
+from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories, known_entropies
+from pipeline.core.payloads import Trajectories
 
 
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:

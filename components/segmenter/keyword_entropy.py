@@ -12,9 +12,10 @@ import torch
 from components.rollouts.segments import close_segments
 from components.segmenter.base import Outputs, Segmenter
 from components.text.stops import ends_of_stop, token_texts
+from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories, known_entropies
+from pipeline.core.payloads import Trajectories
 
 
 def merge_lowest(ends: Sequence[int], entropies: Sequence[float], segments: int) -> list[int]:

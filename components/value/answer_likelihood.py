@@ -19,9 +19,10 @@ from components.value.boundaries import (
 )
 from pipeline.core.component import same_rows
 from pipeline.core.errors import ConfigError
+from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

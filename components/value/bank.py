@@ -13,9 +13,10 @@ from components.models.load import context_length
 from components.text.templates import extract_answer
 from components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
 from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ import torch
 from components.rollouts.segments import segment_of_token
 from components.value.bank import AnswerEstimator, Bank
 from components.value.boundaries import Boundaries, values_from_gains
+from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Trajectories
+from pipeline.core.payloads import Trajectories
 
 
 class GradientAttribution(AnswerEstimator):

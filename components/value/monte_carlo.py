@@ -12,9 +12,10 @@ from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_f
 from components.rollouts.rewards import finite_rewards
 from components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
 from pipeline.core.component import Component, same_rows
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Policy, Prompts, Rewards, Segments, SegmentValues, Trajectories, Verifier
+from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
 from pipeline.core.streams import Stream, keys_within
 
 

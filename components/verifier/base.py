@@ -12,7 +12,8 @@ import torch
 from components.text.templates import extract_answer, response_text
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.handles import Verifier
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
 
 # Verdicts remembered per node. An iteration asks for the same rows several times (sampler, rewards, evaluator).
 MEMORY = 200_000

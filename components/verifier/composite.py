@@ -10,7 +10,8 @@ import torch
 from components.rollouts.rewards import overlong_punishment
 from components.verifier.base import Outputs, verifier_of
 from pipeline.core.component import Component, Context
-from pipeline.core.payloads import Prompts, Rewards, Trajectories, Verifier
+from pipeline.core.handles import Verifier
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
 from pipeline.core.registry import build_component
 
 

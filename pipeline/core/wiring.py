@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from pipeline.core.component import Component
 from pipeline.core.errors import did_you_mean
-from pipeline.core.payloads import Credit, Handle, Prompts, Trajectories
+from pipeline.core.handles import Handle
+from pipeline.core.payloads import Credit, Prompts, Trajectories
 from pipeline.core.sockets import Node, Socket, Wire
 
 # A batch's rows are those of these outputs, stacked: (node, output, iterations ago).

@@ -30,8 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.core.errors import RunError
+from pipeline.core.handles import Handle
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Handle, Payload
+from pipeline.core.payloads import Payload
 from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")

@@ -11,7 +11,8 @@ from typing import Any
 
 from pipeline.core.component import Component, Context
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.payloads import Handle, Payload
+from pipeline.core.handles import Handle
+from pipeline.core.payloads import Payload
 from pipeline.core.sockets import Node
 from pipeline.run.checkpoint import Encoded, encode
 from pipeline.run.timeline.spans import phase_of

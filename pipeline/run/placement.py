@@ -15,7 +15,8 @@ import torch
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Batch, Handle, Payload, Weights
+from pipeline.core.handles import Handle
+from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import Encoded, decode, encode
 from pipeline.run.distributed.team import Collectives, Team

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError, DataError, RunError, did_you_mean
 from pipeline.core.graph import Graph
+from pipeline.core.handles import Handle
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Handle, Payload, Weights
+from pipeline.core.payloads import Payload, Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import class_name, payload_class
 from pipeline.run.run_directory import writing

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.core.payloads import Handle, Weights
+from pipeline.core.handles import Handle
+from pipeline.core.payloads import Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint

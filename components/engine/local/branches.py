@@ -10,8 +10,8 @@ from torch import Tensor
 from components.engine.local.lean import LeanDecoder
 from components.engine.local.score import token_scores
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Scores
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Scores
 
 # Places of one attention mask [rows, branch tokens, all tokens]; a longer row goes alone.
 MASK_ELEMENTS = 1 << 26

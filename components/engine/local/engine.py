@@ -22,9 +22,10 @@ from components.models.load import check_context, load_causal_lm, load_tokenizer
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError
+from pipeline.core.handles import Completions, Requests, Scores
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Completions, Requests, Scores, Weights
+from pipeline.core.payloads import Weights
 
 
 class LocalEngine(Engine):

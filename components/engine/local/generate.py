@@ -19,8 +19,8 @@ from components.engine.local.decoder import Decoder, left_padded
 from components.engine.local.sampling import draw
 from components.engine.local.waves import Begun, Wave, waves
 from components.text.stops import Matcher, TokenText
+from pipeline.core.handles import Requests
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests
 from pipeline.core.streams import counter_uniform
 
 RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH, PAUSED = range(7)

@@ -10,8 +10,8 @@ from torch import Tensor
 from components.engine.local.batches import blocks, scoring_batches
 from components.engine.local.decoder import Decoder
 from components.engine.local.sampling import chosen
+from pipeline.core.handles import Scores
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Scores
 
 
 def token_scores(

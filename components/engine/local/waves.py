@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from components.engine.base import Limits
+from pipeline.core.handles import Requests
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests
 
 
 @dataclass(frozen=True)

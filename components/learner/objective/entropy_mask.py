@@ -15,8 +15,8 @@ from torch import Tensor
 
 from components.learner.objective.base import LossInputs
 from components.learner.objective.meters import AllSum
+from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import known_entropies
 
 HIGH = "high_entropy"
 """column of bools: trained tokens of high entropy"""

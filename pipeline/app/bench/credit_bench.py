@@ -22,7 +22,8 @@ from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spear
 from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.payloads import Policy, Prompts, Trajectories, Verifier, Weights
+from pipeline.core.handles import Policy, Verifier
+from pipeline.core.payloads import Prompts, Trajectories, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment

@@ -10,7 +10,8 @@ from typing import Any, cast
 from pipeline.app.bench.partial_run import Cost, PartialRun
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Credit, Prompts, Sampling, Trajectories, Weights
+from pipeline.core.handles import Sampling
+from pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
 from pipeline.core.sockets import Node
 from pipeline.run.compose import Experiment
 

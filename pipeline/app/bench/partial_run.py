@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Policy, Weights
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.compose import Experiment
 from pipeline.run.session import GraphSession

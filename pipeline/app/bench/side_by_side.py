@@ -18,8 +18,9 @@ from pipeline.app.bench.statistics import pearson
 from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, thought_ends, true_values
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Policy, Prompts, Trajectories, Verifier
+from pipeline.core.payloads import Credit, Prompts, Trajectories
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose

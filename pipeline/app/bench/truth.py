@@ -12,8 +12,9 @@ from components.rollouts.rewards import finite_rewards
 from components.rollouts.segments import close_segments, increments, segment_of_token, with_final
 from components.rollouts.thoughts import has_oracle, true_first_errors
 from components.text.stops import ends_of_stop, token_texts
+from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Prompts, Sampling, Trajectories, Verifier
+from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.streams import Stream, key_of
 
 STOP = "</thought>"

@@ -14,7 +14,8 @@ from components.rollouts.rewards import finite_rewards
 from components.text.templates import extract_answer
 from pipeline.app.evaluate.items import Chunk, ItemStore, plan, short_hash
 from pipeline.app.evaluate.sets import Problems
-from pipeline.core.payloads import Policy, Rewards, Trajectories, Verifier
+from pipeline.core.handles import Policy, Verifier
+from pipeline.core.payloads import Rewards, Trajectories
 from pipeline.core.streams import Stream
 
 NODE = "evaluation"

@@ -18,7 +18,8 @@ from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
-from pipeline.core.payloads import Prompts, Verifier
+from pipeline.core.handles import Verifier
+from pipeline.core.payloads import Prompts
 from pipeline.core.registry import build_component, load_class
 from pipeline.core.sockets import sockets_of
 from pipeline.run.compose import compose, deep_merge

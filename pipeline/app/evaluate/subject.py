@@ -18,7 +18,8 @@ from pipeline.app.evaluate.request import Request
 from pipeline.app.evaluate.sets import output_of
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.core.payloads import Policy, Weights
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Weights
 from pipeline.core.registry import build_component, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pipeline.core.handles import Policy, Verifier
 from pipeline.core.payloads import (
     Credit,
-    Policy,
     Prompts,
     Rewards,
     Segments,
@@ -26,7 +26,6 @@ from pipeline.core.payloads import (
     StepErrors,
     TrainReport,
     Trajectories,
-    Verifier,
 )
 from pipeline.core.sockets import Node
 from pipeline.run.timeline.clocks import Agreement, Clock, clock_offset

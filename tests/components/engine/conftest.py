@@ -5,8 +5,9 @@ import torch
 
 from components.engine.local.engine import LocalEngine
 from pipeline.core.component import Context, ModelSpec
+from pipeline.core.handles import Requests
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Weights
+from pipeline.core.payloads import Weights
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 WORDS = [*SPECIAL, "</thought>", "\\boxed{", "}", *map(str, range(10)), *"+-*=abcdefghijklmnop"]
@@ -156,7 +157,7 @@ def prompts():
 @pytest.fixture(scope="session")
 def ask():
     """ask(policy, rows, seeds, **sampling) → completions."""
-    from pipeline.core.payloads import Sampling
+    from pipeline.core.handles import Sampling
 
     def run(policy, rows, seeds=None, max_tokens_each=None, max_thoughts_each=None, **sampling):
         return policy.generate(

@@ -10,8 +10,8 @@ import torch
 from components.engine.messages import BadResponse, RowResponse
 from components.engine.rows import Rows
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, ThoughtLimits
 from pipeline.core.streams import counter_seed
 
 

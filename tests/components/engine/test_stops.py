@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from components.text.stops import DecodeMatcher, TableMatcher, TokenText, byte_automaton, decode_rows, token_table
-from pipeline.core.payloads import Sampling
+from pipeline.core.handles import Sampling
 
 
 def follow(delta, text):

@@ -5,8 +5,9 @@ import torch
 
 from components.expander.reset import Reset, reset_length
 from pipeline.core.errors import AlignmentError
+from pipeline.core.handles import ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import StepErrors, ThoughtLimits
+from pipeline.core.payloads import StepErrors
 
 THREE = "a</thought>b</thought>c</thought>"
 

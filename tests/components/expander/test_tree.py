@@ -15,8 +15,8 @@ from components.expander.tree_thoughts import closed_thoughts, with_whole_though
 from components.rewards.outcome import Outcome
 from components.verifier.exact import Exact
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Sampling, ThoughtLimits
 
 
 def _grow(toolbox, script, prompts=("Q",), **settings):
@@ -269,7 +269,7 @@ def test_thoughts_are_those_of_one_go(toolbox, most, tail):
 
 
 def _request(toolbox, sampling):
-    from pipeline.core.payloads import Requests
+    from pipeline.core.handles import Requests
 
     return Requests(tokens=Jagged.from_rows([[ord("Q")]], torch.int32), seed=torch.tensor([1]), sampling=sampling)
 

@@ -10,7 +10,7 @@ from components.sampler.chains import Chains
 from components.text.stops import decode_rows
 from components.verifier.exact import Exact
 from pipeline.core.errors import AlignmentError
-from pipeline.core.payloads import Sampling
+from pipeline.core.handles import Sampling
 from pipeline.run.recording import from_arrow, to_arrow
 
 ALL = torch.ones(4, dtype=torch.bool)

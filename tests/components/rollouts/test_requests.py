@@ -4,7 +4,7 @@ import torch
 
 from components.rollouts.requests import keyed_seeds, sample_fresh, sample_groups, unended, unsampled
 from pipeline.core.component import Context
-from pipeline.core.payloads import Sampling
+from pipeline.core.handles import Sampling
 from pipeline.core.streams import Stream
 
 

@@ -5,7 +5,7 @@ import torch
 
 from components.rollouts.requests import keyed_seeds, sample_from_prefix
 from components.sampler.chains import Chains
-from pipeline.core.payloads import Sampling, ThoughtLimits
+from pipeline.core.handles import Sampling, ThoughtLimits
 from pipeline.core.streams import Stream
 
 

@@ -6,7 +6,7 @@ import torch
 from components.sampler.critique import Critique, best_of, to_refine
 from components.text.stops import decode_rows
 from components.verifier.exact import Exact
-from pipeline.core.payloads import Scores
+from pipeline.core.handles import Scores
 
 VALUES = {"poor": 0.0, "half": 0.5, "good": 1.0}
 

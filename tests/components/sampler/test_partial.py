@@ -10,8 +10,8 @@ from components.sampler.chains import Chains
 from components.sampler.partial import Carry, Partial
 from pipeline.core.component import Ranks
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Completions, Policy, Scores
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Completions, Policy, Scores
 from pipeline.run.checkpoint import decode, encode
 
 

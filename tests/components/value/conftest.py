@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from pipeline.core.handles import Policy, Scores
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy, Scores
 from pipeline.core.streams import key_of
 
 

@@ -6,8 +6,9 @@ import torch
 from components.advantage.td import TDAdvantage
 from components.value.boundaries import values_from_gains
 from components.value.monte_carlo import MonteCarlo, continuation_seeds
+from pipeline.core.handles import ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Segments, ThoughtLimits
+from pipeline.core.payloads import Segments
 from pipeline.core.streams import Stream
 
 STOP = "</thought>"

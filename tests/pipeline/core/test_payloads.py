@@ -9,18 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.errors import AlignmentError, CreditgraphError
+from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import (
-    Batch,
-    Credit,
-    Prompts,
-    Rewards,
-    StepErrors,
-    Trajectories,
-    Weights,
-    check_aligned,
-    known_entropies,
-)
+from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, StepErrors, Trajectories, Weights, check_aligned
 
 
 def tensor(*numbers: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ import toy_graph as toy
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError, CreditgraphError
 from pipeline.core.graph import Graph
-from pipeline.core.payloads import Policy, Rewards, Weights
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Rewards, Weights
 from pipeline.run.executor import Executor, RunSettings
 from pipeline.run.node_runner import ContractError, NodeFailure
 from pipeline.run.run_directory import RunDirectory

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import torch
 
 from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import Policy, Prompts, Rewards, Weights
+from pipeline.core.handles import Policy
+from pipeline.core.payloads import Prompts, Rewards, Weights
 
 
 @dataclass(frozen=True, kw_only=True)

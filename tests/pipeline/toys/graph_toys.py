@@ -6,18 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pipeline.core.component import Component, same_rows
-from pipeline.core.payloads import (
-    Batch,
-    Credit,
-    Policy,
-    Prompts,
-    Rewards,
-    StepErrors,
-    TrainReport,
-    Trajectories,
-    Verifier,
-    Weights,
-)
+from pipeline.core.handles import Policy, Verifier
+from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, StepErrors, TrainReport, Trajectories, Weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Policy
 
 
 def _ragged(seed=0, trunks=5, branches=23):

@@ -11,8 +11,8 @@ import torch
 
 from components.engine.messages import BadResponse, RowResponse
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Progress, Requests, Sampling, ThoughtLimits
 from pipeline.core.streams import counter_seed
 
 

@@ -9,8 +9,9 @@ from components.engine.local.generate import _compacted
 from components.engine.local.lean import LeanDecoder
 from components.engine.local.waves import waves
 from pipeline.core.errors import ConfigError, CreditgraphError
+from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, ThoughtLimits, Weights
+from pipeline.core.payloads import Weights
 
 KINDS = ["qwen2", "qwen3", "llama", "llama3", "gpt2", "gemma2"]
 

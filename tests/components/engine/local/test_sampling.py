@@ -6,8 +6,8 @@ import torch
 
 from components.engine.local import batches
 from components.engine.local.sampling import draw, inverse_cdf, truncate
+from pipeline.core.handles import Requests, Sampling
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling
 from pipeline.core.streams import counter_uniform
 
 

@@ -24,8 +24,9 @@ from components.engine.served.settings import PoolSettings
 from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.settings import VllmSettings
 from components.text.stops import TokenText
+from pipeline.core.handles import Requests, Sampling
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, Weights
+from pipeline.core.payloads import Weights
 from pipeline.core.streams import counter_seed
 
 FAKE = Path(__file__).with_name("fake_vllm.py")

@@ -9,7 +9,7 @@ import pytest
 from components.engine.served.addresses import Address, find_servers, read_rendezvous
 from components.engine.served.settings import ServerSettings
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.payloads import ThoughtLimits
+from pipeline.core.handles import ThoughtLimits
 
 
 def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):

@@ -22,8 +22,9 @@ from components.text import chains
 from pipeline.app.cli import main
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
+from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, ThoughtLimits, Weights
+from pipeline.core.payloads import Weights
 
 ROOT = Path(__file__).resolve().parents[4]
 PYTHON = ROOT / ".venv-sglang/bin/python"

@@ -24,8 +24,9 @@ from components.models.load import load_causal_lm
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import DataError, RunError
+from pipeline.core.handles import Requests, Sampling
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, Weights
+from pipeline.core.payloads import Weights
 from pipeline.run.metrics import read_metrics
 
 needs_vllm = [

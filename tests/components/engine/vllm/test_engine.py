@@ -20,8 +20,9 @@ from components.engine.vllm.settings import VllmSettings
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
+from pipeline.core.handles import Progress, Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Progress, Requests, Sampling, ThoughtLimits, Weights
+from pipeline.core.payloads import Weights
 from pipeline.run.metrics import read_metrics
 
 pytestmark = [

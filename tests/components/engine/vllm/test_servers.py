@@ -21,8 +21,9 @@ from components.engine.served.pool import AllServersLost
 from components.engine.vllm.dialect import VllmDialect
 from components.models.load import load_causal_lm
 from pipeline.app.cli import main
+from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Requests, Sampling, ThoughtLimits, Weights
+from pipeline.core.payloads import Weights
 from pipeline.run.metrics import read_metrics
 
 pytestmark = [

@@ -11,7 +11,8 @@ from pipeline.app.bench.credit_report import cell, draw, table
 from pipeline.app.bench.credit_run import first_of, learner_of, run_credit, shared_outputs
 from pipeline.app.bench.methods import BASELINE, Method
 from pipeline.core.errors import ConfigError
-from pipeline.core.payloads import Policy, Prompts, Verifier, Weights
+from pipeline.core.handles import Policy, Verifier
+from pipeline.core.payloads import Prompts, Weights
 
 SMALL = ("prompts.batch=2", "data.train.size=40", "sampler.group_size=4")
 

@@ -9,8 +9,9 @@ import torch
 from components.learner.objective import ObjectiveSettings
 from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, true_values
+from pipeline.core.handles import Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Credit, Sampling, ThoughtLimits
+from pipeline.core.payloads import Credit
 from pipeline.core.streams import Stream
 
 STOP = "</thought>"
