@@ -80,8 +80,10 @@ def _check_files(options: argparse.Namespace) -> int:
     unknown = [name for name in options.arguments if name not in known]
     if unknown:
         raise ConfigError(f"data check: no data file '{unknown[0]}'.{did_you_mean(unknown[0], known)}")
-    if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "0" if os.isatty(2) else "1"
+    if not os.isatty(2):
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
     return max(_check(name, rows, options) for name in options.arguments)
 
 
