@@ -81,7 +81,7 @@ def _check_files(options: argparse.Namespace) -> int:
     if unknown:
         raise ConfigError(f"data check: no data file '{unknown[0]}'.{did_you_mean(unknown[0], known)}")
     if not os.isatty(2):
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
     return max(_check(name, rows, options) for name in options.arguments)
