@@ -59,7 +59,7 @@ def test_every_component_is_on_the_page_of_its_kind(site):
         assert f"<code>{use}</code>" in page, use
     page = (site / "components" / "sampler" / "index.html").read_text()
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
-    for part in ("max_attempts", "fresh chains per prompt before it falls back", "prompts : Prompts"):
+    for part in ("max_attempts", "responses per prompt before it falls back", "prompts : Prompts"):
         assert part in text, part
 
 
