@@ -1,4 +1,4 @@
-"""docs/adding-a-method.md is true: its files are written to an empty folder and all its commands run, also in a clone."""
+"""docs/adding-a-method.md is true: its files are written to an empty folder, and all its commands run."""
 
 import os
 import re
