@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pipeline.core.payloads import TrainReport as TrainReport
     from pipeline.core.payloads import Trajectories as Trajectories
     from pipeline.core.payloads import Weights as Weights
+    from pipeline.core.payloads import check_aligned as check_aligned
 
 ROOT = Path(__file__).resolve().parent
 

@@ -92,7 +92,7 @@ def token_loss(logprobs, old, advantage, clip_low, clip_high, dual_clip=0.0):
 
 
 def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9, forbidden=()):
-    """One request row: a whole forward per token, plain loops. Returns tokens, log-probs, entropies, thought ends, finish reason."""
+    """One request row, a whole forward per token: tokens, log-probs, entropies, thought ends and finish reason."""
     import math
 
     import numpy as np
@@ -386,7 +386,7 @@ def levenshtein_table(first, second):
 
 
 def edit_masks(first, second):
-    """Every (mask of first, mask of second) that some shortest alignment gives, by walking all of them; for short sequences."""
+    """Every (mask of first, mask of second) of a shortest alignment, by walking all of them; for short sequences."""
     table, found = levenshtein_table(first, second), set()
 
     def walk(i, j, left, right):

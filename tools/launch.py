@@ -1,4 +1,4 @@
-"""For the scripts beside this file: they run with the project's own Python, whatever Python the shell found."""
+"""For the scripts in this folder: they run with the project's own Python, whatever Python the shell found."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def use_project_python() -> None:
-    """Starts the script again with .venv's Python unless it already runs there, or torch is importable where it runs."""
+    """Starts the script again with .venv's Python, unless it already runs there or can import torch where it runs."""
     python = ROOT / ".venv" / "bin" / "python"
     if Path(sys.prefix).resolve() == (ROOT / ".venv").resolve() or (not python.exists() and find_spec("torch")):
         return

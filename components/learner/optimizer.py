@@ -203,6 +203,6 @@ class Optimizer:
         self._adam.state.clear()
         for name, moments in state["moments"].items():
             master = self._masters[name]
-            # The step counter stays on the CPU unless the fused kernel wants it beside the parameter.
+            # The step counter stays on the CPU unless the fused kernel needs it on the parameter's device.
             self._adam.state[master] = {k: v.detach().clone().to(master.device) for k, v in moments.items()}
         self.schedule.step_count = int(state["step_count"])

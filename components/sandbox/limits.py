@@ -1,4 +1,4 @@
-"""What a program in the sandbox may spend: the settings, and the limits that nobody needs to set."""
+"""What a program in the sandbox may spend: the settings, and the limits that are not settings."""
 
 from __future__ import annotations
 

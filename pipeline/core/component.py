@@ -221,8 +221,8 @@ class Component:
         paper: arXiv id or name of the source, "" when there is none.
         placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts.
             "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
-            replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they run
-            beside the generation of later iterations.
+            replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they
+            overlap with the generation of later iterations.
         metrics: what `context.log` is called with; docs/metrics.md and the tests read it.
         final_pass: run once more after the last iteration, on the final weights, with `context.iteration ==
             context.iterations`.

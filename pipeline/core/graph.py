@@ -86,7 +86,7 @@ class Graph:
 
     @cached_property
     def sinks(self) -> list[str]:
-        """Nodes whose outputs nobody reads."""
+        """Nodes whose outputs no other node reads."""
         read = {w.source for n in self.nodes for _, w in n.all_wires}
         return [n.name for n in self.nodes if n.name not in read]
 
@@ -110,7 +110,7 @@ class Graph:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether generation of an iteration may run beside the learning of the one before.
+        """Whether generation of an iteration may overlap with the learning of the one before.
 
         There must be nodes in both lanes, and every wire from the learning lane into the generation lane must be `@2`
         or more.

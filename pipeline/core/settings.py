@@ -19,7 +19,7 @@ _FAILED = object()
 
 
 class SettingsError(ValueError):
-    """Raised by `__post_init__` of settings that build further settings, as a component's part with a config of its own does.
+    """Raised by `__post_init__` of settings that build further settings, such as an objective's `config`.
 
     Args:
         problems: of `build_config`, their places relative to the settings that raise.

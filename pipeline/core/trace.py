@@ -1,4 +1,4 @@
-"""What a component may say about when it does what; the run's timeline is behind it."""
+"""How a component reports when it does what; the run's timeline records it."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Checkpoints:
             path.mkdir(parents=True, exist_ok=True)
 
     def clean(self) -> None:
-        """Removes what an interrupted write left behind; the caller holds the run's lock."""
+        """Removes the remains of an interrupted write; the caller holds the run's lock."""
         for entry in [*self.path.glob(".tmp-*"), *self.path.glob(".old-*")]:
             shutil.rmtree(entry, ignore_errors=True)
 

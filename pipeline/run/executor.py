@@ -239,7 +239,7 @@ class Executor:
         """Puts what `@k` wires read in the first iterations: the checkpoint's values, else the nodes' initial ones."""
         initial: dict[str, dict[str, Any]] = {}
         restored = set(self._team.from_first(list(in_flight)))
-        # Every rank asks collective nodes for their initial values, whether it reads them or not: making them may take
+        # Every rank gets the initial values of collective nodes, whether it reads them or not: making them may take
         # all ranks.
         for (name, output), delay in Values(self.graph.nodes).delays.items():
             if name not in self._runners:
@@ -337,7 +337,7 @@ class Executor:
             inputs = self._view.inputs(self._values, node, iteration)
         self.observer.node_started(node.name, iteration)
         outputs = self._runners[node.name].run(iteration, inputs)
-        del inputs  # a batch that nobody else holds is freed before the next node runs
+        del inputs  # a batch without another reference is freed before the next node runs
         for output, value in outputs.items():
             if self._recorder and self._recorder.wants(node.name, output, iteration):
                 with self._trace.waiting(f"rows of {node.name}", iteration, node=node.name):  # of other ranks

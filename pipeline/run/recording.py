@@ -185,7 +185,7 @@ class Recorder:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
             self._thread.start()
-        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is far behind
+        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is too slow
             self._queue.put(lambda: self._write(name, iteration, value))
 
     def flush(self) -> None:

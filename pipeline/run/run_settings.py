@@ -32,7 +32,7 @@ class RunSettings:
     """torch threads on a CPU; 0 leaves torch's own choice (two that compete were seen to be 10 to 20 times slower than
     one)"""
     overlap: bool = True
-    """generate later iterations beside learning where the wires allow it; the results are the same"""
+    """generate later iterations during learning where the wires allow it; the results are the same"""
     timeout: float = 1800.0
     """seconds a rank waits for the others in one exchange before the run ends; above the longest iteration of the
     slowest rank"""

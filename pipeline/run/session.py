@@ -1,4 +1,4 @@
-"""Part of a graph, outside a run: what replaying a node, comparing credit and judging credit have in common."""
+"""Part of a graph, outside a run: what replay, `creditgraph credit` and creditbench have in common."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Values:
         self._waited: defaultdict[int, float] = defaultdict(float)
 
     def put(self, node: str, output: str, iteration: int, value: Any) -> None:
-        """Stores a value and wakes whoever waits for it; a value nobody reads is not kept."""
+        """Stores a value and wakes whoever waits for it; a value that no node reads is not kept."""
         readers = self._readers[node, output]
         if readers:
             with self.changed:
@@ -81,7 +81,7 @@ class Values:
             return {wire: self._wait(wire, iteration - wire.delay) for _, wire in node.all_wires if chosen(wire)}
 
     def release(self, node: Node, iteration: int) -> None:
-        """`node` has run `iteration`: drops inputs that nobody needs any more."""
+        """`node` has run `iteration`: drops inputs that no node needs any more."""
         with self.changed:
             for _, wire in node.all_wires:
                 key = (wire.source, wire.output, iteration - wire.delay)

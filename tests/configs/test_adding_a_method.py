@@ -1,8 +1,10 @@
-"""docs/adding-a-method.md is true: its files are written to an empty folder and its commands run there."""
+"""docs/adding-a-method.md is true: its files are written to an empty folder, and all its commands run."""
 
-import importlib
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +15,9 @@ from pipeline.app.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"^\*\*(\S+)\*\*\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))
-COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S) for line in block.splitlines()]
+OWN, SHIPPING = PAGE.split("## Shipping it here")
+FILES = dict(re.findall(r"^\*\*(\S+)\*\*\n```\w+\n(.*?)^```$", OWN, re.M | re.S))
+COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```$", OWN, re.M | re.S) for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,27 @@ def inside(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield folder
-    for name in ("maxrl", "cispo", "test_mine"):
+    for name in ("maxrl", "cispo"):
         sys.modules.pop(name, None)
     torch.set_num_threads(threads)
+
+
+def run(command, cwd, modules, **environment):
+    """A command with the Python of this test, which takes modules of `modules` before installed ones."""
+    environment |= {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(modules),
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def test_the_page_has_the_parts_it_names():
@@ -45,35 +66,27 @@ def test_the_page_has_the_parts_it_names():
         "configs/recipe/maxrl.yaml",
         "cispo.py",
         "configs/recipe/cispo.yaml",
-        "test_mine.py",
+        "test_maxrl.py",
+        "test_cispo.py",
     ]
     assert 30 <= len(FILES["maxrl.py"].splitlines()) <= 130
 
 
 def test_every_command_of_the_page(inside, capfd, undocumented_metrics):
-    said = []
+    printed = []
     for line in COMMANDS:
         words = shlex.split(line)
         if words[0] != "creditgraph":
-            assert line == "python -m pytest -q test_mine.py"  # run by the next test
+            assert "3 passed" in run(line, inside, ROOT)
             continue
         assert main(words[1:]) == 0, f"{line}: {capfd.readouterr().err}"
-        said.append(capfd.readouterr().out)
+        printed.append(capfd.readouterr().out)
     assert not undocumented_metrics
-    assert "follows the component contract" in said[0]
+    assert "follows the component contract" in printed[0]
     assert "maxrl:MaxRL" in (inside / "maxrl.mmd").read_text()
-    assert "held-out accuracy" in said[2]
-    assert "held-out accuracy" in said[4]
-    assert "largest = 2" in said[5]
-
-
-def test_the_tests_of_the_page(inside):
-    sys.path.insert(0, str(inside))
-    module = importlib.import_module("test_mine")
-    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
-    assert len(tests) == 3
-    for test in tests:
-        test()
+    assert "held-out accuracy" in printed[2]
+    assert "held-out accuracy" in printed[4]
+    assert "largest = 2" in printed[5]
 
 
 def test_a_wrong_wire_is_named(inside, capfd):
@@ -87,15 +100,44 @@ def test_a_wrong_wire_is_named(inside, capfd):
     assert "rewards (rewards.outcome) has no output 'reward'. Did you mean 'rewards'?" in capfd.readouterr().err
 
 
-def test_the_diff_fits():
-    (diff,) = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
-    file, added = None, []
+@pytest.fixture
+def clone(tmp_path):
+    """This checkout's files without what git ignores."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def apply(diff, clone):
+    """Adds each "+" line after the line above it; returns the number of added lines."""
+    added = 0
     for line in diff.splitlines():
         if line.startswith("+++ b/"):
-            file = (ROOT / line[6:]).read_text(encoding="utf-8").splitlines()
+            file = clone / line[6:]
         elif line.startswith(" "):
-            assert line[1:] in file
+            before = line[1:] + "\n"
         elif line.startswith("+"):
-            added.append(line[1:])
-            assert line[1:] not in file
-    assert len(added) == 2
+            text = file.read_text(encoding="utf-8")
+            assert text.count(before) == 1
+            file.write_text(text.replace(before, f"{before}{line[1:]}\n"), encoding="utf-8")
+            added += 1
+    return added
+
+
+@pytest.mark.slow
+def test_shipping(folder, clone):
+    """One new file, one registry line and one YAML: each block of the last section, in its order, in a clone."""
+    for language, block in re.findall(r"^```(bash|diff)\n(.*?)^```$", SHIPPING, re.M | re.S):
+        if language == "diff":
+            assert apply(block, clone) == 2
+        else:
+            printed = run(block, clone, clone, MINE=str(folder))
+    assert printed.count("held-out accuracy") == 2
+    assert "`advantage.maxrl`" in (clone / "README.md").read_text()
+    assert "`largest`" in (clone / "docs" / "metrics.md").read_text()
+    new = "components/advantage/maxrl.py components/learner/objective/cispo.py tests/components/*/test_maxrl.py"
+    run(f"tools/update_docs --check; ruff check {new}; ruff format --check {new}", clone, clone)

@@ -20,7 +20,7 @@ def experiment(recipe, *overrides):
 
 
 def setting(found, path):
-    """A node's setting by dotted path, such as "learner.objective.config.clip_low"; or of the sections model and run."""
+    """A setting by dotted path ("learner.objective.config.clip_low"), of a node or of the sections model and run."""
     head, *rest = path.split(".")
     value = getattr(found, head) if head in ("model", "run") else found.graph[head].config
     for name in rest:

@@ -1,4 +1,7 @@
-"""The documentation site builds without a warning and needs no network; pages quote what the code says; marked examples run."""
+"""The documentation site builds without a warning and loads nothing from a network; what pages name and quote exists.
+
+Blocks that are marked <!-- tested --> run.
+"""
 
 import html
 import importlib.util
@@ -11,7 +14,9 @@ from pathlib import Path
 import pytest
 from sentences import is_quoted, sentences, template
 
+from pipeline.app.cli import COMMANDS
 from pipeline.core.registry import BUILTIN
+from pipeline.run.compose import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -20,6 +25,12 @@ EXAMPLES = {
     page.stem: re.findall(r"^<!-- tested -->\n```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     for page in sorted(DOCS.glob("*.md"))
 }
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *DOCS.rglob("*.md"))}
+# Names with a star stand for several files. What a page has its reader write is no file of the repository.
+NAMED_PATH = re.compile(r"(?<![\w./-])(?:pipeline|components|configs|docs|slurm|tests|tools)/[\w./-]*\w(?![\w*])")
+MODULE = re.compile(r"(?<![\w/.*-])(?:[ab]/)?([\w/]+\.(?:py|js))\b")
+OF_THE_READER = re.compile(r"maxrl|cispo|ideas\.py|NAME")
+CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.MULTILINE | re.DOTALL)
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs_gen_files") is None, reason="not installed here: pip install 'creditgraph[docs]'"
 )
@@ -59,7 +70,7 @@ def test_every_component_is_on_the_page_of_its_kind(site):
         assert f"<code>{use}</code>" in page, use
     page = (site / "components" / "sampler" / "index.html").read_text()
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
-    for part in ("max_attempts", "fresh chains per prompt before it falls back", "prompts : Prompts"):
+    for part in ("max_attempts", "responses per prompt before it falls back", "prompts : Prompts"):
         assert part in text, part
 
 
@@ -86,6 +97,46 @@ def test_graphs_are_pictures_and_every_page_is_in_the_menu(site):
     menu = (ROOT / "tools" / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):
         assert page.relative_to(DOCS).as_posix() in menu, f"add {page.name} to the nav of tools/mkdocs.yml"
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """Every file of the repository, and each end of its path: "layout_plan.py", "cluster/layout_plan.py", …"""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    parts = [name.split("/") for name in names]
+    return {"/".join(part[start:]) for part in parts for start in range(len(part))}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_named_file_exists(page, files):
+    paths = {path for path in NAMED_PATH.findall(PAGES[page]) if not (ROOT / path).exists()}
+    modules = set(MODULE.findall(PAGES[page])) - files
+    assert {path for path in paths | modules if not OF_THE_READER.search(path)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_named_command_and_choice_exists(page):
+    code = "\n".join(CODE.findall(PAGES[page]))
+    assert set(re.findall(r"(?<![\w./-])creditgraph ([a-z]+)(?= |$|`)", code)) - {"import"} <= set(COMMANDS)
+    for group in ("cluster", "engine", "graph", "learner", "recipe", "setup", "suite"):
+        lists = re.findall(rf"(?<![\w.-]){group}=([a-z][\w,]+)", code)
+        names = {name for names in lists for name in names.split(",") if not OF_THE_READER.search(name)}
+        assert names <= set(list_choices(group, [CONFIG_DIR])), group
+
+
+def test_the_readme_lists_every_command():
+    table = PAGES["README.md"].partition("## Commands")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `creditgraph (\w+)", table, re.MULTILINE)) == set(COMMANDS)
+
+
+def test_the_readme_component_follows_the_contract(tmp_path):
+    (code,) = re.findall(r"^```python\n# my_package/ideas.py\n(.*?)^```$", PAGES["README.md"], re.MULTILINE | re.DOTALL)
+    (tmp_path / "ideas.py").write_text(code)
+    check = [sys.executable, "-m", "creditgraph", "check", "ideas:SignCredit"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(check, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("quoted", TROUBLES)

@@ -51,7 +51,7 @@ def test_the_exported_folder_holds_the_published_weights(run, tmp_path):
 
 
 def test_mistakes_get_sentences(run, tmp_path):
-    assert "exists; wanted a new folder" in export(run, "--output", tmp_path).stderr
-    assert "wanted the directory of a run" in export(tmp_path, "--output", tmp_path / "x").stderr
+    assert "exists; expected a new folder" in export(run, "--output", tmp_path).stderr
+    assert "expected the directory of a run" in export(tmp_path, "--output", tmp_path / "x").stderr
     assert "not a readable checkpoint" in export(run, "--output", tmp_path / "x", "--iteration", "7").stderr
     assert not (tmp_path / "x").exists()

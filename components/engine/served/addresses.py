@@ -124,7 +124,7 @@ def relocated(address: Address) -> Address | None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port nobody listens on now. Another process may take it before a server does; the caller then tries again."""
+    """A port that is free now. Another process may take it before a server does; the caller then tries again."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What differs between kinds of inference server: a `Dialect` starts one kind and speaks its HTTP.
+"""What differs between kinds of inference server: a `Dialect` starts one kind and implements its HTTP interface.
 
 The pool, the processes and the weight channel know servers only through this protocol, so a new kind of server is one
 class.

@@ -5,8 +5,8 @@
 A server is a tree of processes that share memory files in /dev/shm. This script is their common ancestor (a subreaper,
 so that orphans come to it): it ends the tree when its standard input closes, when its parent is no longer PID, on
 SIGTERM, or when the server itself ends; then it removes the tree's shared memory and the paths of `--remove`, and those
-of `--orphaned` if nobody wrote "stop" before, which is how a run that goes on ends a server. Even if the run is killed
-with SIGKILL nothing is left. Linux only (prctl, /proc). It is run by path, so it imports the standard library and
+of `--orphaned` unless "stop" was written before, which is how a run that continues ends a server. Nothing is left even
+if the run is killed with SIGKILL. Linux only (prctl, /proc). It is run by path, so it imports the standard library and
 nothing else.
 """
 

@@ -63,7 +63,7 @@ class Servers:
         context.trace.watch(context.node, self.pool.in_flight)
 
     def restore(self) -> bool:
-        """Servers are always sent whole weights: nobody knows what they held before."""
+        """Servers always get whole weights, since what they had before is not known."""
         return False
 
     def load(self, weights: Weights, probe: Probe | None) -> None:

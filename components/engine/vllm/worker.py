@@ -65,7 +65,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         if num_logprobs:
             ids.append((token_ids + 1) % logprobs.shape[1])
             values.append((logprobs.exp() * logprobs).nansum(-1))
-        # Ranks are part of the form of an output and cost a pass over the vocabulary; nobody reads them.
+        # Ranks are part of the form of an output and cost a pass over the vocabulary; they are not used.
         return LogprobsTensors(torch.stack(ids, 1).to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
 
     @staticmethod

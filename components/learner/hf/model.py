@@ -53,7 +53,7 @@ class LearnerModel:
             self._reference.set_attn_implementation(register())
         if not lora.rank:
             model.requires_grad_(True)
-        # "selective" asks for nothing here: packed attention keeps no scores.
+        # "selective" has no effect here: packed attention keeps no scores.
         if recompute == "full":
             _checkpoint(model)
 

@@ -54,7 +54,7 @@ class MegatronModel:
         self.chunks = chunks
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
-        # With virtual stages each chunk asks again for the same batch.
+        # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
     @staticmethod

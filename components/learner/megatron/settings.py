@@ -15,11 +15,11 @@ class ParallelLayout:
     tensor_parallel: int = 1
     """ranks that each matrix is sharded over; must divide the attention heads"""
     pipeline_parallel: int = 1
-    """ranks that the stack of layers is cut over; where they do not divide evenly the first ranks have one more"""
+    """ranks that the stack of layers is sharded over; where they do not divide evenly the first ranks have one more"""
     virtual_pipeline: int = 1
     """chunks of layers per pipeline rank: smaller bubbles, more communication"""
     context_parallel: int = 1
-    """ranks that the tokens of a micro-batch are cut over, for sequences too long for one device"""
+    """ranks that the tokens of a micro-batch are sharded over, for sequences too long for one device"""
     sequence_parallel: bool = False
     """shard activations between matrix products over the tensor-parallel ranks too: less memory"""
 

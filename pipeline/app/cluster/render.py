@@ -83,7 +83,7 @@ def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -
 
 def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
     """Options of sbatch, one per #SBATCH line."""
-    # Tasks are counted per node: servers beside ranks need places of their own, those on other nodes do not.
+    # Tasks are counted per node: servers on the nodes of ranks need places of their own, those on other nodes do not.
     servers = cluster.servers // (cluster.engine_nodes or cluster.nodes)
     ranks = cluster.ranks // cluster.nodes
     tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers

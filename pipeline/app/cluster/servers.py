@@ -108,7 +108,7 @@ class EngineServer:
     def publish(self) -> str:
         """Leaves the server's address where the learner looks; returns its URL when it is new, else "".
 
-        Asked again and again: on a shared folder a file of another node may show late.
+        Called again and again: on a shared folder a file of another node may show late.
 
         Raises:
             RunError: the server has ended.

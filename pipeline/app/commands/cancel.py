@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
         alive = [s for note in Note.all(run).values() for s in states(note.jobs) if s.state in ALIVE]
         for s in alive:
             if options.save and s.state == "RUNNING":
-                # No requeue afterwards: the script asks for one when the learner has saved, and is refused.
+                # No requeue afterwards: the script requests one when the learner has saved, and is refused.
                 call("scontrol", "update", f"JobId={s.job}", "Requeue=0")
                 call("scancel", "--signal=USR1", "--batch", s.job)
             else:

@@ -163,7 +163,7 @@ class ItemStore:
         )
         assert table.num_rows == chunk.rows, chunk
         final = self.folder / chunk.name
-        # A file under its final name is whole: a kill leaves at most a .tmp- file behind, which the next start ignores.
+        # A file under its final name is whole: a kill leaves at most a .tmp- file, which the next start ignores.
         aside = final.with_name(f".tmp-{chunk.name}")
         with writing(final):
             pq.write_table(table, aside, compression="zstd")

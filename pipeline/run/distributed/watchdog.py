@@ -1,7 +1,7 @@
 """The first error of a run of many processes, reported to all of them, so that no rank waits for one that is gone.
 
 A rank that fails writes why into the store that all ranks share. Ranks that wait in a collective see its connection
-break; ranks that compute, or wait for somebody who waits, learn of it from a thread of theirs that watches the store.
+break; ranks that compute, or wait for a rank that waits, learn of it from a thread that watches the store.
 Ranks that live count up a number there, which shows who died without reporting an error.
 """
 

@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 def where(run: Path, now: float | None = None) -> str:
-    """One sentence on where the ranks are, the furthest behind first; "" without a heartbeat, and when all have ended.
+    """One sentence on where the ranks are, the slowest first; "" without a heartbeat, and when all have ended.
 
     A rank is silent when its heartbeat is older than ten pauses between two of them.
     """

@@ -96,4 +96,4 @@ def test_revising_examples_differ_from_the_reference(teacher):
 def test_wrong_width_is_told(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main(["--width", "70"])
-    assert "--width 70: wanted a multiple of 32" in capsys.readouterr().err
+    assert "--width 70: expected a multiple of 32" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What is to be known of a model type beside its configuration.
+    """What the learner must know of a model type in addition to its configuration.
 
     Attributes:
         bridge: mbridge's class: names of the tensors, and the TransformerConfig.

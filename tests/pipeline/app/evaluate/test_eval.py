@@ -250,7 +250,7 @@ def test_another_version_of_the_suite_is_not_mixed_in(model, run, tmp_path, caps
         "--fresh",
     ):
         assert part in text
-    # A run beside it is not asked either: mistakes of all subjects show first.
+    # The other run is not sampled either: mistakes of all subjects show first.
     assert evaluate(changed, f"run={run}", *arguments) == 2
     assert "responses to sample" not in capsys.readouterr().out
     assert evaluate(changed, *arguments, "label=cool") == 0
