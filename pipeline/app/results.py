@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, TRAINED_TOKENS, duration
 from pipeline.run.metrics import read_metrics
-from pipeline.run.run_directory import write_aside, writing
+from pipeline.run.run_directory import replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,7 @@ def write_results(run_path: Path, title: str = "", picture: bool = True) -> tupl
     """
     rows = read_metrics(run_path / "metrics.jsonl")
     results = summarise(rows)
-    write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
+    write_json(run_path / "result.json", asdict(results))
     if picture:
         draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), title or run_path.name)
     return results, as_table(results)
@@ -144,11 +143,8 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
         "layer": layers,
         "resolve": {"scale": {"color": "independent"}},
     }
-    # Renamed when it is whole: a report may be written while the run ends.
-    aside = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with replacing(path) as aside:
         aside.write_bytes(vl_convert.vegalite_to_png(chart, scale=1.5))
-        aside.replace(path)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -14,6 +14,7 @@ from pipeline.app import draw
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
+from pipeline.run.checkpoint import numbered
 from pipeline.run.metrics import Sink, WandbSettings
 from pipeline.run.run_directory import write_aside, writing
 
@@ -127,10 +128,7 @@ class Wandb:
     def _send_checkpoints(self) -> None:
         note = self._path / "wandb_sent"
         sent = note.read_text(encoding="utf-8").strip() if note.exists() else ""
-        folder = self._path / "checkpoints"
-        for checkpoint in sorted(
-            p for p in folder.glob("*") if p.name.isdigit() and p.name > sent and (p / "manifest.json").exists()
-        ):
+        for checkpoint in (p for p in numbered(self._path / "checkpoints") if p.name > sent):
             name = re.sub(r"[^\w.-]", "-", f"{self._path.name}-checkpoint")
             artifact = self._wandb.Artifact(name, type="checkpoint", metadata={"iteration": int(checkpoint.name)})
             artifact.add_dir(str(checkpoint))  # copied: the run deletes old checkpoints

@@ -20,7 +20,7 @@ import torch
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.payloads import Payload
-from pipeline.core.settings import describe_settings, type_text
+from pipeline.core.settings import setting_docs, type_text
 from pipeline.core.sockets import Socket, sockets_of
 
 # These load in `setup`, so that a graph can be checked in milliseconds.
@@ -83,7 +83,7 @@ def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
     except (NameError, TypeError) as error:
         yield f"{place}: its types cannot be read ({error}); define them at module level."
         return
-    documented = _documented(config)
+    documented = setting_docs(config)
     for f in dataclasses.fields(config):
         if f.init and not documented.get(f.name):
             yield f"{place}.{f.name} has no docstring; write a string below it that says its unit and what it changes."
@@ -94,18 +94,6 @@ def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
 
 def _frozen(cls: Any) -> bool:
     return bool(cls.__dataclass_params__.frozen)
-
-
-def _documented(config: Any) -> dict[str, str]:
-    """Field → docstring, over the class and its bases."""
-    documented: dict[str, str] = {}
-    bases: list[Any] = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
-    for base in bases:
-        try:
-            documented |= {s.name: s.doc for s in describe_settings(base)}
-        except (OSError, TypeError, SyntaxError):
-            continue
-    return documented
 
 
 def _sockets(cls: Any) -> Iterator[str]:

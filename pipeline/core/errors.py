@@ -53,3 +53,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return ""
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f" Known: {shown}."
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers as a short text.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -124,28 +124,6 @@ class JsonLines:
             self._file.close()
 
 
-class FanOut:
-    """Hands everything to several sinks."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = list(sinks)
-
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Logs in every sink."""
-        for sink in self.sinks:
-            sink.log(iteration, metrics)
-
-    def sync(self) -> None:
-        """Syncs every sink."""
-        for sink in self.sinks:
-            sink.sync()
-
-    def close(self) -> None:
-        """Closes every sink."""
-        for sink in self.sinks:
-            sink.close()
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; null becomes NaN, a half-written last line is left out."""
     rows = []

@@ -87,10 +87,7 @@ class NodeRunner:
     @property
     def has_shards(self) -> bool:
         """Whether the component writes a part of its state from every rank."""
-        return (
-            self.node.placement == "collective"
-            and getattr(self.node.cls, "save_shards", None) is not Component.save_shards
-        )
+        return self.node.placement == "collective" and self.node.cls.save_shards is not Component.save_shards
 
     def save_shards(self, folder: Path) -> None:
         """Lets the component write this rank's part into its folder below `folder`."""

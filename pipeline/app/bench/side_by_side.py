@@ -25,6 +25,7 @@ from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
 from pipeline.run.node_runner import NodeFailure, set_origin
+from pipeline.run.recording import recorded_iterations
 from pipeline.run.replay import Replay
 
 # Samplers whose responses are independent of each other, so that any responses may replace theirs.
@@ -155,14 +156,13 @@ class _Source:
 
 
 def _iteration(replay: Replay, wire: Wire) -> int:
-    folder = replay.path / "record" / f"{wire.source}.{wire.output}"
-    recorded = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
+    recorded = recorded_iterations(replay.path, f"{wire.source}.{wire.output}")
     if not recorded:
         raise RunError(
             f"{replay.path}: {wire} is not recorded, so there are no rollouts; train with run.record.every=1 and "
             "run.record.outputs=all."
         )
-    saved = {number for number, _ in replay.checkpoints()}
+    saved = replay.checkpoints()
     exact = [i for i in recorded if i == 0 or i - 1 in saved]
     return exact[-1] if exact else recorded[-1]
 

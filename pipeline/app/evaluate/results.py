@@ -13,7 +13,7 @@ from pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order,
 from pipeline.app.evaluate.sets import Problems
 from pipeline.app.evaluate.subject import Subject
 from pipeline.app.evaluate.suite import Suite
-from pipeline.run.run_directory import write_aside
+from pipeline.run.run_directory import write_aside, write_json
 
 
 def write_results(
@@ -43,9 +43,9 @@ def write_results(
         "contamination": {n: {k: v for k, v in r.items() if k != "overlapping"} for n, r in contamination.items()},
     }
     rejected = [json.dumps(row, ensure_ascii=False) + "\n" for problems in sets for row in problems.rejected]
-    write_aside(folder / "results.json", _json(results))
+    write_json(folder / "results.json", results)
     write_aside(folder / "results.md", results_page(results))
-    write_aside(folder / "contamination.json", _json(contamination))
+    write_json(folder / "contamination.json", contamination)
     write_aside(folder / "rejected.jsonl", "".join(rejected))
     return results
 
@@ -90,7 +90,7 @@ def write_comparison(
     folder = subjects[0].folder / "eval" / suite.name
     stem = f"comparison-{label}" if label else "comparison"
     page = comparison_page(comparison)
-    write_aside(folder / f"{stem}.json", _json(comparison))
+    write_json(folder / f"{stem}.json", comparison)
     write_aside(folder / f"{stem}.md", page)
     return f"{page}\n{''.join(notes)}wrote {folder / f'{stem}.md'} and {stem}.json"
 
@@ -115,10 +115,6 @@ def _described(problems: Problems) -> dict[str, Any]:
         "settings": settings,
         "origin": task.origin,
     }
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def percent(estimate: Mapping[str, float] | None, sign: bool = False) -> str:
