@@ -26,3 +26,8 @@ def visible(text: Any) -> str:
         return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
 
     return _INVISIBLE.sub(spell, str(text))
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, or its first `longest` characters and how many there were."""
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"

@@ -29,21 +29,15 @@ MAX_INIT_SECONDS = 0.1
 MAX_SUMMARY = 120  # characters; the line is a cell of a table
 
 
-class Finding(str):
-    """One sentence on what does not follow the contract, and what to write instead."""
-
-    __slots__ = ()
-
-
-def check_component(cls: type) -> list[Finding]:
-    """Checks a component class; an empty list means that it follows the contract.
+def check_component(cls: type) -> list[str]:
+    """Sentences on what does not follow the contract and what to write instead; [] for a class that follows it.
 
     The class is built when its settings all have defaults, but `setup` is not called and no model is loaded.
     """
     if not (isinstance(cls, type) and issubclass(cls, Component)):
-        return [Finding(f"{getattr(cls, '__name__', cls)} is not a component; derive it from creditgraph.Component.")]
+        return [f"{getattr(cls, '__name__', cls)} is not a component; derive it from creditgraph.Component."]
     checks = (_docstring, _config, _sockets, _state_methods, _imports, _built)
-    return [Finding(f"{cls.__name__}{sentence}") for check in checks for sentence in check(cls)]
+    return [f"{cls.__name__}{sentence}" for check in checks for sentence in check(cls)]
 
 
 def _docstring(cls: Any) -> Iterator[str]:

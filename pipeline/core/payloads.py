@@ -264,7 +264,7 @@ class Weights(Payload):
     With neither, they are the weights that the model was loaded with.
 
     Attributes:
-        version: number of learner iterations behind these weights; 0 is the initial model.
+        version: number of learner iterations that made these weights; 0 is the initial model.
         tensors: name → tensor (a snapshot the learner never changes), or None when `path` is given.
         path: folder with safetensors in Hugging Face layout, or None.
         adapter: `tensors` are then those of a LoRA adapter on the model's own weights, under PEFT's names; or None.

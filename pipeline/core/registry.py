@@ -97,7 +97,7 @@ def target_of(use: str) -> str:
 
 
 def load_class(use: str) -> Any:
-    """Imports the class behind a graph's `use`."""
+    """Imports the class that is named by a graph's `use`."""
     module_name, class_name = target_of(use).split(":")
     try:
         module = importlib.import_module(module_name)

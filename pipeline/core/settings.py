@@ -14,7 +14,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipeline.core.errors import did_you_mean
+from pipeline.core.errors import did_you_mean, nearest
 
 _FAILED = object()
 
@@ -176,8 +176,7 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
         choices = [
             a for h in (hint, *get_args(hint)) if get_origin(h) is Literal for a in get_args(h) if isinstance(a, str)
         ]
-        close = did_you_mean(value, choices) if isinstance(value, str) else ""
-        near = close if close.startswith(" Did") else ""
+        near = nearest(value, choices) if isinstance(value, str) else ""
         problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}{reason}.{near}")
         return _FAILED
 

@@ -1,4 +1,4 @@
-"""From the command line's overrides to a checked experiment: hydra composes, this module judges.
+"""From the command line's overrides to a checked experiment: hydra composes, this module checks.
 
 A configuration has the reserved sections `run`, `model`, `data`, `nodes`, `recipe`. Every other top-level
 section carries the name of a node and is merged over that node: `use` replaces its component, the rest are settings. So
@@ -120,7 +120,7 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
 
 
 def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
-    """The same overrides in hydra's grammar: settings may be new keys, because the component's `Config` judges them."""
+    """The same overrides in hydra's grammar: settings may be new keys, because the component's `Config` checks them."""
     out = []
     has_recipe = any(item.key == "recipe" for item in parsed)
     for item in parsed:

@@ -184,7 +184,7 @@ class Executor:
         The iteration is the number of iterations of the run; `@k` wires carry their newest value.
         """
         names = [n.name for n in self.graph.nodes if n.cls.final_pass]
-        needed = self.graph.ancestors(names, within_iteration=True)
+        needed = self.graph.ancestors(names)
         outputs: dict[tuple[str, str], Any] = {}
         for node in self.graph.nodes:
             if node.name in needed and node.placement == "collective":
@@ -264,7 +264,7 @@ class Executor:
     # Lanes
 
     def _run_lanes(self) -> None:
-        lanes = self.graph.lanes()
+        lanes = self.graph.lanes
         if not (self.settings.overlap and self.graph.overlaps):
             self._main_lane("main", list(self._view.nodes), others=[])
             return

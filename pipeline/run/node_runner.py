@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -156,24 +158,17 @@ class NodeRunner:
             outputs[name] = set_origin(value, f"{self.node.name}.{name}")
         return outputs
 
-    def _named(self, what: str) -> _Named:
-        return _Named(f"{self.node.name} ({self.node.use}), {what}")
-
-
-class _Named:
-    """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CreditgraphError):
-            error.args = (f"{self.place}: {error}", *error.args[1:])
-        elif isinstance(error, Exception):
-            raise NodeFailure(f"{self.place}: {type(error).__name__}: {error}") from error
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
+        place = f"{self.node.name} ({self.node.use}), {what}"
+        try:
+            yield
+        except CreditgraphError as error:
+            error.args = (f"{place}: {error}", *error.args[1:])
+            raise
+        except Exception as error:
+            raise NodeFailure(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def set_origin(value: Any, origin: str) -> Any:

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page, and the still where asked; prints each method's note."""
+    """Writes the page, and with --still the picture; prints each method's note."""
     recipes, overrides, run = _split(options.arguments)
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: expected at least 1.")

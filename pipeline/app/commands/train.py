@@ -126,7 +126,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
             with Progress(settings.iterations, done) as executor.observer:
                 outcome = executor.run()
         # A preempted run goes on soon, and its machine is needed by others now.
-        _, table = write_results(run.path, title=settings.name, picture=outcome.exit_code == 0)
+        table = write_results(run.path, picture=outcome.exit_code == 0)
     print(table)
     print(f"run directory: {run.path}")
     return outcome.exit_code

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.app.report.source import RunSource, read_table, spread
-from pipeline.app.report.text import cut, load_tokenizer, piece
+from pipeline.app.report.source import RunSource, spread
+from pipeline.app.report.text import load_tokenizer, piece
+from pipeline.app.text import cut
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import (
     Batch,
@@ -28,6 +29,7 @@ from pipeline.core.payloads import (
     TokenLogprobs,
     Trajectories,
 )
+from pipeline.run.recording import read_table
 
 TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
 LONGEST_PIECE = 400  # characters kept of one token
@@ -103,11 +105,8 @@ def roles(run: RunSource) -> dict[str, list[str]]:
 
 def learner_wires(run: RunSource, socket: str) -> list[str]:
     """ "node.output" wired into a learner's socket."""
-    graph = run.graph
-    if graph is None:
-        return []
-    learners = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires)]
-    return [f"{w.source}.{w.output}" for n in learners if n.placement == "collective" for w in n.wires[socket]]
+    learners = run.graph.learners if run.graph else []
+    return [f"{w.source}.{w.output}" for node in learners for w in node.wires[socket]]
 
 
 def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollouts:

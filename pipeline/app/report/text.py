@@ -1,4 +1,4 @@
-"""Tokens as text, and long texts cut."""
+"""Tokens as text, by the tokenizer of a run's model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import CreditgraphError
-
-
-def cut(text: str, longest: int) -> str:
-    """The text, or its first `longest` characters and how many there were."""
-    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
 
 
 def load_tokenizer(model: str) -> Any:
