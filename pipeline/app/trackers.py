@@ -64,7 +64,7 @@ class Wandb:
                 mode=settings.mode,
                 project=settings.project,
                 entity=settings.entity or None,
-                name=settings.name or run_path.name,
+                name=run_path.name,
                 id=id_path.read_text(encoding="utf-8").strip(),
                 dir=str(run_path),
                 config=config,

@@ -36,7 +36,7 @@ def check_component(cls: type) -> list[str]:
     """
     if not (isinstance(cls, type) and issubclass(cls, Component)):
         return [f"{getattr(cls, '__name__', cls)} is not a component; derive it from creditgraph.Component."]
-    checks = (_docstring, _config, _sockets, _state_methods, _imports, _built)
+    checks = (_docstring, _settings, _sockets, _state_methods, _imports, _built)
     return [f"{cls.__name__}{sentence}" for check in checks for sentence in check(cls)]
 
 
@@ -53,13 +53,12 @@ def _docstring(cls: Any) -> Iterator[str]:
         yield f".paper is {cls.paper!r}; expected an arXiv id or a name as a string."
 
 
-def _config(cls: Any) -> Iterator[str]:
-    config: Any = cls.Config
-    yield from _settings_class(f".{config.__name__}", config, set())
+def _settings(cls: Any) -> Iterator[str]:
+    yield from _settings_class(f".{cls.Config.__name__}", cls.Config, set())
 
 
 def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
-    if config in seen:
+    if config in seen:  # settings may contain their own class
         return
     seen.add(config)
     if not dataclasses.is_dataclass(config):

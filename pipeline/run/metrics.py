@@ -49,8 +49,6 @@ class WandbSettings:
     """project name"""
     entity: str = ""
     """user or team; "" takes the account's default"""
-    name: str = ""
-    """display name; "" takes the run's name"""
     checkpoints: bool = False
     """also keep every checkpoint as an artifact; offline, each is copied to wandb's staging folder"""
 

@@ -17,7 +17,6 @@ from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_onl
 from pipeline.app.sweep import check_distinct, combinations
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
-from pipeline.run.distributed.team import DistributedError, Ranks, plan_ranks
 from pipeline.run.run_directory import check_run, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."
@@ -80,6 +79,8 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     if cluster.root:
         overrides.append(f"run.root={cluster.root}")
     experiment = build_experiment(compose(overrides, config_dirs), " ".join(overrides))
+    from pipeline.run.distributed.team import DistributedError, Ranks, plan_ranks
+
     try:
         plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
     except DistributedError as error:

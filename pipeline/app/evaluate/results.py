@@ -13,6 +13,7 @@ from pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order,
 from pipeline.app.evaluate.sets import Problems
 from pipeline.app.evaluate.subject import Subject
 from pipeline.app.evaluate.suite import Suite
+from pipeline.app.text import markdown_table
 from pipeline.run.run_directory import write_aside, write_json
 
 
@@ -129,17 +130,6 @@ def percent(estimate: Mapping[str, float] | None, sign: bool = False) -> str:
     return f"{value} [{low}, {high}]"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with columns of even width."""
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    lines = [
-        [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
-        for r in [head, *rows]
-    ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
-
-
 def results_table(results: Mapping[str, Any]) -> str:
     """Tasks as rows, metrics as columns; tasks with flagged problems have a second row without them."""
     tasks: Mapping[str, Any] = results["tasks"]
@@ -155,7 +145,7 @@ def results_table(results: Mapping[str, Any]) -> str:
             add(f"{name}, without flagged", str(task["without_flagged"]["problems"]), "0", task["without_flagged"])
     if results.get("mean"):
         add("mean of tasks", "", "", results["mean"])
-    return table(["task", "problems", "flagged", *metrics], rows)
+    return markdown_table(["task", "problems", "flagged", *metrics], rows)
 
 
 def results_page(results: Mapping[str, Any]) -> str:
@@ -176,7 +166,7 @@ percentile method). Suite {results["suite"]} version {results["version"]}, seed 
 
 {contamination_lines(results["contamination"])}
 
-{table(head, rows)}
+{markdown_table(head, rows)}
 """
 
 
@@ -214,7 +204,7 @@ def comparison_page(comparison: Mapping[str, Any]) -> str:
     used = [
         f"{n} is checkpoint {comparison['checkpoints'][n]} with {comparison['engines'][n]}" for n in (first, *others)
     ]
-    return f"""{table(head, rows)}
+    return f"""{markdown_table(head, rows)}
 
 Percent, with {100 * comparison["confidence"]:g} % bootstrap intervals; differences are drawn in pairs over the \
 problems both have, and * marks those whose interval leaves out 0. Suite {comparison["suite"]} version \

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from components.models.load import resolve_model_path
 from pipeline.app.report.source import RunSource, spread
-from pipeline.app.report.text import load_tokenizer, piece
 from pipeline.app.text import cut
+from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import (
     Batch,
@@ -336,3 +338,34 @@ def _mark(flags: NDArray[np.uint8], ends: NDArray[Any], bit: int) -> None:
 def _sized(row: NDArray[Any], size: int) -> NDArray[Any]:
     """The row; zeros when its length is not the response's."""
     return row if len(row) == size else np.zeros(size, np.float32)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The `tokenizers.Tokenizer` of a model folder, or of a hub model in the local cache; None when there is none.
+
+    Never uses the network, so that a report can be written anywhere.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from tokenizers import Tokenizer
+
+    try:
+        path = resolve_model_path(model)
+        file: Any = Path(path) / "tokenizer.json"
+        if not file.is_file():
+            file = try_to_load_from_cache(path, "tokenizer.json")
+    except (CreditgraphError, HFValidationError, ValueError):
+        return None
+    if not isinstance(file, str | Path):
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # tokenizers raises bare Exception for a file that it cannot read
+        return None
+
+
+def piece(tokenizer: Any, token: int) -> str:
+    """Text of one token; "⟨id⟩" without a tokenizer or outside its vocabulary."""
+    if tokenizer is None or tokenizer.id_to_token(token) is None:
+        return f"⟨{token}⟩"
+    return str(tokenizer.decode([token], skip_special_tokens=False))

@@ -43,7 +43,7 @@ def test_compare_reports_the_runs_there_are(monkeypatch, tmp_path, capsys):
     assert result["methods"]["rrpo"]["accuracy"] == {"0": None, "1": None}
     assert result["threshold"] == pytest.approx(0.2 + 0.75 * 0.3)
     assert (tmp_path / "compare.png").exists()
-    assert (tmp_path / "table.md").read_text().startswith("| method |")
+    assert (tmp_path / "table.md").read_text().startswith("| method ")
 
 
 @pytest.mark.parametrize("tool", ["compare", "creditbench"])
