@@ -83,6 +83,7 @@ def _settings(config_class: Any, prefix: str = "") -> Iterator[Setting]:
     docs = setting_docs(config_class)
     for f in dataclasses.fields(config_class):
         hint = hints[f.name]
+        # Its fields are what a user sets, so a nested class is shown as they are.
         if dataclasses.is_dataclass(hint):
             yield from _settings(hint, f"{prefix}{f.name}.")
             continue

@@ -146,6 +146,7 @@ class _Picture:
             return sum(self._neighbour(t, w, 1) for t, w in readers) / len(readers)
 
         place = self.places[name]
+        # In the order of their readers, so that lines do not cross right below the node.
         ports = sorted(self.outputs[name], key=mean_x)
         x = place.x + place.width * ((ports.index(output) + 0.5) / len(ports) - 0.5)
         return x, self._y(place.layer) + NODE_HEIGHT

@@ -146,6 +146,7 @@ class NodeRunner:
                 f"{', '.join(sockets) or 'None'}. "
                 "Return an instance of the dataclass that run is annotated with."
             )
+        # The graph was checked by what classes declare; only here does it show whether a component keeps to it.
         outputs = {}
         for name, socket in sockets.items():
             value = getattr(result, name)

@@ -14,18 +14,11 @@ from pipeline.core.payloads import Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint
-from pipeline.run.compose import Experiment, build_experiment, deep_merge, read_yaml
+from pipeline.run.compose import build_experiment, deep_merge, read_yaml
 from pipeline.run.node_runner import NodeRunner, set_origin
 from pipeline.run.recording import read_payload, recorded_iterations
 from pipeline.run.run_directory import check_run
 from pipeline.run.session import GraphSession
-
-
-def open_run(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
-    """The experiment of a run directory, with some settings changed."""
-    check_run(path)
-    config = path / "config.yaml"
-    return build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +44,9 @@ class Replay(GraphSession):
     """
 
     def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
-        super().__init__(open_run(path, changes))
+        check_run(path)
+        config = path / "config.yaml"
+        super().__init__(build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config)))
         self.path = path
 
     def again(
@@ -95,6 +90,7 @@ class Replay(GraphSession):
             again = self.again(node.name, iteration, iterations=self.iterations)
             self.give(node.name, iteration, again.outputs)
             return again.outputs[wire.output]
+        # Weights are never recorded, and there is no record of what comes before the first iteration.
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)

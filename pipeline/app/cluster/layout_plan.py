@@ -292,6 +292,7 @@ def layouts(shape: Shape, world: int, device: Device) -> Iterator[Layout]:
     `learner.megatron` takes uneven stages too.
     """
     recomputes: tuple[Recompute, ...] = ("none", "full")
+    # Tensor parallel ranks exchange activations in every layer, which only the fast link inside a node carries.
     for tensor in _divisors(math.gcd(shape.heads, world), device.node):
         for pipeline in _divisors(world // tensor, shape.layers):
             if shape.layers % pipeline:

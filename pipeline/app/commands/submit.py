@@ -84,7 +84,7 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     try:
         plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
     except DistributedError as error:
-        raise ConfigError(f"cluster of {cluster.ranks} learner ranks: {error} Or change cluster.nodes.") from error
+        raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
     run = experiment.run_path.resolve()
     if cluster.servers:
         from pipeline.app.cluster.servers import learner_overrides
