@@ -13,7 +13,7 @@ from components.data.sources import Source
 from components.data.store import RowStore
 from pipeline.core.component import Context
 from pipeline.core.metric import Metric
-from pipeline.run.run_directory import write_aside
+from pipeline.run.run_directory import write_json
 
 CARD = "data_card.json"
 MAX_REJECTED = 1000  # of one section in rejected.jsonl; the others go to a file of their own
@@ -135,7 +135,7 @@ def write_card(folder: Path, place: str, loaded: LoadedData) -> None:
     except (OSError, ValueError):
         card = {}
     card[place] = loaded.card()
-    write_aside(path, json.dumps(dict(sorted(card.items())), indent=1, ensure_ascii=False) + "\n")
+    write_json(path, dict(sorted(card.items())))
 
 
 def why_empty(counts: Counts) -> str:

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.graph import Graph
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Batch, Weights
 from pipeline.core.registry import known_components, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, sockets_of
-from pipeline.run.node_runner import NodeRunner, set_origin
+from pipeline.run.compose import Experiment
+from pipeline.run.node_runner import set_origin
 from pipeline.run.recording import read_payload
+from pipeline.run.run_settings import RunSettings
+from pipeline.run.session import GraphSession
 
 
-class ComponentRun:
+class ComponentRun(GraphSession):
     """Builds components and runs each once. Use as a context manager, which closes them.
 
     Args:
-        context: seed, device and model of all of them.
+        seed: of random draws.
+        device: where models live.
+        model: folder or hub name, for components that need one.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._runners: list[NodeRunner] = []
+    def __init__(self, seed: int, device: str, model: str) -> None:
+        settings = RunSettings(seed=seed, device=device, iterations=1)
+        super().__init__(Experiment(run=settings, model=ModelSpec(path=model), data={}, graph=Graph(()), resolved={}))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for runner in self._runners:
-            runner.close()
-
-    def run(
+    def run_component(
         self, use: str, settings: dict[str, Any], inputs: Mapping[str, Any], iteration: int = 0
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Runs a component; returns its outputs and what it logged.
@@ -52,10 +51,8 @@ class ComponentRun:
             raise ConfigError("\n".join(problems))
         # The smallest graph there is: one node without wires, whose inputs are passed by hand.
         node = Node(name=use.partition(".")[0], use=use, cls=cls, config=config, wires={}, settings=settings)
-        context = Context(**{**vars(self._context), "node": node.name, "metrics": {}, "rejected": []})
-        runner = NodeRunner(node, context)
-        self._runners.append(runner)
-        runner.setup()
+        self.graph = Graph((node,))
+        runner = self.start(node)
         outputs = runner.run(iteration, dict(inputs))
         return outputs, runner.harvest().metrics
 
@@ -87,7 +84,7 @@ class ComponentRun:
         # A handle is made of at most weights; version 0 are those of the model folder.
         sockets = sockets_of(load_class(source)).inputs
         inputs = {name: Weights(version=0) for name, socket in sockets.items() if socket.carries(Weights)}
-        outputs, _ = self.run(source, {}, inputs)
+        outputs, _ = self.run_component(source, {}, inputs)
         return next(iter(outputs.values()))
 
 

@@ -53,7 +53,7 @@ def mermaid(graph: Graph) -> str:
         label = _mermaid_text(wire.output + (f"@{wire.delay}" if wire.delay else ""))
         arrow = f'-. "{label}" .->' if wire.delay else f'-- "{label}" -->'
         lines.append(f"    {_mermaid_id(wire.source)} {arrow} {_mermaid_id(target)}")
-    learning = [_mermaid_id(n) for n, lane in graph.lanes().items() if lane == "learning"]
+    learning = [_mermaid_id(n) for n, lane in graph.lanes.items() if lane == "learning"]
     if learning:
         lines.append("    classDef learning fill:#fff4e5,stroke:#e08a1e,color:#1f2328")
         lines.append(f"    class {','.join(learning)} learning")
@@ -146,6 +146,7 @@ class _Picture:
             return sum(self._neighbour(t, w, 1) for t, w in readers) / len(readers)
 
         place = self.places[name]
+        # In the order of their readers, so that lines do not cross right below the node.
         ports = sorted(self.outputs[name], key=mean_x)
         x = place.x + place.width * ((ports.index(output) + 0.5) / len(ports) - 0.5)
         return x, self._y(place.layer) + NODE_HEIGHT
@@ -215,7 +216,7 @@ class _Picture:
                 yield f'<text class="port" x="{x + 5:.1f}" y="{y + 13:.1f}">{escape(output + marks)}</text>'
 
     def _node_parts(self) -> Iterator[str]:
-        lanes = self.graph.lanes()
+        lanes = self.graph.lanes
         for node in self.graph.nodes:
             place = self.places[node.name]
             x = place.x - place.width / 2

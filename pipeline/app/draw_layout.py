@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
+from statistics import fmean
 
 SWEEPS = 24
 NODE_GAP = 34.0
@@ -88,7 +89,7 @@ def _order(layout: Layout, links: Sequence[Edge]) -> None:
         neighbours = above if down else below
         for layer in layout.layers if down else layout.layers[::-1]:
             index = {n: i / max(len(row) - 1, 1) for row in layout.layers for i, n in enumerate(row)}
-            layer.sort(key=lambda n: _mean([index[m] for m in neighbours[n]] or [index[n]]))
+            layer.sort(key=lambda n: fmean([index[m] for m in neighbours[n]] or [index[n]]))
         count = _crossings(layout.layers, links)
         if count < fewest:
             best = [list(layer) for layer in layout.layers]
@@ -147,7 +148,3 @@ def separate(targets: Sequence[float], gaps: Sequence[float], weights: Sequence[
             blocks[-2:] = [((m1 * w1 + m2 * w2) / (w1 + w2), w1 + w2, c1 + c2)]
     means = [mean for mean, _, count in blocks for _ in range(count)]
     return [mean + offset for mean, offset in zip(means, shift, strict=True)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

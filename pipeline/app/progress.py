@@ -8,6 +8,8 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from pipeline.run.run_settings import Observer
+
 # Metrics that are shown and summed up; one that a run does not log is left out.
 REWARD = "rewards/mean"  # of the iteration
 ACCURACY = "evaluator/accuracy"  # held out
@@ -15,7 +17,7 @@ SAMPLED_TOKENS = "engine/sampled_tokens"  # of the iteration
 TRAINED_TOKENS = "learner/trained_tokens"  # in the loss of the iteration
 
 
-class Progress:
+class Progress(Observer):
     """An observer of the executor. Use as a context manager around `run`.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, TRAINED_TOKENS, duration
 from pipeline.run.metrics import read_metrics
-from pipeline.run.run_directory import write_aside, writing
+from pipeline.run.run_directory import replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +48,12 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
     phases: dict[str, float] = {}
     iterations = 0
     for row in rows:
-        seconds = {
-            k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/") and not math.isnan(v)
-        }
-        seconds.pop("cpu", None)  # a second clock, not a phase
-        if "iteration" in seconds:
-            iterations += 1
+        seconds = phase_seconds(row)
+        iterations += "seconds/iteration" in row
         # The final pass has no iteration around it.
-        wall += seconds.pop("iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
+        wall += row.get("seconds/iteration", sum(seconds.values())) + seconds.get("checkpoint", 0.0)
         for name, value in seconds.items():
-            # A lane that waits for the other one is inside that one's seconds.
-            if not name.startswith("waiting"):
-                phases[name] = phases.get(name, 0.0) + value
+            phases[name] = phases.get(name, 0.0) + value
     return Results(
         iterations=iterations,
         accuracy_before=curve[0][1] if curve else None,
@@ -73,6 +66,21 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
         phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
         curve=curve,
     )
+
+
+def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
+    """What an iteration was spent on: node, or part of the executor → seconds."""
+    clocks = {k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/")}
+    # "cpu" is a second clock, and a lane that waits for the other one is inside that one's seconds.
+    left_out = ("iteration", "cpu")
+    return {
+        k: float(v) for k, v in clocks.items() if k not in left_out and not k.startswith("waiting") and is_number(v)
+    }
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of metrics.jsonl is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def as_table(results: Results) -> str:
@@ -98,61 +106,44 @@ def as_table(results: Results) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
-def write_results(run_path: Path, title: str = "", picture: bool = True) -> tuple[Results, str]:
+def write_results(run_path: Path, picture: bool = True) -> str:
     """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
 
     Returns:
-        the results, and their table.
+        the results as a table.
     """
     rows = read_metrics(run_path / "metrics.jsonl")
     results = summarise(rows)
-    write_aside(run_path / "result.json", json.dumps(asdict(results), indent=1) + "\n")
+    write_json(run_path / "result.json", asdict(results))
     if picture:
-        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), title or run_path.name)
-    return results, as_table(results)
+        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
+    return as_table(results)
 
 
 def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple[int, float]], title: str) -> None:
     """Draws accuracy and reward over iterations; nothing when there is neither."""
     if not accuracy and not reward:
         return
-    import vl_convert
+    from matplotlib.figure import Figure
 
-    layers = []
-    for name, points, color, dots in (
-        ("mean reward", reward, "#7f7f7f", False),
-        ("held-out accuracy", accuracy, "#1f77b4", True),
+    figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    for name, points, color, style in (
+        ("mean reward", reward, "tab:gray", "-"),
+        ("held-out accuracy", accuracy, "tab:blue", "o-"),
     ):
         if points:
-            layers.append(
-                {
-                    "data": {"values": [{"iteration": i, "value": v} for i, v in points]},
-                    "mark": {"type": "line", "point": dots, "strokeWidth": 2 if dots else 1},
-                    "encoding": {
-                        "x": {"field": "iteration", "type": "quantitative"},
-                        "y": {"field": "value", "type": "quantitative", "title": None},
-                        "color": {"datum": name, "type": "nominal", "title": None, "scale": {"range": [color]}},
-                    },
-                }
-            )
-    chart = {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": title,
-        "width": 600,
-        "height": 320,
-        "background": "white",
-        "layer": layers,
-        "resolve": {"scale": {"color": "independent"}},
-    }
+            axes.plot(*zip(*points, strict=True), style, color=color, label=name)
+    axes.set(title=title, xlabel="iteration")
+    axes.grid(alpha=0.3)
+    axes.legend()
     # Renamed when it is whole: a report may be written while the run ends.
-    aside = path.with_name(f".tmp-{path.name}")
-    with writing(path):
-        aside.write_bytes(vl_convert.vegalite_to_png(chart, scale=1.5))
-        aside.replace(path)
+    with replacing(path) as aside:
+        figure.savefig(aside, format="png")
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(row["iteration"], row[name]) for row in rows if name in row and not math.isnan(row[name])]
+    return [(row["iteration"], row[name]) for row in rows if is_number(row.get(name))]
 
 
 def _total(rows: list[dict[str, Any]], name: str) -> int | None:

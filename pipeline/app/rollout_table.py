@@ -5,6 +5,7 @@ Made of the run's records. Of a record, only the rows that are shown become tens
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from pipeline.app.text import cut
 from pipeline.core.errors import DataError
 from pipeline.core.graph import Graph
 from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
 from pipeline.run.metrics import TableSettings
-from pipeline.run.recording import RecordSettings, from_arrow
+from pipeline.run.recording import RecordSettings, from_arrow, read_table
+
+logger = logging.getLogger("creditgraph")
 
 COLUMNS = (
     "iteration",
@@ -52,6 +55,25 @@ class RolloutTables:
         self._graph = graph
         self._settings = settings
         self._record = record
+        self._waiting: list[int] = []
+
+    def add(self, iteration: int) -> None:
+        """Notes an iteration whose table, when it is due, waits for its records."""
+        if self.due(iteration):
+            self._waiting.append(iteration)
+
+    def take(self) -> list[list[Any]]:
+        """Rows of all tables that wait; their records are written when a sink is synced or closed."""
+        rows = []
+        for iteration in self._waiting:
+            # A table is no reason to end a run: one that cannot be read is logged and left out.
+            try:
+                rows += self.rows(iteration)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                reason = str(error).partition("\n")[0]
+                logger.warning("the table of rollouts of iteration %d is left out: %s", iteration, reason)
+        self._waiting = []
+        return rows
 
     def due(self, iteration: int) -> bool:
         """Whether an iteration gets a table."""
@@ -71,44 +93,41 @@ class RolloutTables:
         uids = self._chosen(iteration)
         if not len(uids):
             return []
-        outcome = self._outcomes(iteration, uids)
-        credit = self._mean_credit(iteration, uids)
-        prompts = self._prompts(iteration)
+        rewards = self._by_uid(Rewards, iteration, uids)
+        credit = self._by_uid(Credit, iteration, uids)
+        prompts = self._by_uid(Prompts, iteration)
         rows: dict[int, list[Any]] = {}
         # In the order of the graph, so that a rollout stands under the node that made it and not one that passed it on.
         for name in self._outputs(Trajectories):
             batch: Trajectories | None = self._read(name, iteration, uids)
             if batch is None:
                 continue
-            for i in range(len(batch)):
-                uid = int(batch.uid[i])
-                problem, answer = prompts.get(int(batch.prompt_uid[i]), ("", ""))
-                reward, correct, reason = outcome.get(uid, (math.nan, "no verdict", ""))
-                row = [
+            for i, uid in enumerate(batch.uid.tolist()):
+                if uid in rows:
+                    continue
+                prompt, p = prompts.get(int(batch.prompt_uid[i]), (None, 0))
+                reward, r = rewards.get(uid, (None, 0))
+                credited, c = credit.get(uid, (None, 0))
+                verdict = ("yes" if reward.correct[r] else "no") if reward and reward.valid[r] else "no verdict"
+                rows[uid] = [
                     iteration,
                     name.partition(".")[0],
-                    _cut(problem),
-                    _cut(batch.text[i]),
-                    answer,
-                    reward,
-                    correct,
+                    cut(prompt.text[p], LONGEST) if prompt else "",
+                    cut(batch.text[i], LONGEST),
+                    prompt.answer[p] if prompt else "",
+                    float(reward.value[r]) if reward else math.nan,
+                    verdict,
                     len(batch.response_tokens.row(i)),
-                    credit.get(uid, math.nan),
+                    float(credited.advantage.row(c)[credited.mask.row(c)].mean()) if credited else math.nan,
                     batch.finish_reason[i],
-                    _cut(reason),
+                    cut(reward.detail[r], LONGEST) if reward else "",
                     str(uid),
                 ]
-                rows.setdefault(uid, row)
         return list(rows.values())
 
     def _chosen(self, iteration: int) -> pa.Array:
         """Uids of the rollouts to show, evenly spaced over those that the learner reads, else over all."""
-        trained = [
-            f"{wire.source}.{wire.output}"
-            for node in self._graph.nodes
-            if node.placement == "collective" and {"trajectories", "credit"} <= set(node.wires)
-            for wire in node.wires["trajectories"]
-        ]
+        trained = [f"{w.source}.{w.output}" for node in self._graph.learners for w in node.wires["trajectories"]]
         there = [self._table(name, iteration, ["uid"]) for name in trained]
         if not any(table is not None for table in there):
             there = [self._table(name, iteration, ["uid"]) for name in self._outputs(Trajectories)]
@@ -120,49 +139,18 @@ class RolloutTables:
         places = np.linspace(0, len(uids) - 1, self._settings.rows).round().astype(np.int64)
         return uids.take(np.unique(places))
 
-    def _outcomes(self, iteration: int, uids: pa.Array) -> dict[int, tuple[float, str, str]]:
-        """uid → reward, whether it is correct, and the verifier's reason."""
-        outcomes = {}
-        for name in self._outputs(Rewards):
-            batch: Rewards | None = self._read(name, iteration, uids)
-            if batch is None:
-                continue
-            for i, uid in enumerate(batch.uid.tolist()):
-                verdict = ("yes" if batch.correct[i] else "no") if batch.valid[i] else "no verdict"
-                outcomes[uid] = (float(batch.value[i]), verdict, batch.detail[i])
-        return outcomes
-
-    def _mean_credit(self, iteration: int, uids: pa.Array) -> dict[int, float]:
-        """uid → mean over the trained tokens; of several credits the learner's, which comes last."""
-        learned = {
-            f"{wire.source}.{wire.output}" for node in self._graph.nodes for wire in node.wires.get("credit", ())
-        }
-        means = {}
-        for name in sorted(self._outputs(Credit), key=learned.__contains__):
-            batch: Credit | None = self._read(name, iteration, uids)
-            if batch is None:
-                continue
-            for i, uid in enumerate(batch.uid.tolist()):
-                means[uid] = float(batch.advantage.row(i)[batch.mask.row(i)].mean())
-        return means
-
-    def _prompts(self, iteration: int) -> dict[int, tuple[str, str]]:
-        """Prompt uid → text and reference answer."""
-        prompts: dict[int, tuple[str, str]] = {}
-        for name in self._outputs(Prompts):
-            batch: Prompts | None = self._read(name, iteration, None)
+    def _by_uid(self, kind: type[Batch], iteration: int, uids: pa.Array | None = None) -> dict[int, tuple[Any, int]]:
+        """uid → (batch, row) over all outputs of a class; of several credits the learner's, which comes last."""
+        learned = [f"{w.source}.{w.output}" for node in self._graph.learners for w in node.wires["credit"]]
+        rows: dict[int, tuple[Any, int]] = {}
+        for name in sorted(self._outputs(kind), key=learned.__contains__):
+            batch = self._read(name, iteration, uids)
             if batch is not None:
-                prompts |= dict(zip(batch.uid.tolist(), zip(batch.text, batch.answer, strict=True), strict=True))
-        return prompts
+                rows |= {uid: (batch, i) for i, uid in enumerate(batch.uid.tolist())}
+        return rows
 
     def _outputs(self, kind: type[Batch]) -> list[str]:
-        """Names of the outputs of a class, in the order of the graph."""
-        return [
-            f"{node.name}.{output}"
-            for node in self._graph.nodes
-            for output, socket in node.sockets.outputs.items()
-            if socket.carries(kind)
-        ]
+        return [str(wire) for wire in self._graph.outputs_of(kind)]
 
     def _read(self, name: str, iteration: int, uids: pa.Array | None) -> Any:
         """A recorded batch, cut to the rows with certain uids; None when it is not recorded."""
@@ -179,11 +167,6 @@ class RolloutTables:
         if not file.exists():
             return None
         try:
-            with pq.ParquetFile(file) as open_file:
-                return open_file.read(columns=columns, use_threads=False)
+            return read_table(file, columns)
         except pa.ArrowException as error:
             raise DataError(f"{file}: not a readable record; it is half-written or damaged. Remove it.") from error
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"

@@ -1,9 +1,10 @@
-"""Text of others (models, data, servers) on its way to a terminal or a page."""
+"""Text on its way to a terminal or a page: of others (models, data, servers), long, or in a table."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 _INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
@@ -26,3 +27,19 @@ def visible(text: Any) -> str:
         return f"[U+{ord(char):04X}]" if category in ("Cc", "Cf", "Co") or char in "\u2028\u2029" else char
 
     return _INVISIBLE.sub(spell, str(text))
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, or its first `longest` characters and how many there were."""
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with columns of even width."""
+    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
+    lines = [
+        [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
+        for r in [head, *rows]
+    ]
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])

@@ -14,39 +14,11 @@ from pipeline.app import draw
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
+from pipeline.run.checkpoint import numbered
 from pipeline.run.metrics import Sink, WandbSettings
 from pipeline.run.run_directory import write_aside, writing
 
 logger = logging.getLogger("creditgraph")
-
-
-class _Pending:
-    """Iterations whose tables wait for their records, which are written when a sink is synced or closed."""
-
-    def __init__(self, tables: RolloutTables | None) -> None:
-        self._tables = tables
-        self._waiting: list[int] = []
-
-    def add(self, iteration: int) -> None:
-        if self._tables is not None and self._tables.due(iteration):
-            self._waiting.append(iteration)
-
-    def take(self) -> list[list[Any]]:
-        """Rows of all tables that wait."""
-        rows = [row for iteration in self._waiting for row in self._rows(iteration)]
-        self._waiting = []
-        return rows
-
-    def _rows(self, iteration: int) -> list[list[Any]]:
-        """A table is no reason to end a run: one that cannot be read is logged and left out."""
-        assert self._tables is not None
-        try:
-            return self._tables.rows(iteration)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning(
-                "the table of rollouts of iteration %d is left out: %s", iteration, str(error).partition("\n")[0]
-            )
-            return []
 
 
 class Wandb:
@@ -81,7 +53,7 @@ class Wandb:
         self._settings = settings
         self._iterations = iterations
         self._step = 0
-        self._pending = _Pending(tables)
+        self._tables = tables
         id_path = run_path / "wandb_id"
         # Kept in the run directory, so that offline parts of a continued run are sent as one.
         new = not id_path.exists()
@@ -92,7 +64,7 @@ class Wandb:
                 mode=settings.mode,
                 project=settings.project,
                 entity=settings.entity or None,
-                name=settings.name or run_path.name,
+                name=run_path.name,
                 id=id_path.read_text(encoding="utf-8").strip(),
                 dir=str(run_path),
                 config=config,
@@ -114,11 +86,12 @@ class Wandb:
         # final pass.
         self._step = 2 * iteration - (iteration >= self._iterations)
         self._run.log({"iteration": iteration, **metrics}, step=self._step)
-        self._pending.add(iteration)
+        if self._tables:
+            self._tables.add(iteration)
 
     def sync(self) -> None:
         """Sends the tables of what is recorded, and checkpoints that were made since the last call."""
-        rows = self._pending.take()
+        rows = self._tables.take() if self._tables else []
         if rows:
             self._run.log({"rollouts": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._step)
         if self._settings.checkpoints:
@@ -127,10 +100,7 @@ class Wandb:
     def _send_checkpoints(self) -> None:
         note = self._path / "wandb_sent"
         sent = note.read_text(encoding="utf-8").strip() if note.exists() else ""
-        folder = self._path / "checkpoints"
-        for checkpoint in sorted(
-            p for p in folder.glob("*") if p.name.isdigit() and p.name > sent and (p / "manifest.json").exists()
-        ):
+        for checkpoint in (p for p in numbered(self._path / "checkpoints") if p.name > sent):
             name = re.sub(r"[^\w.-]", "-", f"{self._path.name}-checkpoint")
             artifact = self._wandb.Artifact(name, type="checkpoint", metadata={"iteration": int(checkpoint.name)})
             artifact.add_dir(str(checkpoint))  # copied: the run deletes old checkpoints
@@ -169,7 +139,7 @@ class TensorBoard:
         self._writer: Any = None
         self._folder = folder
         self._graph = graph
-        self._pending = _Pending(tables)
+        self._tables = tables
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Writes one iteration."""
@@ -181,13 +151,14 @@ class TensorBoard:
                 self._writer.add_image("graph", _picture(self._graph), 0, dataformats="HWC")
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
-        self._pending.add(iteration)
+        if self._tables:
+            self._tables.add(iteration)
 
     def sync(self) -> None:
         """Writes the rollouts of what is recorded, and everything to the disk."""
         if self._writer is None:
             return
-        rows = self._pending.take()
+        rows = self._tables.take() if self._tables else []
         for iteration in dict.fromkeys(row[0] for row in rows):
             text = "\n\n---\n\n".join(_as_text(row) for row in rows if row[0] == iteration)
             self._writer.add_text("rollouts", text, iteration)
@@ -202,13 +173,16 @@ class TensorBoard:
 
 def make_sinks(settings: Any, run_path: Path, config: dict[str, Any], graph: Graph) -> list[Sink]:
     """The sinks that a run's settings (`RunSettings`) ask for."""
-    tables = RolloutTables(run_path, graph, settings.tables, settings.record)
+
+    def tables() -> RolloutTables:  # one per sink: each keeps what it has still to send
+        return RolloutTables(run_path, graph, settings.tables, settings.record)
+
     sinks: list[Sink] = []
     if settings.tensorboard.enabled:
-        sinks.append(TensorBoard(run_path / "tensorboard", graph=graph, tables=tables))
+        sinks.append(TensorBoard(run_path / "tensorboard", graph=graph, tables=tables()))
     if settings.wandb.mode != "disabled":
         sinks.append(
-            Wandb(settings.wandb, run_path, config, graph=graph, tables=tables, iterations=settings.iterations)
+            Wandb(settings.wandb, run_path, config, graph=graph, tables=tables(), iterations=settings.iterations)
         )
     return sinks
 

@@ -20,7 +20,7 @@ import torch
 from pipeline.core.component import Component
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.payloads import Payload
-from pipeline.core.settings import describe_settings, type_text
+from pipeline.core.settings import setting_docs, type_text
 from pipeline.core.sockets import Socket, sockets_of
 
 # These load in `setup`, so that a graph can be checked in milliseconds.
@@ -29,21 +29,15 @@ MAX_INIT_SECONDS = 0.1
 MAX_SUMMARY = 120  # characters; the line is a cell of a table
 
 
-class Finding(str):
-    """One sentence on what does not follow the contract, and what to write instead."""
-
-    __slots__ = ()
-
-
-def check_component(cls: type) -> list[Finding]:
-    """Checks a component class; an empty list means that it follows the contract.
+def check_component(cls: type) -> list[str]:
+    """Sentences on what does not follow the contract and what to write instead; [] for a class that follows it.
 
     The class is built when its settings all have defaults, but `setup` is not called and no model is loaded.
     """
     if not (isinstance(cls, type) and issubclass(cls, Component)):
-        return [Finding(f"{getattr(cls, '__name__', cls)} is not a component; derive it from creditgraph.Component.")]
-    checks = (_docstring, _config, _sockets, _state_methods, _imports, _built)
-    return [Finding(f"{cls.__name__}{sentence}") for check in checks for sentence in check(cls)]
+        return [f"{getattr(cls, '__name__', cls)} is not a component; derive it from creditgraph.Component."]
+    checks = (_docstring, _settings, _sockets, _state_methods, _imports, _built)
+    return [f"{cls.__name__}{sentence}" for check in checks for sentence in check(cls)]
 
 
 def _docstring(cls: Any) -> Iterator[str]:
@@ -59,13 +53,12 @@ def _docstring(cls: Any) -> Iterator[str]:
         yield f".paper is {cls.paper!r}; expected an arXiv id or a name as a string."
 
 
-def _config(cls: Any) -> Iterator[str]:
-    config: Any = cls.Config
-    yield from _settings_class(f".{config.__name__}", config, set())
+def _settings(cls: Any) -> Iterator[str]:
+    yield from _settings_class(f".{cls.Config.__name__}", cls.Config, set())
 
 
 def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
-    if config in seen:
+    if config in seen:  # settings may contain their own class
         return
     seen.add(config)
     if not dataclasses.is_dataclass(config):
@@ -83,7 +76,7 @@ def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
     except (NameError, TypeError) as error:
         yield f"{place}: its types cannot be read ({error}); define them at module level."
         return
-    documented = _documented(config)
+    documented = setting_docs(config)
     for f in dataclasses.fields(config):
         if f.init and not documented.get(f.name):
             yield f"{place}.{f.name} has no docstring; write a string below it that says its unit and what it changes."
@@ -94,18 +87,6 @@ def _settings_class(place: str, config: Any, seen: set[Any]) -> Iterator[str]:
 
 def _frozen(cls: Any) -> bool:
     return bool(cls.__dataclass_params__.frozen)
-
-
-def _documented(config: Any) -> dict[str, str]:
-    """Field → docstring, over the class and its bases."""
-    documented: dict[str, str] = {}
-    bases: list[Any] = [base for base in reversed(config.__mro__) if dataclasses.is_dataclass(base)]
-    for base in bases:
-        try:
-            documented |= {s.name: s.doc for s in describe_settings(base)}
-        except (OSError, TypeError, SyntaxError):
-            continue
-    return documented
 
 
 def _sockets(cls: Any) -> Iterator[str]:

@@ -39,6 +39,12 @@ class LostError(RunError):
     """Something outside the run that it depends on is gone; the executor saves what is finished and ends."""
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'x'?" for the nearest known name, "" when none is near."""
+    close = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " Did you mean 'x'?" for the nearest known name, or a list of the known ones.
 
@@ -46,10 +52,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     " Did you mean 'learner'?"
     """
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean '{close[0]}'?"
-    if not names:
-        return ""
+    hint = nearest(name, names)
+    if hint or not names:
+        return hint
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f" Known: {shown}."
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers as a short text.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

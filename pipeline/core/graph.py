@@ -17,10 +17,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from types import UnionType
 from typing import Any, Literal
 
 from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.registry import known_components, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, Wire, sockets_of
@@ -73,22 +74,26 @@ class Graph:
         """(receiving node, its input socket, wire) of every wire that starts at the node."""
         return [(node, socket, wire) for node in self.nodes for socket, wire in node.all_wires if wire.source == name]
 
-    def ancestors(self, targets: Iterable[str], within_iteration: bool = False) -> set[str]:
-        """The targets and every node they depend on; `within_iteration` leaves out what is only read with `@k`."""
+    @cached_property
+    def learners(self) -> list[Node]:
+        """The collective nodes that read trajectories and their credit."""
+        collective = [node for node in self.nodes if node.placement == "collective"]
+        return [node for node in collective if {"trajectories", "credit"} <= set(node.wires)]
+
+    def outputs_of(self, kind: type | UnionType) -> list[Wire]:
+        """Every output that carries this class, in the order of the graph."""
+        return [Wire(node.name, output) for node in self.nodes for output in node.outputs_of(kind)]
+
+    def ancestors(self, targets: Iterable[str]) -> set[str]:
+        """The targets and every node they depend on within an iteration."""
         names: set[str] = set()
         open_names = list(targets)
         while open_names:
             name = open_names.pop()
             if name not in names:
                 names.add(name)
-                open_names += [w.source for _, w in self[name].all_wires if not (within_iteration and w.delay)]
+                open_names += [w.source for _, w in self[name].all_wires if not w.delay]
         return names
-
-    @cached_property
-    def sinks(self) -> list[str]:
-        """Nodes whose outputs no other node reads."""
-        read = {w.source for n in self.nodes for _, w in n.all_wires}
-        return [n.name for n in self.nodes if n.name not in read]
 
     @cached_property
     def max_delay(self) -> int:
@@ -97,16 +102,13 @@ class Graph:
 
     # Two lanes suffice: what follows a collective node within an iteration has to wait for it anyway.
     @cached_property
-    def _lanes(self) -> dict[str, Lane]:
-        lanes: dict[str, Lane] = {}
-        for node in self.nodes:
-            behind = any(lanes[w.source] == "learning" for _, w in node.all_wires if not w.delay)
-            lanes[node.name] = "learning" if behind or node.placement == "collective" else "generation"
-        return lanes
-
     def lanes(self) -> dict[str, Lane]:
         """Node → lane. Collective nodes, and what depends on them within an iteration, are the learning lane."""
-        return dict(self._lanes)
+        lanes: dict[str, Lane] = {}
+        for node in self.nodes:
+            follows = any(lanes[w.source] == "learning" for _, w in node.all_wires if not w.delay)
+            lanes[node.name] = "learning" if follows or node.placement == "collective" else "generation"
+        return lanes
 
     @cached_property
     def overlaps(self) -> bool:
@@ -115,7 +117,7 @@ class Graph:
         There must be nodes in both lanes, and every wire from the learning lane into the generation lane must be `@2`
         or more.
         """
-        lanes = self._lanes
+        lanes = self.lanes
         back = [
             w.delay
             for n in self.nodes
@@ -162,7 +164,7 @@ def _parse_node(name: str, entry: Any, problems: list[str]) -> Node | None:
         return None
     unknown = [key for key in entry if key not in NODE_KEYS]
     problems += [
-        f"{name}.{key}: unknown key; a node has 'use', 'in' and 'config'.{_near(str(key), NODE_KEYS)}"
+        f"{name}.{key}: unknown key; a node has 'use', 'in' and 'config'.{nearest(str(key), NODE_KEYS)}"
         for key in unknown
     ]
     wires = _parse_wires(name, entry.get("in"), problems)
@@ -240,8 +242,3 @@ def _parse_wire(place: str, text: Any, problems: list[str]) -> Wire | None:
         )
         return None
     return Wire(match["source"], match["output"], int(delay or 0))
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(name, known)
-    return hint if hint.startswith(" Did") else ""

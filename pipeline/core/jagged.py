@@ -162,10 +162,10 @@ class Jagged:
         base = torch.repeat_interleave(first + start - offsets[:-1], lengths, output_size=total)
         return Jagged(self.values[base + torch.arange(total, device=self.values.device)], offsets)
 
-    def to_padded(self, fill: float | int | bool = 0, length: int | None = None) -> Tensor:
-        """A [rows, length] tensor, rows left-aligned, the rest `fill`; length defaults to the longest row."""
+    def to_padded(self, fill: float | int | bool = 0) -> Tensor:
+        """A [rows, longest row] tensor, rows left-aligned, the rest `fill`."""
         longest = int(self.lengths.max()) if len(self) else 0
-        out = self.values.new_full((len(self), longest if length is None else length), fill)
+        out = self.values.new_full((len(self), longest), fill)
         out[self.row_ids, self.positions] = self.values
         return out
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 
-FINISH_REASONS = ("stop", "eos", "length", "thoughts", "final")
-
 
 @dataclass(frozen=True, eq=False)
 class Payload:
@@ -122,7 +120,7 @@ class Trajectories(Batch):
         entropies: Jagged float32 over response tokens, nats, of the same distribution.
         thought_ends: Jagged int32, exclusive end of each thought as an index into the response tokens.
         policy_version: int64 [N], version of the weights that sampled the new tokens; the oldest where several did.
-        finish_reason: one of FINISH_REASONS per row.
+        finish_reason: "stop", "eos", "length", "thoughts" or "final" per row, see `Completions`.
         text: decoded response, special tokens kept.
         temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
         token_versions: Jagged int32 over response tokens, version of the weights that sampled each, of a sampler that

@@ -9,11 +9,12 @@ import re
 import textwrap
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pipeline.core.errors import did_you_mean
+from pipeline.core.errors import did_you_mean, nearest
 
 _FAILED = object()
 
@@ -175,8 +176,7 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
         choices = [
             a for h in (hint, *get_args(hint)) if get_origin(h) is Literal for a in get_args(h) if isinstance(a, str)
         ]
-        close = did_you_mean(value, choices) if isinstance(value, str) else ""
-        near = close if close.startswith(" Did") else ""
+        near = nearest(value, choices) if isinstance(value, str) else ""
         problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}{reason}.{near}")
         return _FAILED
 
@@ -205,23 +205,6 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One documented setting.
-
-    Attributes:
-        name: field name; dotted for a field of a nested dataclass.
-        type: its annotation as written.
-        default: its default as written, "" when it must be given.
-        doc: the string after the field.
-    """
-
-    name: str
-    type: str
-    default: str
-    doc: str
-
-
 def place_settings(config_class: Any) -> list[str]:
     """Dotted names of settings that say where something runs, not what is computed; they may differ on a resume.
 
@@ -237,54 +220,29 @@ def place_settings(config_class: Any) -> list[str]:
     return names
 
 
-def describe_settings(config_class: type) -> list[Setting]:
-    """The settings of a class with the documentation string after each field, read from its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
-    return settings_in(next(n for n in tree.body if isinstance(n, ast.ClassDef)))
+def setting_docs(config_class: Any) -> dict[str, str]:
+    """Setting → the string below its field, or its line under "Attributes:" in the docstring, read from the source.
 
-
-def settings_in(node: ast.ClassDef) -> list[Setting]:
-    """The settings of a dataclass in parsed source; nothing is imported.
-
-    A field without a string after it takes its line from the "Attributes:" part of the class docstring.
+    Settings without either are left out; so are classes whose source is not there.
     """
-    settings = []
-    lines = re.findall(
-        r"^ *([\w, ]+): (.+)$", (ast.get_docstring(node) or "").partition("Attributes:")[2], re.MULTILINE
-    )
-    listed = {name.strip(): text for names, text in lines for name in names.split(",")}
-    for place, item in enumerate(node.body):
-        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+    docs: dict[str, str] = {}
+    bases: list[Any] = [base for base in reversed(config_class.__mro__) if dataclasses.is_dataclass(base)]
+    for base in bases:
+        # Python keeps no docstring of a field, so the source is parsed.
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
             continue
-        if "ClassVar" in ast.unparse(item.annotation):
-            continue
-        after = node.body[place + 1] if place + 1 < len(node.body) else None
-        doc = listed.get(item.target.id, "")
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            doc = inspect.cleandoc(after.value.value)
-        settings.append(Setting(item.target.id, annotation_text(item.annotation), _default_text(item.value), doc))
-    return settings
+        docs |= _docs_in(next(n for n in tree.body if isinstance(n, ast.ClassDef)))
+    return docs
 
 
-def annotation_text(annotation: ast.expr) -> str:
-    """An annotation as written, with the choices of a Literal spelt out."""
-    text = (
-        annotation.value
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-        else ast.unparse(annotation)
-    )
-    if text.startswith("Literal[") and text.endswith("]") and " | " not in text:
-        return " | ".join(part.strip() for part in text[len("Literal[") : -1].split(","))
-    return text
-
-
-def _default_text(value: ast.expr | None) -> str:
-    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] == "field":
-        for keyword in value.keywords:
-            if keyword.arg == "default":
-                return ast.unparse(keyword.value)
-            if keyword.arg == "default_factory":
-                factory = keyword.value
-                return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
-        return ""
-    return "" if value is None else ast.unparse(value)
+def _docs_in(node: ast.ClassDef) -> dict[str, str]:
+    attributes = (ast.get_docstring(node) or "").partition("Attributes:")[2]
+    lines = re.findall(r"^ *([\w, ]+): (.+)$", attributes, re.MULTILINE)
+    docs = {name.strip(): text for names, text in lines for name in names.split(",")}
+    for item, after in pairwise(node.body):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, str):
+            docs[item.target.id] = inspect.cleandoc(text)
+    return docs

@@ -96,8 +96,8 @@ def _wire_problems(
         )
 
 
-def _has_no_initial(component: type) -> bool:
-    return getattr(component, "initial", Component.initial) is Component.initial
+def _has_no_initial(component: type[Component]) -> bool:
+    return component.initial is Component.initial
 
 
 class _Populations:

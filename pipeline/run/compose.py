@@ -58,6 +58,7 @@ class Experiment:
 
 def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
     """Where groups and recipes are looked up: the shipped folder, ./configs of the user, and --config-dir folders."""
+    # The first folder wins, so that nobody's file takes the place of a shipped one of its name.
     dirs = [CONFIG_DIR]
     here = Path.cwd() / "configs"
     for folder in [here, *(Path(e).expanduser().resolve() for e in extra)]:

@@ -20,12 +20,12 @@ from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
 from pipeline.run.checkpoint import SHARDS, Checkpoints
 from pipeline.run.distributed.team import Team
-from pipeline.run.metrics import FanOut, JsonLines, Sink
+from pipeline.run.metrics import JsonLines, Sink
 from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, set_origin
 from pipeline.run.placement import InFlight, RankView
 from pipeline.run.recording import Recorder
 from pipeline.run.run_directory import RunDirectory
-from pipeline.run.run_settings import Observer, RunSettings, Silent, resolve_device
+from pipeline.run.run_settings import Observer, RunSettings, resolve_device
 from pipeline.run.snapshots import Snapshots
 from pipeline.run.stops import Outcome, Stops
 from pipeline.run.timeline.spans import Timeline
@@ -68,9 +68,9 @@ class Executor:
     ) -> None:
         self.graph = graph
         self.settings = settings
-        self.observer = observer or Silent()
+        self.observer = observer or Observer()
         self._run = run
-        self._sinks = FanOut(sinks)
+        self._sinks = list(sinks)
         self._rejected: JsonLines | None = None
         self._team = team or Team()
         self._view = RankView(graph, self._team)
@@ -136,7 +136,7 @@ class Executor:
         checkpoint = self._snapshots.newest_checkpoint()
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
         if self._run:
-            self._sinks.sinks.insert(0, JsonLines(self._run.metrics_path, self._start - 1))
+            self._sinks.insert(0, JsonLines(self._run.metrics_path, self._start - 1))
             self._rejected = JsonLines(self._run.rejected_path, self._start - 1)
         groups = checkpoint.groups if checkpoint else {}
         self._seed_values(self._view.values_of(groups))
@@ -178,14 +178,13 @@ class Executor:
                 self._log(self.settings.iterations, final)
             return Outcome("finished", self._values.completed + 1, final)
 
-    def evaluate(self, targets: Sequence[str] | None = None) -> dict[str, float]:
-        """Runs only `targets` and what they need, on the latest values; returns their metrics.
+    def evaluate(self) -> dict[str, float]:
+        """Runs the nodes whose class has `final_pass`, and what they need, on the latest values; returns their metrics.
 
-        The iteration is the number of iterations of the run; `@k` wires carry their newest value. The default targets
-        are the nodes whose class has `final_pass`.
+        The iteration is the number of iterations of the run; `@k` wires carry their newest value.
         """
-        names = [n.name for n in self.graph.nodes if n.cls.final_pass] if targets is None else list(targets)
-        needed = self.graph.ancestors(names, within_iteration=True)
+        names = [n.name for n in self.graph.nodes if n.cls.final_pass]
+        needed = self.graph.ancestors(names)
         outputs: dict[tuple[str, str], Any] = {}
         for node in self.graph.nodes:
             if node.name in needed and node.placement == "collective":
@@ -217,7 +216,8 @@ class Executor:
         if self._recorder:
             self._recorder.close()
         self._trace.close()
-        self._sinks.close()
+        for sink in self._sinks:
+            sink.close()
         if self._rejected:
             self._rejected.close()
             self._rejected = None
@@ -264,7 +264,7 @@ class Executor:
     # Lanes
 
     def _run_lanes(self) -> None:
-        lanes = self.graph.lanes()
+        lanes = self.graph.lanes
         if not (self.settings.overlap and self.graph.overlaps):
             self._main_lane("main", list(self._view.nodes), others=[])
             return
@@ -383,12 +383,14 @@ class Executor:
         """Makes records, metrics and rejected rows durable."""
         if self._recorder:
             self._recorder.flush()
-        self._sinks.sync()
+        for sink in self._sinks:
+            sink.sync()
         if self._rejected:
             self._rejected.sync()
 
     def _log(self, iteration: int, metrics: dict[str, float]) -> None:
-        self._sinks.log(iteration, metrics)
+        for sink in self._sinks:
+            sink.log(iteration, metrics)
         self.observer.iteration_done(iteration, metrics)
 
     def _reject(self, rows: list[dict[str, Any]]) -> None:

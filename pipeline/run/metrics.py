@@ -49,8 +49,6 @@ class WandbSettings:
     """project name"""
     entity: str = ""
     """user or team; "" takes the account's default"""
-    name: str = ""
-    """display name; "" takes the run's name"""
     checkpoints: bool = False
     """also keep every checkpoint as an artifact; offline, each is copied to wandb's staging folder"""
 
@@ -124,38 +122,22 @@ class JsonLines:
             self._file.close()
 
 
-class FanOut:
-    """Hands everything to several sinks."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self.sinks = list(sinks)
-
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Logs in every sink."""
-        for sink in self.sinks:
-            sink.log(iteration, metrics)
-
-    def sync(self) -> None:
-        """Syncs every sink."""
-        for sink in self.sinks:
-            sink.sync()
-
-    def close(self) -> None:
-        """Closes every sink."""
-        for sink in self.sinks:
-            sink.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; null becomes NaN, a half-written last line is left out."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file; a half-written line and what is no row are left out, and no file has no rows."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
         except ValueError:
-            break
-        rows.append({k: math.nan if v is None else v for k, v in row.items()})
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; null becomes NaN."""
+    return [{k: math.nan if v is None else v for k, v in row.items()} for row in read_lines(path)]
 
 
 def cut_lines(path: Path, last_iteration: int) -> None:

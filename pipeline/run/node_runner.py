@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -87,10 +89,7 @@ class NodeRunner:
     @property
     def has_shards(self) -> bool:
         """Whether the component writes a part of its state from every rank."""
-        return (
-            self.node.placement == "collective"
-            and getattr(self.node.cls, "save_shards", None) is not Component.save_shards
-        )
+        return self.node.placement == "collective" and self.node.cls.save_shards is not Component.save_shards
 
     def save_shards(self, folder: Path) -> None:
         """Lets the component write this rank's part into its folder below `folder`."""
@@ -147,6 +146,7 @@ class NodeRunner:
                 f"{', '.join(sockets) or 'None'}. "
                 "Return an instance of the dataclass that run is annotated with."
             )
+        # The graph was checked by what classes declare; only here does it show whether a component keeps to it.
         outputs = {}
         for name, socket in sockets.items():
             value = getattr(result, name)
@@ -159,24 +159,17 @@ class NodeRunner:
             outputs[name] = set_origin(value, f"{self.node.name}.{name}")
         return outputs
 
-    def _named(self, what: str) -> _Named:
-        return _Named(f"{self.node.name} ({self.node.use}), {what}")
-
-
-class _Named:
-    """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, CreditgraphError):
-            error.args = (f"{self.place}: {error}", *error.args[1:])
-        elif isinstance(error, Exception):
-            raise NodeFailure(f"{self.place}: {type(error).__name__}: {error}") from error
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
+        place = f"{self.node.name} ({self.node.use}), {what}"
+        try:
+            yield
+        except CreditgraphError as error:
+            error.args = (f"{place}: {error}", *error.args[1:])
+            raise
+        except Exception as error:
+            raise NodeFailure(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def set_origin(value: Any, origin: str) -> Any:

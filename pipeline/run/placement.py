@@ -44,7 +44,7 @@ class RankView:
         self.nodes = tuple(n for n in graph.nodes if self.ranks.leader or n.placement == "collective")
         self.many = self.ranks.num_replicas > 1
         self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
-        self._lane_of = graph.lanes()
+        self._lane_of = graph.lanes
         for node in graph.nodes:
             self._refuse_handles(node)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -32,12 +31,11 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Payload, Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import class_name, payload_class
-from pipeline.run.run_directory import writing
+from pipeline.run.run_directory import replacing, write_aside, writing
 from pipeline.run.timeline.spans import BRIEF
 
 KEY = b"creditgraph"
 FORMAT = 1
-_HALF = {torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,24 +116,24 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
 def write_payload(path: Path, payload: Payload) -> None:
     """Writes one Parquet file aside and renames it."""
     table = to_arrow(payload)
-    aside = path.with_name(f".tmp-{path.name}")
     texts = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
-    with writing(path):
-        try:
-            # Dictionaries only for text: they may merge float NaNs of different bits.
-            pq.write_table(
-                table, aside, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=False
-            )
-            os.replace(aside, path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
+    with replacing(path, durable=False) as aside:
+        # Dictionaries only for text: they may merge float NaNs of different bits.
+        pq.write_table(
+            table, aside, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=False
+        )
+
+
+def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
+    """One Parquet file; quicker to start than `pq.read_table`, which imports the dataset machinery."""
+    with pq.ParquetFile(file) as open_file:
+        return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
 
 def read_payload(path: Path) -> Any:
     """Reads a file of `write_payload`; raises DataError when it is missing, half-written or foreign."""
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = read_table(path)
     except FileNotFoundError:
         there = sorted(p.name for p in path.parent.glob("*.parquet")) if path.parent.exists() else []
         hint = (
@@ -223,19 +221,17 @@ class Recorder:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with self._trace.span(name, "recording", iteration):
-            self._put(path, iteration, value)
+            if isinstance(value, Handle | Weights):
+                version = getattr(value, "version", None)
+                note = {"class": class_name(type(value)), "iteration": iteration, "version": version}
+                write_aside(path.with_suffix(".json"), json.dumps(note))
+            else:
+                write_payload(path, value)
 
-    def _put(self, path: Path, iteration: int, value: Any) -> None:
-        if isinstance(value, Handle | Weights):
-            note = {
-                "class": class_name(type(value)),
-                "iteration": iteration,
-                "version": getattr(value, "version", None),
-            }
-            with writing(path):
-                path.with_suffix(".json").write_text(json.dumps(note), encoding="utf-8")
-        else:
-            write_payload(path, value)
+
+def recorded_iterations(run: Path, output: str) -> list[int]:
+    """The iterations of which a run has recorded an output ("node.output")."""
+    return sorted(int(p.stem) for p in (run / "record" / output).glob("*.parquet") if p.stem.isdigit())
 
 
 @cache

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.core.component import Component
-from pipeline.core.errors import ConfigError, RunError, did_you_mean
+from pipeline.core.errors import ConfigError, RunError, ranges
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint
-from pipeline.run.compose import Experiment, build_experiment, deep_merge, read_yaml
+from pipeline.run.compose import build_experiment, deep_merge, read_yaml
 from pipeline.run.node_runner import NodeRunner, set_origin
-from pipeline.run.recording import read_payload
+from pipeline.run.recording import read_payload, recorded_iterations
+from pipeline.run.run_directory import check_run
 from pipeline.run.session import GraphSession
-
-
-def open_run(path: Path, changes: Mapping[str, Any] | None = None) -> Experiment:
-    """The experiment of a run directory, with some settings changed."""
-    config = path / "config.yaml"
-    if not config.exists():
-        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else ""
-        raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
-    return build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +44,9 @@ class Replay(GraphSession):
     """
 
     def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
-        super().__init__(open_run(path, changes))
+        check_run(path)
+        config = path / "config.yaml"
+        super().__init__(build_experiment(deep_merge(read_yaml(config), dict(changes or {})), str(config)))
         self.path = path
 
     def again(
@@ -97,14 +90,14 @@ class Replay(GraphSession):
             again = self.again(node.name, iteration, iterations=self.iterations)
             self.give(node.name, iteration, again.outputs)
             return again.outputs[wire.output]
+        # Weights are never recorded, and there is no record of what comes before the first iteration.
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)
             return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")
-        folder = self.path / "record" / f"{wire.source}.{wire.output}"
-        there = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
+        there = recorded_iterations(self.path, f"{wire.source}.{wire.output}")
         hint = (
-            f"recorded iterations: {_ranges(there)}"
+            f"recorded iterations: {ranges(there)}"
             if there
             else "that output is not recorded; add it to run.record.outputs and train again"
         )
@@ -112,14 +105,13 @@ class Replay(GraphSession):
             f"'{wire.source}.{wire.output}' of iteration {iteration} is not in {self.path / 'record'}; {hint}."
         )
 
-    def checkpoints(self) -> list[tuple[int, Path]]:
-        """(iteration, folder) of every checkpoint, oldest first."""
-        folder = self.path / "checkpoints"
-        return sorted((int(p.name), p) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+    def checkpoints(self) -> list[int]:
+        """Iterations of the checkpoints, oldest first."""
+        return [int(folder.name) for folder in checkpoint.numbered(self.path / "checkpoints")]
 
     def newest_checkpoint(self) -> int:
         """Iteration of the newest checkpoint, −1 without one."""
-        return max((number for number, _ in self.checkpoints()), default=-1)
+        return max(self.checkpoints(), default=-1)
 
     def _recorded(self, node: str, output: str, iteration: int) -> Any:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
@@ -130,27 +122,15 @@ class Replay(GraphSession):
         # By the class, not by what it holds now: a backlog is empty in a fresh component, but not in the checkpoint.
         if type(runner.component).state_dict is Component.state_dict or after < 0:
             return
-        below = [entry for entry in self.checkpoints() if entry[0] <= after]
+        at = max((number for number in self.checkpoints() if number <= after), default=-1)
         name = runner.node.name
-        if not below:
+        if at < 0:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state is used.")
             return
-        at, path = below[-1]
-        groups = checkpoint.load(path).groups
+        groups = checkpoint.load(self.path / "checkpoints" / f"{at:06d}").groups
         if f"node.{name}" in groups:
             runner.load(groups[f"node.{name}"])
         if at != after:
             self.notes.append(
                 f"{name}: the state after iteration {at} is used, because iteration {after} has no checkpoint."
             )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """ "0-5, 7" for [0, 1, 2, 3, 4, 5, 7]."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][-1] + 1:
-            parts[-1][1:] = [n]
-        else:
-            parts.append([n])
-    return ", ".join("-".join(str(p) for p in dict.fromkeys(part)) for part in parts)

@@ -18,16 +18,15 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from pipeline.core.errors import RunError
+from pipeline.core.errors import RunError, did_you_mean
 
 logger = logging.getLogger("creditgraph")
 
@@ -68,15 +67,42 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Writes a small text file so that a reader sees the old or the new content, never half of it."""
+@contextmanager
+def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+    """A name to write to, which becomes `path` at the end: a reader sees the old or the new file, never half of it.
+
+    After an error the old file is there as before. `durable` files survive a power cut.
+    """
     aside = path.with_name(f".tmp-{path.name}")
     with writing(path):
-        with aside.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(aside, path)
+        try:
+            yield aside
+            if durable:
+                with aside.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Writes a small text file whole or not at all."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_aside(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def check_run(path: Path) -> None:
+    """Raises RunError, with the nearest name there is, unless `path` is the directory of a run."""
+    if not (path / "config.yaml").is_file():
+        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, near) if near else ""
+        raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
 
 
 def take_lock(path: Path, instead: str) -> int:
@@ -150,14 +176,16 @@ class RunDirectory:
 
     Attributes:
         path: the directory.
-        resumed: True when the directory already held a run.
-        changed: settings that differ from the earlier start, as sentences (empty for a new run).
+        config_path: the resolved configuration.
+        metrics_path: one line per iteration.
+        rejected_path: rows that were skipped.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.resumed = False
-        self.changed: list[str] = []
+        self.config_path = path / "config.yaml"
+        self.metrics_path = path / "metrics.jsonl"
+        self.rejected_path = path / "rejected.jsonl"
         self._lock = -1
 
     @classmethod
@@ -186,21 +214,6 @@ class RunDirectory:
             raise
         return run
 
-    @cached_property
-    def config_path(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @cached_property
-    def metrics_path(self) -> Path:
-        """One line per iteration."""
-        return self.path / "metrics.jsonl"
-
-    @cached_property
-    def rejected_path(self) -> Path:
-        """Rows that were skipped."""
-        return self.path / "rejected.jsonl"
-
     def close(self) -> None:
         """Releases the lock."""
         if self._lock >= 0:
@@ -228,7 +241,6 @@ class RunDirectory:
             raise RunError(
                 f"{self.config_path}: cannot be read ({reason}); choose another run.name or remove the run."
             ) from error
-        self.resumed = True
         # Through YAML once, so that tuples and lists compare equal.
         changes = []
         for name, old, new in differences(earlier or {}, yaml.safe_load(yaml.safe_dump(config))):
@@ -237,13 +249,11 @@ class RunDirectory:
                 changes += differences({} if old == "absent" else old, {} if new == "absent" else new, name)
             else:
                 changes.append((name, old, new))
-        self.changed = [f"{name}: was {_shown(old)}, now {_shown(new)}" for name, old, new in changes]
-        serious = [text for text, (name, _, _) in zip(self.changed, changes, strict=True) if _is_serious(name, places)]
+        serious = [change for change in changes if _is_serious(change[0], places)]
         if serious and not allow_changes:
             raise RunError(
                 f"{self.path}: holds a run with another configuration:\n"
-                + "\n".join(f"  {line}" for line in serious[:20])
-                + (f"\n  … and {len(serious) - 20} more" if len(serious) > 20 else "")
+                + listed_changes(serious)
                 + "\nChoose another run.name, restore these settings, or continue anyway with run.allow_changes=true."
             )
 
@@ -270,9 +280,15 @@ def _is_serious(name: str, places: Collection[str]) -> bool:
     return name in FIXED or (section not in FREE_TO_CHANGE and not moved)
 
 
-def _shown(value: Any) -> str:
-    text = value if value == "absent" else repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+def listed_changes(changes: Sequence[tuple[str, Any, Any]]) -> str:
+    """The first 20 of some `differences`, one per line, for an error."""
+
+    def shown(value: Any) -> str:
+        text = value if value == "absent" else repr(value)
+        return text if len(text) <= 80 else text[:77] + "…"
+
+    lines = [f"  {name}: was {shown(old)}, now {shown(new)}" for name, old, new in changes[:20]]
+    return "\n".join([*lines, f"  … and {len(changes) - 20} more"] if len(changes) > 20 else lines)
 
 
 def _holder(note: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -83,21 +82,11 @@ def resolve_device(name: str, local_rank: int | None = None) -> str:
     return f"cuda:{local_rank}"
 
 
-class Observer(Protocol):
-    """Receives progress, for a display. `node_started` may come from either lane's thread."""
+class Observer:
+    """Receives progress, for a display; this one shows nothing. `node_started` may come from either lane's thread."""
 
     def node_started(self, node: str, iteration: int) -> None:
         """A node begins an iteration."""
 
     def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
         """An iteration is over; `iteration` equals the number of iterations after the final pass."""
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    def node_started(self, node: str, iteration: int) -> None:
-        """Does nothing."""
-
-    def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Does nothing."""

@@ -32,10 +32,10 @@ class GraphSession:
         weights: carried by every delayed `Weights` wire; by default the learner's initial ones.
         uids_from_top: numbers nodes from the highest index down, so that the rows of this session can be given to
             another session of a similar graph without sharing a uid with its rows.
-        iterations: planned length of the run, as the nodes see it; by default the experiment's.
 
     Attributes:
         graph: of the experiment.
+        iterations: planned length of the run, as the nodes see it.
         notes: what differs from the run, as sentences for the user.
     """
 
@@ -46,12 +46,11 @@ class GraphSession:
         seed: int | None = None,
         weights: Weights | None = None,
         uids_from_top: bool = False,
-        iterations: int | None = None,
     ) -> None:
         self.experiment = experiment
         self.graph = experiment.graph
         self.notes: list[str] = []
-        self.iterations = experiment.run.iterations if iterations is None else iterations
+        self.iterations = experiment.run.iterations
         self._seed = experiment.run.seed if seed is None else seed
         self._weights = weights
         self._uids_from_top = uids_from_top

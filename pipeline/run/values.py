@@ -118,7 +118,7 @@ class Values:
             if not ready():
                 with self._trace.waiting("the other lane"):
                     while not ready():
-                        self._sleep()
+                        self.pause()
             self.check()
 
     def check(self) -> None:
@@ -138,18 +138,15 @@ class Values:
         if key not in self._values:
             with self._trace.waiting(f"{wire.source}.{wire.output}"):
                 while key not in self._values:
-                    self._sleep()
+                    self.pause()
         return self._values[key]
-
-    def pause(self) -> None:
-        """Waits, under the lock, until something changes; raises `Stopped` when a lane has failed."""
-        self._sleep()
 
     def waited(self) -> float:
         """Seconds this thread has spent waiting for the other."""
         return self._waited[threading.get_ident()]
 
-    def _sleep(self) -> None:
+    def pause(self) -> None:
+        """Waits, under the lock, until something changes; raises `Stopped` when a lane has failed."""
         self.check()
         begin = perf_counter()
         self.changed.wait()

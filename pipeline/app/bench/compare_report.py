@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.app.bench.credit_report import cell, markdown
+from pipeline.app.bench.credit_report import cell
 from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
 from pipeline.app.bench.statistics import mean_sd
+from pipeline.app.text import markdown_table
 
 Curves = Mapping[str, Mapping[int, Curve]]
 """Method → seed → curve, the baseline first."""
@@ -65,7 +66,7 @@ def table(rows: Mapping[str, Row], budget: float, threshold: float) -> str:
     baseline = next(iter(rows))
     head = ["method", f"accuracy at {budget / 1e6:.2f}M tokens", f"against {baseline}", "verdict"]
     head += [f"tokens to {threshold:.2f}", "reached", f"{baseline} tokens / its tokens", "seconds", "seeds"]
-    return "\n".join([markdown(head, [_cells(name, row) for name, row in rows.items()]), "", *sentences(rows)])
+    return "\n".join([markdown_table(head, [_cells(name, row) for name, row in rows.items()]), "", *sentences(rows)])
 
 
 def _cells(name: str, row: Row) -> list[str]:

@@ -14,10 +14,9 @@ from torch import Tensor
 from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel
 from components.models.load import load_causal_lm
-from pipeline.app.bench.credit_run import CreditRun, first_of, learner_of, run_credit, sampling_of, shared_outputs
+from pipeline.app.bench.credit_run import Cost, CreditRun, learner_of, sampling_of, shared_outputs
 from pipeline.app.bench.gradients import GradientSums, leave_one_out, pooled, prompt_gradients
 from pipeline.app.bench.methods import Method
-from pipeline.app.bench.partial_run import Cost
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
 from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
@@ -135,7 +134,7 @@ class CreditBench:
         ceilings: list[float] = []
         truths: list[dict[str, float]] = []
         for seed in self.seeds:
-            with run_credit(self.baseline, self.weights, seed, reference=True) as run:
+            with CreditRun(self.baseline, seed, self.weights, uids_from_top=True) as run:
                 reference = self._reference(seed, run)
                 thoughts = exact_credit(run.trajectories, reference.truth)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
@@ -170,7 +169,7 @@ class CreditBench:
         return reference
 
     def _truth(self, reference: _Reference, trajectories: Trajectories) -> Truth:
-        policy, verifier, prompts = (first_of(reference.run, kind) for kind in (Policy, Verifier, Prompts))
+        policy, verifier, prompts = (reference.run.first(kind) for kind in (Policy, Verifier, Prompts))
         sampling = sampling_of(self.baseline.graph)
         stream = Stream("creditbench", reference.seed)
         samples = self.options.samples
@@ -178,9 +177,9 @@ class CreditBench:
 
     def _method(self, method: Method, reference: _Reference) -> _Measured:
         experiment = self.experiments[method.name]
-        given = shared_outputs(experiment.graph, self.baseline.graph, reference.run)
+        given = shared_outputs(experiment.graph, reference.run)
         costs = {name: reference.run.costs[name] for name in given}
-        with run_credit(experiment, self.weights, reference.seed, given, costs) as run:
+        with CreditRun(experiment, reference.seed, self.weights, given=given, given_costs=costs) as run:
             trajectories = run.trajectories
             effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
             gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.app.text import markdown_table
 
 # Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.
@@ -28,12 +29,6 @@ def cell(pair: tuple[float, float], digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if math.isnan(spread) else f" ±{spread:.{digits}f}")
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
-
-
 def thousands(value: float) -> str:
     """ "12.3k"."""
     return f"{value / 1000:.1f}k"
@@ -42,7 +37,7 @@ def thousands(value: float) -> str:
 def table(result: dict[str, Any]) -> str:
     """One row per method, as a Markdown table, and below it what the true values were."""
     head = ["method", "rollouts", *(name for name, _ in COLUMNS), *COSTS]
-    text = markdown(head, [_cells(name, entry) for name, entry in result["methods"].items()])
+    text = markdown_table(head, [_cells(name, entry) for name, entry in result["methods"].items()])
     truths = result["truth"]
     average = {k: sum(t[k] for t in truths) / len(truths) for k in truths[0]}
     ceiling = mean_ceiling(result)

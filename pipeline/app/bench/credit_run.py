@@ -2,54 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from time import perf_counter
+from typing import Any, Self, cast
 
-from pipeline.app.bench.partial_run import Cost, PartialRun
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.handles import Sampling
+from pipeline.core.handles import Policy, Sampling
 from pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
-from pipeline.core.sockets import Node
+from pipeline.core.sockets import Node, Wire
 from pipeline.run.compose import Experiment
+from pipeline.run.session import GraphSession
+
+COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")
 
 
 @dataclass
-class CreditRun:
-    """One batch on its way to the learner.
+class Cost:
+    """What a node cost in tokens, as engines count them, and in seconds of wall time.
 
     Attributes:
-        trajectories, credit: what the learner would read.
-        outputs: node → its outputs, in graph order.
-        costs: node → what it cost.
-        given: names of nodes that did not run because their outputs were given.
-        rollouts: names of nodes that sample trajectories (uses sampler.* and expander.*).
+        sampled_tokens: drawn.
+        prefill_tokens: of prompts and prefixes, before the first drawn token.
+        scored_tokens: of teacher-forced passes, context included.
+    """
+
+    sampled_tokens: float = 0.0
+    prefill_tokens: float = 0.0
+    scored_tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def processed(self) -> float:
+        """Tokens that went through the model."""
+        return self.sampled_tokens + self.prefill_tokens + self.scored_tokens
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+
+
+class CreditRun(GraphSession):
+    """What the learner's inputs need, run once, and what each node cost. Policy and verifier live within the `with`.
+
+    Args:
+        experiment: the recipe.
+        seed: key of every random stream.
+        weights: value of the delayed wires that carry `Weights`; other delayed wires carry their producer's initial
+            value. Without it a delayed wire is an error.
+        iteration: the iteration that is run.
+        given: node → outputs that are used in place of running it, with `given_costs`.
+        uids_from_top: numbers the nodes from the largest index down, so that the outputs may be given to other graphs
+            without meeting their uids.
+
+    Attributes:
+        trajectories, credit: what the learner would read, inside the `with`.
+        costs: node → cost.
         learner: the node that reads the credit.
     """
 
     trajectories: Trajectories
     credit: Credit
-    outputs: dict[str, dict[str, Any]]
-    costs: dict[str, Cost]
-    given: list[str]
-    rollouts: list[str]
-    learner: Node
 
-    def cost(self, rollouts: bool) -> Cost:
-        """Summed cost of the nodes that sample trajectories, or of all others."""
-        return sum((c for n, c in self.costs.items() if (n in self.rollouts) == rollouts), Cost())
+    def __init__(
+        self,
+        experiment: Experiment,
+        seed: int,
+        weights: Weights | None = None,
+        *,
+        iteration: int = 0,
+        given: Mapping[str, Mapping[str, Any]] | None = None,
+        given_costs: Mapping[str, Cost] | None = None,
+        uids_from_top: bool = False,
+    ) -> None:
+        super().__init__(experiment, seed=seed, weights=weights, uids_from_top=uids_from_top)
+        self.iteration = iteration
+        self.learner = learner_of(self.graph)
+        self.given = dict(given or {})
+        self.costs = dict(given_costs or {})
+        for name, values in self.given.items():
+            self.give(name, iteration, values)
+
+    def __enter__(self) -> Self:
+        try:
+            self.trajectories = self.value(self.learner.wires["trajectories"][0], self.iteration)
+            self.credit = self.value(self.learner.wires["credit"][0], self.iteration)
+        except BaseException:
+            self.close()  # an error in __enter__ calls no __exit__
+            raise
+        return self
+
+    @property
+    def by_node(self) -> dict[str, dict[str, Any]]:
+        """Node → its outputs, in graph order; nodes that were not needed are left out."""
+        outputs = {node.name: self.outputs(node.name, self.iteration) for node in self.graph.nodes}
+        return {name: values for name, values in outputs.items() if values}
+
+    @property
+    def rollouts(self) -> list[str]:
+        """Names of the needed nodes that sample trajectories (uses sampler.* and expander.*)."""
+        return [name for name in self.by_node if self.graph[name].use.partition(".")[0] in ("sampler", "expander")]
 
     @property
     def own_rollouts(self) -> bool:
         """Whether any trajectory was sampled by this graph."""
-        return any(n not in self.given for n in self.rollouts)
+        return any(name not in self.given for name in self.rollouts)
+
+    def cost(self, rollouts: bool) -> Cost:
+        """Summed cost of the nodes that sample trajectories, or of all others."""
+        names = self.rollouts
+        return sum((cost for name, cost in self.costs.items() if (name in names) == rollouts), Cost())
+
+    def first(self, kind: type) -> Any:
+        """The first output of a kind in graph order, such as the `Policy` or the `Verifier`."""
+        for outputs in self.by_node.values():
+            for value in outputs.values():
+                if isinstance(value, kind):
+                    return value
+        raise ConfigError(f"the graph has no {kind.__name__}; expected one, to measure its credit.")
+
+    def supply(self, wire: Wire, iteration: int) -> Any:
+        """A value of this iteration, or an initial one: there is no iteration before."""
+        if wire.delay and self._weights is None:
+            raise ConfigError(f"{wire} is of an earlier iteration, which these rollouts do not have.")
+        return super().supply(wire, iteration)
+
+    def run(self, node: Node, iteration: int) -> dict[str, Any]:
+        """Runs one node, and measures it."""
+        self.runner(node)
+        self.inputs(node, iteration)
+        # Component and inputs exist by now, so the engines count for this node alone until it returns.
+        before = self._engine_counters()
+        begin = perf_counter()
+        outputs = super().run(node, iteration)
+        seconds = perf_counter() - begin
+        spent = {name: count - before[name] for name, count in self._engine_counters().items()}
+        self.costs[node.name] = Cost(**spent, seconds=seconds)
+        return outputs
+
+    def logged(self, *endings: str) -> float:
+        """Sum of the metrics whose names end so, over all nodes that ran."""
+        metrics = [runner.context.metrics for runner in self._runners.values()]
+        return sum(value for logged in metrics for name, value in logged.items() if name.endswith(endings))
+
+    def _engine_counters(self) -> dict[str, float]:
+        """Tokens that all engines have counted so far."""
+        engines = [runner for runner in self._runners.values() if runner.node.outputs_of(Policy)]
+        return {name: sum(runner.context.metrics.get(name, 0.0) for runner in engines) for name in COUNTED}
 
 
 def learner_of(graph: Graph) -> Node:
     """The node that reads trajectories and their credit; raises ConfigError unless there is exactly one."""
-    learners = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires) and n.placement == "collective"]
+    learners = graph.learners
     if len(learners) != 1:
         raise ConfigError(
             f"{len(learners)} nodes of the graph ({', '.join(graph.names)}) learn from 'trajectories' and 'credit'; "
@@ -71,23 +175,15 @@ def sampling_of(graph: Graph) -> Sampling:
     raise ConfigError(f"no node of the graph ({', '.join(graph.names)}) says how its rollouts are sampled.")
 
 
-def first_of(run: CreditRun, kind: type) -> Any:
-    """The first output of a kind in graph order, such as the `Policy` or the `Verifier`."""
-    for outputs in run.outputs.values():
-        for value in outputs.values():
-            if isinstance(value, kind):
-                return value
-    raise ConfigError(f"the graph has no {kind.__name__}; expected one, to measure its credit.")
-
-
-def shared_outputs(graph: Graph, reference: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
-    """Outputs of `run` (of graph `reference`) that replace nodes of `graph`: its prompts, and rollouts sampled alike.
+def shared_outputs(graph: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
+    """Outputs of `run` that replace nodes of `graph`: its prompts, and rollouts sampled alike.
 
     Prompts are always taken over, so that every method gets the same problems; a sampler only when component, settings
     and wires are the same.
     """
     shared = {}
-    for name, outputs in run.outputs.items():
+    reference = run.graph
+    for name, outputs in run.by_node.items():
         if name not in graph or graph[name].use != reference[name].use:
             continue
         # Only a source of prompts: a node that reads something would give prompts of another graph's making.
@@ -96,39 +192,3 @@ def shared_outputs(graph: Graph, reference: Graph, run: CreditRun) -> dict[str, 
         if prompts or (same and name in run.rollouts):
             shared[name] = outputs
     return shared
-
-
-@contextmanager
-def run_credit(
-    experiment: Experiment,
-    weights: Weights,
-    seed: int,
-    given: Mapping[str, dict[str, Any]] | None = None,
-    given_costs: Mapping[str, Cost] | None = None,
-    reference: bool = False,
-) -> Iterator[CreditRun]:
-    """Runs what the learner's inputs need, once; policy and verifier are alive within the `with` block.
-
-    Args:
-        experiment: the recipe.
-        weights: the state of the policy.
-        seed: key of every random stream.
-        given: node → outputs that are used in place of running it, with `given_costs`.
-        reference: numbers uids so that the outputs may be given to other graphs without meeting their uids.
-    """
-    given = given or {}
-    learner = learner_of(experiment.graph)
-    with PartialRun(experiment, seed, outputs=given, weights=weights, uids_from_top=reference) as partial:
-        trajectories, credit = (partial.value(learner.wires[name][0], 0) for name in ("trajectories", "credit"))
-        outputs = {n.name: partial.outputs(n.name, 0) for n in experiment.graph.nodes}
-        nodes = [n for n in experiment.graph.nodes if outputs[n.name]]
-        costs = {**(given_costs or {}), **partial.costs}
-        yield CreditRun(
-            trajectories=trajectories,
-            credit=credit,
-            outputs={n.name: outputs[n.name] for n in nodes},
-            costs={n.name: costs[n.name] for n in nodes if n.name in costs},
-            given=[n.name for n in nodes if n.name in given],
-            rollouts=[n.name for n in nodes if n.use.partition(".")[0] in ("sampler", "expander")],
-            learner=learner,
-        )

@@ -28,7 +28,7 @@ class Curve:
         seconds: wall time, evaluation not counted.
         accuracy: [points].
         iterations: iterations done.
-        total_tokens, total_seconds: of all iterations done.
+        total_tokens: of all iterations done.
     """
 
     tokens: Floats
@@ -36,7 +36,6 @@ class Curve:
     accuracy: Floats
     iterations: int
     total_tokens: float
-    total_seconds: float
 
     def at(self, tokens: float) -> float:
         """Accuracy after so many sampled tokens, interpolated; NaN beyond the last evaluation."""
@@ -98,7 +97,6 @@ def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
         accuracy=columns[:, 2],
         iterations=len(iterations),
         total_tokens=float(sum(tokens.values())),
-        total_seconds=float(sum(seconds.values())),
     )
 
 

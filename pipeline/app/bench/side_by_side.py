@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 
 from components.rollouts.thoughts import has_oracle
-from pipeline.app.bench.credit_run import learner_of, samples_rollouts, sampling_of
-from pipeline.app.bench.partial_run import PartialRun
+from pipeline.app.bench.credit_run import CreditRun, learner_of, samples_rollouts, sampling_of
 from pipeline.app.bench.statistics import pearson
 from pipeline.app.bench.thought_credit import effective_credit, per_thought
 from pipeline.app.bench.truth import Truth, thought_ends, true_values
@@ -25,6 +24,7 @@ from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose import Experiment, build_experiment, compose
 from pipeline.run.node_runner import NodeFailure, set_origin
+from pipeline.run.recording import recorded_iterations
 from pipeline.run.replay import Replay
 
 # Samplers whose responses are independent of each other, so that any responses may replace theirs.
@@ -146,23 +146,21 @@ class _Source:
         self.verifier: Verifier = self._first(Verifier)
 
     def _first(self, kind: type) -> Any:
-        for node in self.replay.graph.nodes:
-            for output in node.outputs_of(kind):
-                return self.replay.value(Wire(node.name, output), self.iteration)
+        for wire in self.replay.graph.outputs_of(kind):
+            return self.replay.value(wire, self.iteration)
         raise ConfigError(
             f"{self.replay.path}: its graph has no {kind.__name__}; expected a run that samples and verifies."
         )
 
 
 def _iteration(replay: Replay, wire: Wire) -> int:
-    folder = replay.path / "record" / f"{wire.source}.{wire.output}"
-    recorded = sorted(int(p.stem) for p in folder.glob("*.parquet")) if folder.is_dir() else []
+    recorded = recorded_iterations(replay.path, f"{wire.source}.{wire.output}")
     if not recorded:
         raise RunError(
             f"{replay.path}: {wire} is not recorded, so there are no rollouts; train with run.record.every=1 and "
             "run.record.outputs=all."
         )
-    saved = {number for number, _ in replay.checkpoints()}
+    saved = replay.checkpoints()
     exact = [i for i in recorded if i == 0 or i - 1 in saved]
     return exact[-1] if exact else recorded[-1]
 
@@ -216,14 +214,14 @@ def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Cred
     run = source.replay.experiment
     settings = dataclasses.replace(experiment.run, device=run.run.device)
     experiment = dataclasses.replace(experiment, run=settings, model=run.model, data=run.data)
-    learner = learner_of(experiment.graph)
-    outputs = _shared(experiment, source)
-    with PartialRun(experiment, experiment.run.seed, source.iteration, outputs) as partial:
-        trajectories, credit = (
-            partial.value(learner.wires[socket][0], source.iteration) for socket in ("trajectories", "credit")
-        )
-        sampled = partial.logged("generated_tokens", "sampled_tokens")
-    return trajectories, credit, f"needed further sampling: {int(sampled):,} tokens" if sampled else ""
+    given = _shared(experiment, source)
+    with CreditRun(experiment, experiment.run.seed, iteration=source.iteration, given=given) as credited:
+        sampled = credited.logged("generated_tokens", "sampled_tokens")
+    return (
+        credited.trajectories,
+        credited.credit,
+        f"needed further sampling: {int(sampled):,} tokens" if sampled else "",
+    )
 
 
 def _shared(experiment: Experiment, source: _Source) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from pipeline.app.bench.curves import Curve, next_iterations, read_curve
 from pipeline.app.bench.methods import Method
 from pipeline.run.metrics import read_metrics
 
-MAX_ROUNDS = 6
+MAX_ROUNDS = 6  # a run that needs more samples ever less in an iteration, and would go on for ever
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from pipeline.core.errors import ConfigError
 Recompute = Literal["none", "full"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A dense decoder-only transformer with grouped-query attention and gated MLPs.
 
@@ -70,7 +70,8 @@ class Shape:
     def of_numbers(text: str) -> Shape:
         """A shape from "layers,hidden,heads,kv_heads,head_dim,mlp,vocab"."""
         try:
-            return _shape(text, *(int(n) for n in text.split(",")))
+            layers, hidden, heads, kv_heads, head_dim, mlp, vocab = (int(n) for n in text.split(","))
+            return Shape(text, layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
         except ValueError as error:
             raise ConfigError(
                 f"model shape '{text}': expected the seven numbers layers,hidden,heads,kv_heads,head_dim,mlp,vocab, "
@@ -110,31 +111,16 @@ class Shape:
             ) from error
 
 
-def _shape(name: str, *sizes: int, tied: bool = False) -> Shape:
-    layers, hidden, heads, kv_heads, head_dim, mlp, vocab = sizes
-    return Shape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=mlp,
-        vocab=vocab,
-        tied=tied,
-    )
-
-
 SHAPES = {
     s.name: s
     for s in (
-        _shape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, tied=True),
-        _shape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
-        _shape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-        _shape("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064),
-        _shape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
-        _shape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-        _shape("llama3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256),
+        Shape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, tied=True),
+        Shape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
+        Shape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
+        Shape("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 152064),
+        Shape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
+        Shape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
+        Shape("llama3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256),
     )
 }
 
@@ -306,6 +292,7 @@ def layouts(shape: Shape, world: int, device: Device) -> Iterator[Layout]:
     `learner.megatron` takes uneven stages too.
     """
     recomputes: tuple[Recompute, ...] = ("none", "full")
+    # Tensor parallel ranks exchange activations in every layer, which only the fast link inside a node carries.
     for tensor in _divisors(math.gcd(shape.heads, world), device.node):
         for pipeline in _divisors(world // tensor, shape.layers):
             if shape.layers % pipeline:

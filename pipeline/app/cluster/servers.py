@@ -26,7 +26,7 @@ from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
 from pipeline.run.compose import Experiment
-from pipeline.run.run_directory import write_aside, writing
+from pipeline.run.run_directory import write_json, writing
 from pipeline.run.run_settings import resolve_device
 
 SERVERS = "servers"  # folder of a run directory
@@ -158,7 +158,7 @@ def folder_of(run: Path, attempt: str) -> Path:
 
 def leave_address(run: Path, index: int, servers: list[dict[str, Any]], attempt: str = "") -> None:
     """Writes a server's address where the others find it."""
-    write_aside(folder_of(run, attempt) / f"{index}.json", json.dumps(servers))
+    write_json(folder_of(run, attempt) / f"{index}.json", servers)
 
 
 def list_servers(run: Path, index: int, count: int, attempt: str = "") -> bool:
@@ -170,7 +170,7 @@ def list_servers(run: Path, index: int, count: int, attempt: str = "") -> bool:
         return False
     servers = [{**server, "name": f"server {i}"} for i, part in enumerate(parts) for server in part]
     aside = folder / f"all-{index}.json"  # several servers may be the last one
-    write_aside(aside, json.dumps({"format": 1, "servers": servers}, indent=1))
+    write_json(aside, {"format": 1, "servers": servers})
     target = folder.with_name(f"{folder.name}.json")
     with writing(target):
         os.replace(aside, target)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.run.run_directory import locked, write_aside, writing
+from pipeline.run.run_directory import locked, write_json, writing
 
 # "job" trains, "eval" evaluates. Each has a script, a log, a note and a last word of its own in the run directory.
 Kind = Literal["job", "eval"]
@@ -71,7 +71,7 @@ class Note:
 
     def write(self, run: Path, kind: Kind = "job") -> None:
         """Keeps the note in the run directory."""
-        write_aside(run / NOTES[kind], json.dumps(asdict(self), indent=1))
+        write_json(run / NOTES[kind], asdict(self))
 
     @staticmethod
     def read(run: Path, kind: Kind = "job") -> Note:

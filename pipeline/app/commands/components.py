@@ -1,4 +1,4 @@
-"""`creditgraph components`: the reusable steps, read from source so that nothing heavy is imported."""
+"""`creditgraph components`: the reusable steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from pipeline.app.catalog import describe
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.registry import known_components, target_of
+from pipeline.core.registry import known_components
 
 SUMMARY = "List components: what each takes and makes, and its paper."
 
@@ -23,6 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Prints the table, or the details of the named components."""
+    from pipeline.app.catalog import describe
+
     known = known_components()
     names: list[str] = []
     for requested in options.names:
@@ -30,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
         if not kind and requested not in known and ":" not in requested:
             raise ConfigError(f"no component '{requested}'.{did_you_mean(requested, known)}")
         names += kind or [requested]
-    entries = {name: describe(target_of(name)) for name in (names or known)}
+    entries = {name: describe(name) for name in (names or known)}
     if options.json:
         print(json.dumps({name: asdict(entry) for name, entry in entries.items()}, indent=1))
         return 0

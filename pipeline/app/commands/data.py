@@ -1,32 +1,30 @@
-"""`creditgraph data`: lists data files, checks one, or previews the prompts of a recipe."""
+"""`creditgraph data`: checks a data file, or previews the prompts of a recipe."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.app.arguments import add_config_dir
 from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
-from pipeline.run.compose import build_experiment, compose, list_choices, read_yaml, search_dirs
+from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
 
 if TYPE_CHECKING:
     from pipeline.app.data.check import DataCheck
 
 MAX_CHARACTERS = 1500  # of a prompt
 MAX_REFUSED = 5
-_OPTIONS = {"list": (), "check": ("entry", "path", "rows", "model"), "preview": ("prompts", "tokens")}
+_OPTIONS = {"check": ("entry", "path", "rows", "model"), "preview": ("prompts", "tokens")}
 
-SUMMARY = "List the data files of the configuration, check one, or preview the prompts of a recipe."
+SUMMARY = "Check a data file of the configuration, or preview the prompts of a recipe."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
         "examples:\n"
-        "  creditgraph data list\n"
         "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl\n"
         "  creditgraph data preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl"
     )
@@ -51,25 +49,9 @@ def main(options: argparse.Namespace) -> int:
         other = [f"--{name}" for name in names if getattr(options, name) is not None]
         if other and action != options.action:
             raise ConfigError(f"data {options.action}: {', '.join(other)} is for data {action}; leave it out.")
-    if options.action == "list":
-        return _list(list_choices("data", search_dirs(options.config_dir)))
     if options.action == "check":
         return _check_files(options)
     return _preview(options)
-
-
-def _list(files: dict[str, Path]) -> int:
-    for name, file in sorted(files.items()):
-        first = file.read_text(encoding="utf-8", errors="replace").partition("\n")[0].removeprefix("# ")
-        print(f"{name:20} {visible(first)}")
-        for entry, settings in read_yaml(file).items():
-            where = settings.get("path") or settings.get("name") or settings.get("source", "chains")
-            names = settings.get("files") or []
-            part = " ".join(
-                str(p) for p in (settings.get("subset"), settings.get("split") if not names else "", *names) if p
-            )
-            print(f"{'':22} {entry:9} {visible(where)} {visible(part)}  {settings.get('verifier') or ''}".rstrip())
-    return 0
 
 
 def _check_files(options: argparse.Namespace) -> int:

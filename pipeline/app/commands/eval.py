@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import signal
 import sys
@@ -15,7 +14,7 @@ from types import FrameType
 
 from pipeline.app.arguments import add_overrides
 from pipeline.core.errors import ConfigError
-from pipeline.run.run_directory import write_aside
+from pipeline.run.run_directory import write_json
 
 SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run by the evaluator of its own graph."
 
@@ -92,7 +91,7 @@ def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
 
     replay = Replay(run, parse_settings(overrides))
     try:
-        names = [n.name for n in replay.graph.nodes if getattr(n.cls, "final_pass", False)]
+        names = [n.name for n in replay.graph.nodes if n.cls.final_pass]
         if not names:
             raise ConfigError(
                 f"{run}: its graph has no evaluator with a final pass; add a node such as evaluator.accuracy, or "
@@ -109,6 +108,6 @@ def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
     for name, value in metrics.items():
         print(f"{name} = {value:.6g}")
     target = run / "eval.json"
-    write_aside(target, json.dumps({"overrides": list(overrides), "metrics": metrics}, indent=1) + "\n")
+    write_json(target, {"overrides": list(overrides), "metrics": metrics})
     print(f"wrote {target}")
     return 0

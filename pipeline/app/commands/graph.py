@@ -10,7 +10,6 @@ from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
 
-ENDINGS = {".mmd": "mermaid", ".md": "mermaid", ".svg": "svg"}
 SUMMARY = "Draw a graph, or check every shipped graph and recipe."
 
 
@@ -18,8 +17,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = OVERRIDES_HELP
     add_overrides(parser)
-    parser.add_argument("--format", choices=["mermaid", "svg"], help="default: by the ending of -o, else mermaid")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file (.mmd or .svg)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write to a file (.svg, or .mmd and .md for mermaid) in place of printing mermaid",
+    )
     parser.add_argument(
         "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"
     )
@@ -39,23 +42,19 @@ def main(options: argparse.Namespace) -> int:
     from pipeline.app import draw
 
     output = Path(options.output) if options.output else None
-    kind = options.format or (ENDINGS.get(output.suffix) if output else "mermaid")
-    if kind is None:
-        raise ConfigError(
-            f"-o {output}: expected an ending of {', '.join(ENDINGS)}, or --format; got "
-            f"'{output.suffix if output else ''}'."
-        )
-    text = draw.svg(experiment.graph) if kind == "svg" else draw.mermaid(experiment.graph)
     if output is None:
-        print(text)
-    else:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"-o {output}: cannot be written ({error.strerror}); expected a file in an existing folder."
-            ) from error
-        print(f"wrote {output}")
+        print(draw.mermaid(experiment.graph))
+        return 0
+    if output.suffix not in (".svg", ".mmd", ".md"):
+        raise ConfigError(f"-o {output}: expected an ending of .svg, .mmd or .md, got '{output.suffix}'.")
+    try:
+        text = draw.svg(experiment.graph) if output.suffix == ".svg" else draw.mermaid(experiment.graph)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"-o {output}: cannot be written ({error.strerror}); expected a file in an existing folder."
+        ) from error
+    print(f"wrote {output}")
     return 0
 
 

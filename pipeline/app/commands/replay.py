@@ -94,18 +94,12 @@ def _of_run(options: argparse.Namespace) -> int:
 
 def _on_files(options: argparse.Namespace) -> int:
     from pipeline.app.component_run import ComponentRun
-    from pipeline.core.component import Context, ModelSpec
     from pipeline.run.compose import parse_settings
 
-    context = Context(
-        seed=options.seed or 0,
-        device=options.device or "cpu",
-        model=ModelSpec(path=options.model or "tiny"),
-    )
-    with ComponentRun(context) as components:
+    with ComponentRun(options.seed or 0, options.device or "cpu", options.model or "tiny") as components:
         inputs = components.read_inputs(options.target, options.inputs)
         settings = parse_settings(options.set)
-        outputs, metrics = components.run(options.target, settings, inputs, options.iteration or 0)
+        outputs, metrics = components.run_component(options.target, settings, inputs, options.iteration or 0)
         _print(outputs, metrics, options.output)
     return 0
 

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
 from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
 from pipeline.app.sweep import check_distinct, combinations
-from pipeline.core.errors import ConfigError, RunError, did_you_mean
-from pipeline.run.compose import Experiment, build_experiment, compose, list_choices, search_dirs
-from pipeline.run.run_directory import write_aside, writing
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
+from pipeline.run.run_directory import check_run, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."
 
@@ -80,7 +79,12 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     if cluster.root:
         overrides.append(f"run.root={cluster.root}")
     experiment = build_experiment(compose(overrides, config_dirs), " ".join(overrides))
-    check_ranks(experiment, cluster)
+    from pipeline.run.distributed.team import DistributedError, Ranks, plan_ranks
+
+    try:
+        plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
+    except DistributedError as error:
+        raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
     run = experiment.run_path.resolve()
     if cluster.servers:
         from pipeline.app.cluster.servers import learner_overrides
@@ -92,23 +96,9 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
     return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
 
 
-def check_ranks(experiment: Experiment, cluster: Cluster) -> None:
-    """The number of ranks must be a multiple of those one replica of each collective node takes."""
-    for node in experiment.graph.nodes:
-        ranks_of: Any = getattr(node.cls, "ranks_per_replica", None)
-        needed = int(ranks_of(node.config)) if ranks_of and node.placement == "collective" else 1
-        if cluster.ranks % needed:
-            raise ConfigError(
-                f"cluster: {cluster.ranks} ranks (nodes × ranks per node), but one replica of {node.name} takes "
-                f"{needed} (tensor × pipeline parallel); expected a multiple. Change cluster.nodes or the learner's "
-                "layout."
-            )
-
-
 def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
     """The job that evaluates a finished run; raises an error for a run or a suite that is not there."""
-    if not (run / "config.yaml").exists():
-        raise RunError(f"submit --eval {run}: no config.yaml there; expected the directory of a run.")
+    check_run(run)
     folder = run.resolve()
     known = list_choices("suite", search_dirs(config_dirs))
     for suite in (text.removeprefix("suite=") for text in overrides if text.startswith("suite=")):

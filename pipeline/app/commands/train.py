@@ -96,6 +96,8 @@ def _train_all(experiments: Sequence[Experiment]) -> int:
 
 def train(experiment: Experiment, team: Team | None = None) -> int:
     """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
+    import torch
+
     from pipeline.app import draw
     from pipeline.app.progress import Progress
     from pipeline.app.results import write_results
@@ -105,7 +107,8 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     from pipeline.run.run_directory import RunDirectory, write_aside
 
     settings = experiment.run
-    set_threads(settings.threads)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)  # two that compete were seen to be 10 to 20 times slower than one
     team = team or Team()
     if team.ranks.rank:
         team.barrier()  # rank 0 has the run directory open
@@ -126,7 +129,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
             with Progress(settings.iterations, done) as executor.observer:
                 outcome = executor.run()
         # A preempted run goes on soon, and its machine is needed by others now.
-        _, table = write_results(run.path, title=settings.name, picture=outcome.exit_code == 0)
+        table = write_results(run.path, picture=outcome.exit_code == 0)
     print(table)
     print(f"run directory: {run.path}")
     return outcome.exit_code
@@ -151,11 +154,3 @@ def follow(experiment: Experiment, team: Team) -> int:
         executor.setup()
         executor.restore()
         return executor.run().exit_code
-
-
-def set_threads(threads: int) -> None:
-    """Torch's threads on a CPU; two under contention were seen to run 10 to 20 times slower than one."""
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)

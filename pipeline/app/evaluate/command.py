@@ -25,7 +25,7 @@ from pipeline.app.evaluate.suite import Suite, load_suite
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, DataError, RunError
 from pipeline.run.compose import search_dirs
-from pipeline.run.run_directory import locked, write_aside, writing
+from pipeline.run.run_directory import locked, write_json, writing
 
 CONTAMINATION = "_contamination.json"
 
@@ -136,8 +136,7 @@ class Evaluation:
         reports = self._search([work.problems for work in left], train, subject, tokenizer) if left else {}
         for work in left:
             work.contamination = reports[work.problems.name]
-            text = json.dumps(work.contamination, indent=1, ensure_ascii=False) + "\n"
-            write_aside(work.store.folder / CONTAMINATION, text)
+            write_json(work.store.folder / CONTAMINATION, work.contamination)
 
     def _search(
         self, sets: Sequence[Problems], train: dict[str, Any] | None, subject: Subject, tokenizer: Any

@@ -9,7 +9,6 @@ RUN/eval/SUITE/CHECKPOINT/items/TASK/
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import RunError
-from pipeline.run.run_directory import differences, sync_directory, write_aside, writing
+from pipeline.run.run_directory import differences, listed_changes, replacing, sync_directory, write_json, writing
 
 FORMAT = 1
 KEY = b"creditgraph.eval"
-PASSES = ("greedy", "sampled")
 
 SCHEMA = pa.schema(
     [
@@ -115,9 +113,7 @@ class ItemStore:
             return
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_aside(
-            note, json.dumps({"format": FORMAT, "chunk_rows": chunk_rows, "made_with": self.made_with}, indent=1) + "\n"
-        )
+        write_json(note, {"format": FORMAT, "chunk_rows": chunk_rows, "made_with": self.made_with})
 
     def _compare(self, note: Path) -> None:
         try:
@@ -134,12 +130,10 @@ class ItemStore:
             )
         changes = differences(earlier, self.made_with)
         if changes:
-            lines = [f"  {name}: was {_shown(old)}, now {_shown(new)}" for name, old, new in changes[:20]]
-            more = [f"  … and {len(changes) - 20} more"] if len(changes) > 20 else []
             raise RunError(
                 f"{self.folder}: holds records of another evaluation, which are not mixed with new ones:\n"
-                + "\n".join([*lines, *more])
-                + "\nGo back to these settings, keep both with label=NAME, or start over with --fresh."
+                f"{listed_changes(changes)}\n"
+                "Go back to these settings, keep both with label=NAME, or start over with --fresh."
             )
 
     def done(self, chunk: Chunk) -> bool:
@@ -163,14 +157,10 @@ class ItemStore:
         )
         assert table.num_rows == chunk.rows, chunk
         final = self.folder / chunk.name
-        # A file under its final name is whole: a kill leaves at most a .tmp- file, which the next start ignores.
-        aside = final.with_name(f".tmp-{chunk.name}")
-        with writing(final):
+        # A file under its final name is whole: a kill leaves at most a .tmp- file behind, which the next start ignores.
+        with replacing(final) as aside:
             pq.write_table(table, aside, compression="zstd")
-            with aside.open("rb") as handle:
-                os.fsync(handle.fileno())
-            os.replace(aside, final)
-            sync_directory(self.folder)
+        sync_directory(self.folder)
 
     def tables(self, chunks: Sequence[Chunk], columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """One table per chunk, read when it is its turn."""
@@ -179,8 +169,3 @@ class ItemStore:
                 self.folder / chunk.name, columns=None if columns is None else list(columns), partitioning=None
             )
             yield table.replace_schema_metadata(None)
-
-
-def _shown(value: Any) -> str:
-    text = value if value == "absent" else repr(value)
-    return text if len(text) <= 100 else text[:97] + "…"

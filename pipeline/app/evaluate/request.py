@@ -79,6 +79,7 @@ def parse_request(arguments: Sequence[str]) -> Request:
         if equals and dot and section in SECTIONS:
             dotted.setdefault(section, []).append(text)
         elif equals and key in fields:
+            # Texts are taken as written: as YAML, a folder called 007 would be a number.
             plain[key] = value if fields[key] == "str" else parse_settings([text])[key]
         elif not equals:
             problems.append(f"'{text}': no '='; expected key=value")

@@ -13,7 +13,8 @@ from pipeline.app.evaluate.scores import TaskScores, mean_results, metric_order,
 from pipeline.app.evaluate.sets import Problems
 from pipeline.app.evaluate.subject import Subject
 from pipeline.app.evaluate.suite import Suite
-from pipeline.run.run_directory import write_aside
+from pipeline.app.text import markdown_table
+from pipeline.run.run_directory import write_aside, write_json
 
 
 def write_results(
@@ -43,9 +44,9 @@ def write_results(
         "contamination": {n: {k: v for k, v in r.items() if k != "overlapping"} for n, r in contamination.items()},
     }
     rejected = [json.dumps(row, ensure_ascii=False) + "\n" for problems in sets for row in problems.rejected]
-    write_aside(folder / "results.json", _json(results))
+    write_json(folder / "results.json", results)
     write_aside(folder / "results.md", results_page(results))
-    write_aside(folder / "contamination.json", _json(contamination))
+    write_json(folder / "contamination.json", contamination)
     write_aside(folder / "rejected.jsonl", "".join(rejected))
     return results
 
@@ -90,7 +91,7 @@ def write_comparison(
     folder = subjects[0].folder / "eval" / suite.name
     stem = f"comparison-{label}" if label else "comparison"
     page = comparison_page(comparison)
-    write_aside(folder / f"{stem}.json", _json(comparison))
+    write_json(folder / f"{stem}.json", comparison)
     write_aside(folder / f"{stem}.md", page)
     return f"{page}\n{''.join(notes)}wrote {folder / f'{stem}.md'} and {stem}.json"
 
@@ -117,10 +118,6 @@ def _described(problems: Problems) -> dict[str, Any]:
     }
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-
-
 def percent(estimate: Mapping[str, float] | None, sign: bool = False) -> str:
     """ "81.2 [77.0, 85.4]" in percent; an en dash without an estimate.
 
@@ -131,17 +128,6 @@ def percent(estimate: Mapping[str, float] | None, sign: bool = False) -> str:
         return "–"
     value, low, high = (f"{100 * estimate[k]:{'+' if sign else ''}.1f}" for k in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table with columns of even width."""
-    widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
-    lines = [
-        [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))]
-        for r in [head, *rows]
-    ]
-    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 
 
 def results_table(results: Mapping[str, Any]) -> str:
@@ -159,7 +145,7 @@ def results_table(results: Mapping[str, Any]) -> str:
             add(f"{name}, without flagged", str(task["without_flagged"]["problems"]), "0", task["without_flagged"])
     if results.get("mean"):
         add("mean of tasks", "", "", results["mean"])
-    return table(["task", "problems", "flagged", *metrics], rows)
+    return markdown_table(["task", "problems", "flagged", *metrics], rows)
 
 
 def results_page(results: Mapping[str, Any]) -> str:
@@ -180,7 +166,7 @@ percentile method). Suite {results["suite"]} version {results["version"]}, seed 
 
 {contamination_lines(results["contamination"])}
 
-{table(head, rows)}
+{markdown_table(head, rows)}
 """
 
 
@@ -218,7 +204,7 @@ def comparison_page(comparison: Mapping[str, Any]) -> str:
     used = [
         f"{n} is checkpoint {comparison['checkpoints'][n]} with {comparison['engines'][n]}" for n in (first, *others)
     ]
-    return f"""{table(head, rows)}
+    return f"""{markdown_table(head, rows)}
 
 Percent, with {100 * comparison["confidence"]:g} % bootstrap intervals; differences are drawn in pairs over the \
 problems both have, and * marks those whose interval leaves out 0. Suite {comparison["suite"]} version \

@@ -25,7 +25,7 @@ from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
 from pipeline.run.checkpoint import load, numbered, read_manifest
 from pipeline.run.compose import deep_merge, graph_dict, list_choices, read_yaml, resolved_section
-from pipeline.run.run_directory import lock_holder
+from pipeline.run.run_directory import check_run, lock_holder
 from pipeline.run.run_settings import resolve_device
 
 _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
@@ -91,11 +91,8 @@ def open_run_subject(path: Path, request: Request, dirs: Sequence[Path]) -> Subj
     Raises:
         RunError: there is no such run or checkpoint, or the run is still training and no number was given.
     """
+    check_run(path)
     config = path / "config.yaml"
-    if not config.is_file():
-        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, near) if near else ""
-        raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
     values = read_yaml(config)
     spec = _model({**(values.get("model") or {}), **request.changed("model")}, str(config))
     run = values.get("run") or {}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipeline.app.draw import settings_of, summary_of, svg
 from pipeline.app.report.source import RunSource, spread
-from pipeline.app.report.text import cut
 from pipeline.app.results import as_table, summarise
+from pipeline.app.text import cut
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Batch, Prompts
 from pipeline.run.run_directory import differences

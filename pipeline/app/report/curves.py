@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS
 from pipeline.app.report.source import RunSource
+from pipeline.app.results import is_number, phase_seconds
 
 POINTS = 200  # of one line
 AXES = {"iteration": "iteration", "tokens": "sampled tokens", "time": "seconds"}
@@ -63,7 +64,7 @@ def line(runs: Sequence[RunSource], metric: str, along: str) -> list[list[float]
     series: list[tuple[Floats, Floats]] = []
     for run in runs:
         at = axis(run.rows, along)
-        pairs = [(x, float(r[metric])) for x, r in zip(at, run.rows, strict=True) if _number(r.get(metric))]
+        pairs = [(x, float(r[metric])) for x, r in zip(at, run.rows, strict=True) if is_number(r.get(metric))]
         if pairs:
             xs, ys = np.array(pairs).T
             # Tokens do not rise in an iteration that samples nothing.
@@ -103,13 +104,13 @@ def phases(run: RunSource, most: int = 7) -> list[list[Any]]:
     are left out."""
     total: dict[str, float] = {}
     for row in run.rows:
-        for node, seconds in _seconds(row):
+        for node, seconds in phase_seconds(row).items():
             total[node] = total.get(node, 0.0) + seconds
     shown = sorted(total, key=lambda n: -total[n])[:most]
     bars: list[list[Any]] = []
     for row in run.rows:
         rest = 0.0
-        for node, seconds in _seconds(row):
+        for node, seconds in phase_seconds(row).items():
             if node in shown:
                 bars.append([row.get("iteration", 0), node, _short(seconds)])
             else:
@@ -117,15 +118,6 @@ def phases(run: RunSource, most: int = 7) -> list[list[Any]]:
         if len(total) > most:
             bars.append([row.get("iteration", 0), "other", _short(rest)])
     return bars
-
-
-def _seconds(row: dict[str, Any]) -> list[tuple[str, float]]:
-    clocks = [(k.removeprefix("seconds/"), v) for k, v in row.items() if k.startswith("seconds/") and _number(v)]
-    return [(n, float(v)) for n, v in clocks if n not in ("iteration", "cpu") and not n.startswith("waiting")]
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _short(value: float) -> float:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.app.report.source import RunSource, read_table, spread
-from pipeline.app.report.text import cut, load_tokenizer, piece
+from components.models.load import resolve_model_path
+from pipeline.app.report.source import RunSource, spread
+from pipeline.app.text import cut
+from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import (
     Batch,
@@ -28,6 +31,7 @@ from pipeline.core.payloads import (
     TokenLogprobs,
     Trajectories,
 )
+from pipeline.run.recording import read_table
 
 TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
 LONGEST_PIECE = 400  # characters kept of one token
@@ -103,11 +107,8 @@ def roles(run: RunSource) -> dict[str, list[str]]:
 
 def learner_wires(run: RunSource, socket: str) -> list[str]:
     """ "node.output" wired into a learner's socket."""
-    graph = run.graph
-    if graph is None:
-        return []
-    learners = [n for n in graph.nodes if {"trajectories", "credit"} <= set(n.wires)]
-    return [f"{w.source}.{w.output}" for n in learners if n.placement == "collective" for w in n.wires[socket]]
+    learners = run.graph.learners if run.graph else []
+    return [f"{w.source}.{w.output}" for node in learners for w in node.wires[socket]]
 
 
 def collect(runs: Iterable[RunSource], max_bytes: float = float("inf")) -> Rollouts:
@@ -337,3 +338,34 @@ def _mark(flags: NDArray[np.uint8], ends: NDArray[Any], bit: int) -> None:
 def _sized(row: NDArray[Any], size: int) -> NDArray[Any]:
     """The row; zeros when its length is not the response's."""
     return row if len(row) == size else np.zeros(size, np.float32)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The `tokenizers.Tokenizer` of a model folder, or of a hub model in the local cache; None when there is none.
+
+    Never uses the network, so that a report can be written anywhere.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from tokenizers import Tokenizer
+
+    try:
+        path = resolve_model_path(model)
+        file: Any = Path(path) / "tokenizer.json"
+        if not file.is_file():
+            file = try_to_load_from_cache(path, "tokenizer.json")
+    except (CreditgraphError, HFValidationError, ValueError):
+        return None
+    if not isinstance(file, str | Path):
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # tokenizers raises bare Exception for a file that it cannot read
+        return None
+
+
+def piece(tokenizer: Any, token: int) -> str:
+    """Text of one token; "⟨id⟩" without a tokenizer or outside its vocabulary."""
+    if tokenizer is None or tokenizer.id_to_token(token) is None:
+        return f"⟨{token}⟩"
+    return str(tokenizer.decode([token], skip_special_tokens=False))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,8 @@ import yaml
 
 from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
 from pipeline.core.graph import Graph
-from pipeline.run.metrics import read_metrics
-from pipeline.run.recording import KEY, from_arrow
+from pipeline.run.metrics import read_lines, read_metrics
+from pipeline.run.recording import KEY, from_arrow, read_table
 from pipeline.run.run_directory import lock_holder
 from pipeline.run.timeline.files import trace_files
 
@@ -102,7 +102,7 @@ class RunSource:
         if file is None:
             return None
         try:
-            return from_arrow(_utf8(read_table(file)), str(file))
+            return from_arrow(read_table(file), str(file))
         except (pa.ArrowException, OSError) as error:
             self.note(f"record/{output}/{file.name} is half-written or damaged ({_first_line(error)}) and left out")
         except (CreditgraphError, ValueError, KeyError, TypeError) as error:
@@ -127,7 +127,7 @@ def read_run(path: Path) -> RunSource:
     run = RunSource(path)
     run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
-    run.rejected = _guarded(run, "rejected.jsonl", lambda p: list(_json_lines(p))) or []
+    run.rejected = _guarded(run, "rejected.jsonl", read_lines) or []
     run.card = _guarded(run, "data_card.json", lambda p: _mapping(json.loads(_text(p)))) or {}
     run.traces = trace_files(path)
     if not run.rows:
@@ -165,37 +165,6 @@ def _mapping(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError("not a mapping")
     return content
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in _text(path).splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
-def _utf8(table: pa.Table) -> pa.Table:
-    """The table with text that is no valid UTF-8 repaired (U+FFFD)."""
-    for i, column in enumerate(table.schema):
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            continue
-        # Arrow checks text only when it is read as Python strings, and then fails for the whole column.
-        raw = table.column(i).cast(pa.large_binary())
-        try:
-            raw.cast(pa.large_string())
-        except pa.ArrowInvalid:
-            fixed = [None if v is None else v.decode("utf-8", "replace") for v in raw.to_pylist()]
-            table = table.set_column(i, column, pa.array(fixed, column.type))
-    return table
-
-
-def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """One Parquet file; quicker to start than `pq.read_table`, which imports the dataset machinery."""
-    with pq.ParquetFile(file) as open_file:
-        return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
 
 def schema_class(file: Path) -> str:

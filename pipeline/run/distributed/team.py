@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,11 +128,7 @@ def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
     Raises:
         DistributedError: the number of processes does not fit.
     """
-    sizes = [
-        (n, int(getattr(n.cls, "ranks_per_replica", _one)(n.config)))
-        for n in graph.nodes
-        if n.placement == "collective"
-    ]
+    sizes = [(n, n.cls.ranks_per_replica(n.config)) for n in graph.nodes if n.placement == "collective"]
     size = max((s for _, s in sizes), default=1)
     owner = next((f"'{n.name}' ({n.use})" for n, s in sizes if s == size), "the graph")
     odd = [f"'{n.name}' takes {s}" for n, s in sizes if s not in (1, size)]
@@ -223,10 +218,6 @@ def _ranks(rank: int, world: int, local_rank: int) -> Ranks:
     return Ranks(rank=rank, world=world, local_rank=local_rank)
 
 
-def _one(config: Any) -> int:
-    return 1
-
-
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
@@ -234,8 +225,3 @@ def _number(env: Mapping[str, str], name: str) -> int:
         raise DistributedError(
             f"environment: {name} is '{env[name]}'; expected a number. Start with torchrun or srun."
         ) from None
-
-
-def host() -> str:
-    """Name of this host, for messages."""
-    return socket.gethostname()

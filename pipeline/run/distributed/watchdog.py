@@ -8,13 +8,14 @@ Ranks that live count up a number there, which shows who died without reporting 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
 from typing import Any, NoReturn
 
 from pipeline.core.component import Ranks
-from pipeline.run.distributed.team import DistributedError, host
+from pipeline.run.distributed.team import DistributedError
 
 PULSE = 1.0  # seconds between signs of life
 SILENCE = 4 * PULSE  # without one for this long a rank is dead
@@ -53,7 +54,7 @@ class Watchdog:
 
     def report(self, text: str) -> str:
         """Makes `text` the run's first error, unless there is one; returns the first one, with the rank in front."""
-        mine = f"rank {self._ranks.rank} ({host()}): {text}"
+        mine = f"rank {self._ranks.rank} ({socket.gethostname()}): {text}"
         try:
             with self._lock:
                 # An empty expected value writes only where nothing is.

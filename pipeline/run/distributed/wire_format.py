@@ -13,20 +13,15 @@ from pipeline.core.payloads import Batch
 from pipeline.run.checkpoint import Encoded, decode, encode
 
 
-def pack(value: Any, place: str = "value") -> Tensor:
+def pack(value: Any) -> Tensor:
     """A value (see `pipeline.run.checkpoint`) as uint8 [bytes].
+
+    The length of the header in 8 bytes, the header, then the tensors; every part begins at a multiple of 8.
 
     >>> unpack(pack({"a": [1, torch.tensor([2.5])]}))
     {'a': [1, tensor([2.5000])]}
     """
-    return pack_encoded(encode(value, place, copy=False))
-
-
-def pack_encoded(state: Encoded) -> Tensor:
-    """An encoded value as uint8 [bytes]: the length of the header in 8 bytes, the header, then the tensors.
-
-    Every part begins at a multiple of 8.
-    """
+    state = encode(value, "value", copy=False)
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()]
     header = json.dumps({"tree": state.tree, "tensors": about}).encode()
     header += b" " * (-len(header) % 8)
@@ -39,8 +34,8 @@ def pack_encoded(state: Encoded) -> Tensor:
     return torch.cat(parts)
 
 
-def unpack_encoded(data: Tensor) -> Encoded:
-    """What `pack_encoded` was given."""
+def unpack(data: Tensor) -> Any:
+    """What `pack` was given; tensors are on the CPU."""
     size = int.from_bytes(data[:8].numpy().tobytes(), "little")
     header = json.loads(data[8 : 8 + size].numpy().tobytes())
     tensors = {}
@@ -50,12 +45,7 @@ def unpack_encoded(data: Tensor) -> Encoded:
         count = torch.Size(shape).numel() * dtype.itemsize
         tensors[name] = data[at : at + count].clone().view(dtype).reshape(shape)
         at += count + -count % 8
-    return Encoded(header["tree"], tensors)
-
-
-def unpack(data: Tensor) -> Any:
-    """What `pack` was given; tensors are on the CPU."""
-    return decode(unpack_encoded(data))
+    return decode(Encoded(header["tree"], tensors))
 
 
 def join(values: Sequence[Any]) -> Any:

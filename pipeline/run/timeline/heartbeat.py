@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pipeline.core.errors import ranges
 
 WRITES = 16.0  # heartbeats a second that all ranks together write: a large run shares one file system
 _ENDED = 1 << 30  # sorts after every iteration
@@ -81,19 +82,7 @@ def _place(track: str, lane: dict[str, Any]) -> _Place:
 
 
 def _sentence(place: _Place, ranks: list[tuple[int, float]], many: bool) -> str:
-    who = f"{_ranges([rank for rank, _ in ranks])} " if many else ""
+    who = f"rank{'s' if len(ranks) > 1 else ''} {ranges(rank for rank, _ in ranks)} " if many else ""
     iteration = f" of iteration {place.iteration}" if 0 <= place.iteration < _ENDED else ""
     since = max(seconds for _, seconds in ranks)
     return f"{who}{place.text}{iteration}{place.lane} since {since:.0f} s"
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """ "ranks 0-3, 5" """
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    text = ", ".join("-".join(map(str, part)) for part in parts)
-    return f"rank{'s' if len(parts) > 1 or len(parts[0]) > 1 else ''} {text}"

@@ -28,6 +28,7 @@ from pipeline.core.payloads import (
     Trajectories,
 )
 from pipeline.core.sockets import Node
+from pipeline.core.trace import Trace
 from pipeline.run.timeline.clocks import Agreement, Clock, clock_offset
 from pipeline.run.timeline.files import TraceFile
 from pipeline.run.timeline.heartbeat import heartbeat_name, heartbeat_pause, read_heartbeat
@@ -79,7 +80,7 @@ def phase_of(node: Node) -> str:
     return "evaluation" if node.outputs_of(TrainReport) else "other"
 
 
-class Timeline:
+class Timeline(Trace):
     """Spans of one rank, from any of its threads. Without a folder nothing is written, but the clocks of roles run.
 
     Args:
@@ -135,7 +136,7 @@ class Timeline:
         role: str = "",
         node: str = "",
     ) -> Span:
-        """A context manager around what this thread does; see `pipeline.core.trace.Trace`."""
+        """A context manager around what this thread does."""
         return Span(self, name, phase, iteration, least, role or _ROLES.get(phase, ""), node or name)
 
     def waiting(self, name: str, iteration: int | None = None, node: str = "") -> Span:

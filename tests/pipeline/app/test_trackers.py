@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.app.cli import main
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
-from pipeline.app.trackers import TensorBoard, Wandb, _as_text, _Pending
+from pipeline.app.trackers import TensorBoard, Wandb, _as_text
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.compose import build_experiment, compose
 from pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
@@ -216,7 +216,7 @@ def test_a_damaged_record_costs_its_table_and_not_the_run(run, tmp_path, caplog)
     damaged = tmp_path / "record" / "sampler.trajectories" / "000001.parquet"
     damaged.write_bytes(damaged.read_bytes()[:200])
     settings = (TableSettings(every=1), RecordSettings())
-    pending = _Pending(RolloutTables(tmp_path, experiment.graph, *settings))
+    pending = RolloutTables(tmp_path, experiment.graph, *settings)
     for iteration in (0, 1, 2):
         pending.add(iteration)
     assert {row[0] for row in pending.take()} == {0, 2}

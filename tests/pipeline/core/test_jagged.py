@@ -30,7 +30,6 @@ def test_by_hand() -> None:
     assert j.row(0).tolist() == [1, 2]
     assert j.spread(torch.tensor([7, 8, 9])).to_lists() == [[7, 7], [], [9]]
     assert j.to_padded(-1).tolist() == [[1, 2], [-1, -1], [3, -1]]
-    assert j.to_padded(0, length=3).tolist() == [[1, 2, 0], [0, 0, 0], [3, 0, 0]]
     assert repr(j) == "Jagged(rows=3, total=3, dtype=int64)"
 
 

@@ -188,7 +188,7 @@ def test_evaluate_alone_uses_the_checkpointed_values(tmp_path):
     ):
         executor.setup()
         assert executor.restore() == 5
-        found = executor.evaluate(["evaluator"])
+        found = executor.evaluate()
     assert found["evaluator/version"] == 5
 
 

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from pipeline.core.errors import RunError
-from pipeline.run.metrics import FanOut, JsonLines, read_metrics
+from pipeline.run.metrics import JsonLines, read_metrics
 
 
 def test_lines_are_there_at_once_and_nan_is_null(tmp_path):
@@ -35,12 +35,3 @@ def test_a_full_disk_is_a_sentence(tmp_path):
     sink._file = open(sink.path, "w")  # noqa: SIM115
     with pytest.raises(RunError, match=r"m\.jsonl: cannot be written \(No space left on device\): the disk is full"):
         sink.log(0, {})
-
-
-def test_fan_out_reaches_all(tmp_path):
-    sinks = [JsonLines(tmp_path / name) for name in ("a", "b")]
-    both = FanOut(sinks)
-    both.log(3, {"x": 1.0})
-    both.sync()
-    both.close()
-    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == '{"iteration": 3, "x": 1.0}\n'

@@ -23,7 +23,6 @@ CONFIG = {
 
 def test_a_new_run_gets_its_folders_and_configuration(tmp_path):
     with RunDirectory.open(tmp_path / "deep" / "r", CONFIG) as run:
-        assert not run.resumed
         assert yaml.safe_load(run.config_path.read_text()) == CONFIG
         assert all(p.is_dir() for p in (run.path / "record", run.path / "checkpoints", run.path / "logs"))
 
@@ -35,8 +34,7 @@ def test_a_second_process_is_refused_and_told_who_runs(tmp_path):
         text = str(caught.value)
         assert f"{tmp_path / 'r'}: in use by process {os.getpid()} on {socket.gethostname()} since 20" in text
         assert "wait for it, stop it, or choose another run.name" in text
-    with RunDirectory.open(tmp_path / "r", CONFIG) as run:
-        assert run.resumed
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
 
 
 def test_a_lock_says_who_has_it_until_it_is_given_back(tmp_path):
@@ -52,10 +50,9 @@ def test_a_lock_says_who_has_it_until_it_is_given_back(tmp_path):
     assert lock_holder(path) == ""
 
 
-def test_free_settings_may_change_and_are_listed(tmp_path):
+def test_free_settings_may_change(tmp_path):
     RunDirectory.open(tmp_path / "r", CONFIG).close()
     with RunDirectory.open(tmp_path / "r", {**CONFIG, "run": {"seed": 0, "iterations": 9}}) as run:
-        assert run.changed == ["run.iterations: was 5, now 9"]
         assert yaml.safe_load(run.config_path.read_text())["run"]["iterations"] == 9
 
 
@@ -230,9 +227,7 @@ def test_settings_that_say_where_something_runs_may_change(tmp_path):
 
     run = tmp_path / "run"
     RunDirectory.open(run, config(servers=0, pool={"seconds": 900}, channel={"path": "/a"})).close()
-    moved = RunDirectory.open(run, config(servers=2), places=places)
-    assert len(moved.changed) == 3
-    moved.close()
+    RunDirectory.open(run, config(servers=2), places=places).close()
     for changed in (config(servers=2, max_rows=8), config(servers=2, channel={"dtype": "bfloat16"})):
         with pytest.raises(RunError, match="another configuration"):
             RunDirectory.open(run, changed, places=places)

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.app.bench.credit_bench import EXACT, CreditBench, Options, choose_rows
 from pipeline.app.bench.credit_report import cell, draw, table
-from pipeline.app.bench.credit_run import first_of, learner_of, run_credit, shared_outputs
+from pipeline.app.bench.credit_run import CreditRun, learner_of, shared_outputs
 from pipeline.app.bench.methods import BASELINE, Method
 from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Policy, Verifier
@@ -27,7 +27,7 @@ def weights():
 @pytest.fixture(scope="module")
 def grpo(weights):
     experiment = BASELINE.experiment(*SMALL)
-    with run_credit(experiment, weights, 0, reference=True) as run:
+    with CreditRun(experiment, 0, weights, uids_from_top=True) as run:
         yield experiment, run
 
 
@@ -36,32 +36,32 @@ def test_credit_is_what_the_learner_would_read(grpo):
     assert len(run.trajectories) == 8
     assert torch.equal(run.credit.uid, run.trajectories.uid)
     assert run.rollouts == ["sampler"]
-    assert "evaluator" not in run.outputs
-    assert "learner" not in run.outputs
+    assert "evaluator" not in run.by_node
+    assert "learner" not in run.by_node
     assert run.cost(rollouts=True).sampled_tokens == len(run.trajectories.response_tokens.values)
     assert run.cost(rollouts=False).sampled_tokens == 0
 
 
-def test_rollouts_stand_in_where_they_are_sampled_alike(grpo, weights):
-    experiment, run = grpo
+def test_rollouts_are_shared_where_they_are_sampled_alike(grpo, weights):
+    _, run = grpo
     other = Method("drgrpo", "toy_drgrpo").experiment(*SMALL)
-    given = shared_outputs(other.graph, experiment.graph, run)
+    given = shared_outputs(other.graph, run)
     assert sorted(given) == ["prompts", "sampler"]
-    with run_credit(other, weights, 0, given, {n: run.costs[n] for n in given}) as second:
+    with CreditRun(other, 0, weights, given=given, given_costs={n: run.costs[n] for n in given}) as second:
         assert torch.equal(second.trajectories.uid, run.trajectories.uid)
         assert not second.own_rollouts
         assert second.cost(rollouts=True) == run.cost(rollouts=True)
     hotter = Method("hot", "toy_grpo", ("sampler.temperature=0.5",)).experiment(*SMALL)
-    assert sorted(shared_outputs(hotter.graph, experiment.graph, run)) == ["prompts"]
+    assert sorted(shared_outputs(hotter.graph, run)) == ["prompts"]
 
 
 def test_own_rollouts_answer_the_same_prompts_under_other_uids(grpo, weights):
-    experiment, run = grpo
+    _, run = grpo
     resets = Method("srpo_oracle", "toy_srpo_oracle").experiment("prompts.batch=2", "data.train.size=40")
-    given = shared_outputs(resets.graph, experiment.graph, run)
-    with run_credit(resets, weights, 0, given) as own:
+    given = shared_outputs(resets.graph, run)
+    with CreditRun(resets, 0, weights, given=given) as own:
         assert own.own_rollouts
-        assert set(own.trajectories.prompt_uid.tolist()) <= set(run.outputs["prompts"]["batch"].uid.tolist())
+        assert set(own.trajectories.prompt_uid.tolist()) <= set(run.by_node["prompts"]["batch"].uid.tolist())
         assert not set(own.trajectories.uid.tolist()) & set(run.trajectories.uid.tolist())
         assert own.cost(rollouts=True).sampled_tokens > 0
         assert "prompts" in own.given
@@ -69,11 +69,11 @@ def test_own_rollouts_answer_the_same_prompts_under_other_uids(grpo, weights):
 
 def test_payloads_are_found_by_kind(grpo):
     _, run = grpo
-    assert first_of(run, Prompts) is run.outputs["prompts"]["batch"]
-    assert isinstance(first_of(run, Verifier), Verifier)
-    assert first_of(run, Policy).version == 0
+    assert run.first(Prompts) is run.by_node["prompts"]["batch"]
+    assert isinstance(run.first(Verifier), Verifier)
+    assert run.first(Policy).version == 0
     with pytest.raises(ConfigError, match="the graph has no Weights"):
-        first_of(run, Weights)
+        run.first(Weights)
 
 
 def test_a_graph_without_a_learner_of_credit_is_refused(grpo):

@@ -50,7 +50,7 @@ def test_tokens_and_seconds_leave_evaluation_out():
     assert curve.tokens.tolist() == [0, 200, 400]
     assert curve.seconds.tolist() == [0, 10, 20]
     assert curve.accuracy.tolist() == [0.2, 0.4, 0.5]
-    assert (curve.iterations, curve.total_tokens, curve.total_seconds) == (4, 400, 20)
+    assert (curve.iterations, curve.total_tokens) == (4, 400)
 
 
 def test_a_node_that_does_not_report_is_made_up_for_by_the_engine():
@@ -79,7 +79,6 @@ def line(tokens, accuracy, seconds=None):
         np.array(accuracy, float),
         len(tokens),
         tokens[-1],
-        1.0,
     )
 
 

@@ -43,7 +43,7 @@ def test_compare_reports_the_runs_there_are(monkeypatch, tmp_path, capsys):
     assert result["methods"]["rrpo"]["accuracy"] == {"0": None, "1": None}
     assert result["threshold"] == pytest.approx(0.2 + 0.75 * 0.3)
     assert (tmp_path / "compare.png").exists()
-    assert (tmp_path / "table.md").read_text().startswith("| method |")
+    assert (tmp_path / "table.md").read_text().startswith("| method ")
 
 
 @pytest.mark.parametrize("tool", ["compare", "creditbench"])
@@ -65,7 +65,7 @@ def test_creditbench_writes_table_result_and_figure(monkeypatch, tmp_path, capsy
     options = ("--methods", "drgrpo", "--seeds", 0, "--samples", 2, *settings, "--out", tmp_path)
     code = run(monkeypatch, "creditbench", *options)
     assert code == 0
-    assert "| drgrpo | given |" in capsys.readouterr().out
+    assert "| drgrpo      |    given |" in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert list(result["methods"]) == ["true_values", "grpo", "drgrpo"]
     assert result["settings"]["samples"] == 2

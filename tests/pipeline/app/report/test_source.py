@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -121,17 +120,6 @@ def test_a_data_card_is_shown_whatever_it_holds(make_run):
     assert "<h3>data.train</h3>" in html
     (run / "data_card.json").write_text("{", encoding="utf-8")
     assert any(n.startswith("data_card.json cannot be read") for n in notes_of(run)[0])
-
-
-def test_broken_utf8_in_a_text_column(make_run):
-    run = make_run()
-    file = run / "record" / "rewards.rewards" / "000000.parquet"
-    table = pq.read_table(file)
-    broken = pa.array([b"ok", b"\xff\xfe broken", b""], pa.binary()).view(pa.string())
-    place = table.schema.get_field_index("detail")
-    pq.write_table(table.set_column(place, "detail", broken), file)
-    found = collect([read_run(run)])
-    assert "\ufffd\ufffd broken" in found.texts.items
 
 
 def test_a_run_still_going(make_run):
