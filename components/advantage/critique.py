@@ -24,10 +24,10 @@ from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 class CritiqueAdvantage(Component):
     """Credits originals and refinements with r − mean of their group, and marks refinement tokens for the objective.
 
-    Column "shaping" holds γ on the tokens of refinements (`parent` ≥ 0) and 0 elsewhere. Objective `shaped_probability` weighs them
-    by f(p) = p/(p + γ), p being the current probability of the token, instead of a ratio: rare tokens of a refinement
-    get the larger gradient, and the prompt they were sampled from does not matter (second-hand, and the authors' code).
-    Without a refinement this is Dr.GRPO's advantage.
+    Column "shaping" holds γ on the tokens of refinements (`parent` ≥ 0) and 0 elsewhere. Objective
+    `shaped_probability` weighs them by f(p) = p/(p + γ), p being the current probability of the token, instead of a
+    ratio: rare tokens of a refinement get the larger gradient, and the prompt they were sampled from does not matter
+    (second-hand, and the authors' code). Without a refinement this is Dr.GRPO's advantage.
     """
 
     paper = "2506.03106"

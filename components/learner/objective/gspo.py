@@ -60,8 +60,8 @@ class GSPO(Objective):
 class GatedGSPO(GSPO):
     """`gspo` with the mean over gated tokens only, s = exp(Σ g l / Σ g).
 
-    g is column "gate" of the credit, times the mask. Source: 2605.05226, used with IBPO (2605.16302). Without the column this is `gspo`. A row whose gate is empty has
-    ratio 1 and no gradient.
+    g is column "gate" of the credit, times the mask. Without the column this is `gspo`. A row whose gate is empty has
+    ratio 1 and no gradient. Source: 2605.05226, used with IBPO (2605.16302).
     """
 
     def gate(self, inputs: LossInputs) -> Tensor:

@@ -17,10 +17,10 @@ GAMMA = "shaping"
 class ShapedProbability(PPOClip):
     """−f(p_t) A_t with f(p) = p/(p + γ), p_t = π_θ(y_t), on tokens with a γ > 0; `ppo_clip` on the others.
 
-    Column "shaping" of the credit holds γ. The gradient is A γ p/(p + γ)² ∇log p: largest at p = γ, small for tokens that are likely already and for very
-    unlikely ones. There is no ratio and no clip on these tokens. Source: Critique-GRPO (2506.03106) with γ = 0.1 on
-    refinement tokens; second-hand, and the authors' released code, where f(π_θ) takes the place of the ratio and
-    carries the gradient. Ratio metrics are over the other tokens.
+    Column "shaping" of the credit holds γ. The gradient is A γ p/(p + γ)² ∇log p: largest at p = γ, small for tokens
+    that are likely already and for very unlikely ones. There is no ratio and no clip on these tokens. Source:
+    Critique-GRPO (2506.03106) with γ = 0.1 on refinement tokens; second-hand, and the authors' released code, where
+    f(π_θ) takes the place of the ratio and carries the gradient. Ratio metrics are over the other tokens.
     """
 
     metrics = (

@@ -236,7 +236,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; without a layout, ordinary causal attention.
 
-    Soft caps and attention sinks are refused by an exception, on which the learner falls back to one row after the other.
+    Soft caps and attention sinks are refused by an exception, on which the learner takes one row after the other.
 
     Args:
         query: [1, H, total, D].
