@@ -33,7 +33,6 @@ class Counts:
         filtered: rows that `keep` left out, by column.
         rejected: rows that cannot be used, by reason with numbers replaced by N.
         duplicates: rows that repeat a question.
-        cut: rows whose question was shortened to fit the context.
         used: rows that are left.
         min_tokens, max_tokens, all_tokens: of the used rows' prompts.
     """
@@ -42,7 +41,6 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
-    cut: int = 0
     used: int = 0
     min_tokens: int = 0
     max_tokens: int = 0
@@ -86,7 +84,6 @@ class LoadedData:
                 "filtered": dict(counts.filtered.most_common()),
                 "rejected": dict(counts.rejected.most_common(100)),
                 "duplicates": counts.duplicates,
-                "cut": counts.cut,
                 "used": counts.used,
             },
             "prompt_tokens": {
