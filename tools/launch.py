@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def use_project_python() -> None:
-    """Starts the script again with .venv's Python unless it runs there already, or torch is importable where it runs."""
+    """Starts the script again with .venv's Python unless it runs there, or torch is importable where it runs."""
     python = ROOT / ".venv" / "bin" / "python"
     if Path(sys.prefix).resolve() == (ROOT / ".venv").resolve() or (not python.exists() and find_spec("torch")):
         return

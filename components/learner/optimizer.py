@@ -22,9 +22,8 @@ class OptimizerSettings:
     eps: float = 1e-8
     """added to the root of the second moment"""
     weight_decay: float = 0.0
-    """decoupled decay per step, as a multiple of the learning rate"""
-    decay_all: bool = False
-    """also decay norms, biases and embeddings; by default only weight matrices decay"""
+    """decoupled decay per step of weight matrices (not of norms, biases and embeddings), as a multiple of the learning
+    rate"""
     grad_clip: float = 1.0
     """largest global gradient norm; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -116,7 +115,7 @@ class Optimizer:
             for n, p in parameters.items()
         }
         self._narrow = [n for n, p in parameters.items() if self._masters[n] is not p]
-        decays = {n: settings.decay_all or (m.dim() > 1 and n not in no_decay) for n, m in self._masters.items()}
+        decays = {n: m.dim() > 1 and n not in no_decay for n, m in self._masters.items()}
         groups = []
         for which, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
             members = [m for n, m in self._masters.items() if decays[n] == which]

@@ -66,7 +66,7 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
     ) -> MegatronModel:
-        """A model with undefined weights; `load` or `load_tensors` fills them. `init_parallel` comes first.
+        """A model with undefined weights, which `load` fills. `init_parallel` comes first.
 
         Args:
             path: model folder, hub name or "tiny".
@@ -113,11 +113,6 @@ class MegatronModel:
         with megatron_on_cpu():
             fill(self.bridge, own, read(own, files))
 
-    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes this rank's part of whole tensors in Hugging Face names, in any order; DataError without one."""
-        with megatron_on_cpu():
-            fill(self.bridge, parts(self.bridge, self.chunks), tensors)
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
         return gather(self.bridge, parts(self.bridge, self.chunks))
@@ -142,11 +137,6 @@ class MegatronModel:
             shares = self.layout.tensor_parallel if self.layout.sequence_parallel else 1
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
         return self._inputs[batch]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank's last chunk ends the model."""
-        return bool(self.chunks[-1].post_process)
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the output head, [padded vocabulary / TP, D]; on the last stage only."""

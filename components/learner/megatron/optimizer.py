@@ -94,9 +94,7 @@ class MegatronOptimizer:
 
     def _decays(self, parameter: Tensor, name: str) -> bool:
         # The same parameters as learner.hf: weight matrices without embedding and output head.
-        return self.settings.decay_all or (
-            parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
-        )
+        return parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
 
     def clear(self) -> None:
         """Drops all gradients; call before the passes of a step."""
