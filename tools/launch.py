@@ -1,4 +1,4 @@
-"""For the scripts beside this file: they run with the project's own Python, whatever Python the shell found."""
+"""For the scripts of this folder: they run with the project's own Python, whichever one the shell starts."""
 
 import os
 import sys

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from components.data.sources import Source
 from components.data.store import RowStore
@@ -16,7 +16,7 @@ from pipeline.core.metric import Metric
 from pipeline.run.run_directory import write_aside
 
 CARD = "data_card.json"
-MAX_REJECTED = 1000  # of one section in rejected.jsonl; the others go to a file of their own
+MAX_REJECTED = 1000  # of one section in rejected.jsonl; all are counted, by reason
 
 LOADING_METRICS = (
     Metric("rejected", "rows", "rows of the data section that cannot be used, reported once when it is read"),
@@ -96,32 +96,19 @@ class LoadedData:
 
 
 class RejectedRows:
-    """Counts and writes rejected rows: the first to the run's rejected.jsonl, the rest to a file of this section."""
+    """Counts rejected rows by reason, and writes the first of them to the run's rejected.jsonl."""
 
-    def __init__(self, context: Context, source: Source, place: str, counts: Counter[str]) -> None:
+    def __init__(self, context: Context, source: Source, counts: Counter[str]) -> None:
         self._context = context
         self._source = source
-        self._place = place
         self._counts = counts
-        self._file: TextIO | None = None
 
     def add(self, number: int, reason: str) -> None:
-        """Counts one row; the first replica writes it."""
+        """Counts one row; the first replica writes it, because every replica reads the whole source."""
         self._counts[re.sub(r"(?<![\w-])\d+", "N", reason)] += 1
-        if self._context.ranks.replica or self._context.ranks.position:  # every replica reads the whole source
-            return
-        row = {"source": self._source.place, "row": number}
-        if self._counts.total() <= MAX_REJECTED:
-            self._context.reject(row, reason)
-        elif self._context.run_dir is not None:
-            if self._file is None:
-                self._file = (self._context.run_dir / f"rejected.{self._place}.jsonl").open("w", encoding="utf-8")
-            self._file.write(json.dumps({"row": row, "reason": reason}) + "\n")
-
-    def close(self) -> None:
-        """Closes the section's own file."""
-        if self._file is not None:
-            self._file.close()
+        first = not (self._context.ranks.replica or self._context.ranks.position)
+        if first and self._counts.total() <= MAX_REJECTED:
+            self._context.reject({"source": self._source.place, "row": number}, reason)
 
 
 def write_card(folder: Path, place: str, loaded: LoadedData) -> None:

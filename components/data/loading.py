@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +63,28 @@ def load_data(
     rows = RowStore(context.run_dir)
     loaded = LoadedData(rows=rows, counts=counts, source=source, revision=raw.revision, files=raw.files)
     seen: set[int] = set()
-    with closing(RejectedRows(context, source, place, counts.rejected)) as rejects:
-        candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
-        for number, row, length in _with_lengths(candidates, tokenizer):
-            counts.read += 1
-            if isinstance(row, str):
-                rejects.add(number, row)
+    rejects = RejectedRows(context, source, counts.rejected)
+    candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
+    for number, row, length in _with_lengths(candidates, tokenizer):
+        counts.read += 1
+        if isinstance(row, str):
+            rejects.add(number, row)
+            continue
+        if drop_duplicates:
+            key = int.from_bytes(question_key(row.metadata["question"]))
+            if key in seen:
+                counts.duplicates += 1
                 continue
-            if drop_duplicates:
-                key = int.from_bytes(question_key(row.metadata["question"]))
-                if key in seen:
-                    counts.duplicates += 1
-                    continue
-                seen.add(key)
-            if length == 0:
-                rejects.add(number, "no word of the prompt is in the model's vocabulary")
-            elif length >= limit:
-                rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
-            else:
-                rows.append(row)
-                counts.use(length)
-                if counts.used == source.size:
-                    break
+            seen.add(key)
+        if length == 0:
+            rejects.add(number, "no word of the prompt is in the model's vocabulary")
+        elif length >= limit:
+            rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
+        else:
+            rows.append(row)
+            counts.use(length)
+            if counts.used == source.size:
+                break
     counts.read += counts.filtered.total()
     if not counts.used:
         raise DataError(

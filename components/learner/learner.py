@@ -1,4 +1,4 @@
-"""The component behind every learner: a rollout batch in, a report, new weights and log-probs out."""
+"""The component that every learner is: a rollout batch in, a report, new weights and log-probs out."""
 
 from __future__ import annotations
 

@@ -63,12 +63,12 @@ class Update(NamedTuple):
     Attributes:
         grad_norm: norm of the gradient before clipping; 0 for a step that was skipped.
         lr: learning rate of the step.
-        made: whether the weights were updated.
+        applied: whether the weights were updated.
     """
 
     grad_norm: float
     lr: float
-    made: bool
+    applied: bool
 
 
 class Schedule:
@@ -85,7 +85,7 @@ class Schedule:
         self.step_count = 0
 
     def advance(self) -> float:
-        """Counts a step, made or skipped, so that the schedule keeps to the plan; returns its learning rate."""
+        """Counts a step, applied or skipped, so that the schedule keeps to the plan; returns its learning rate."""
         rate = learning_rate(self.settings, self.step_count, self.total_steps)
         self.step_count += 1
         return rate
@@ -149,8 +149,8 @@ class Optimizer:
         grads = [m.grad for m in masters if m.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         rate = self.schedule.advance()
-        made = math.isfinite(float(norm))
-        if made:
+        applied = math.isfinite(float(norm))
+        if applied:
             if self.settings.grad_clip:
                 nn.utils.clip_grads_with_norm_(masters, self.settings.grad_clip, norm)
             for group in self._adam.param_groups:
@@ -160,12 +160,12 @@ class Optimizer:
                 for name in self._narrow:
                     self._parameters[name].copy_(self._masters[name])
         self._drop_gradients()
-        return Update(float(norm), rate, made)
+        return Update(float(norm), rate, applied)
 
     def skip(self) -> Update:
         """Counts a step without an update and drops the gradients."""
         self._drop_gradients()
-        return Update(0.0, self.schedule.advance(), made=False)
+        return Update(0.0, self.schedule.advance(), applied=False)
 
     def _drop_gradients(self) -> None:
         self._adam.zero_grad(set_to_none=True)
@@ -202,6 +202,6 @@ class Optimizer:
         self._adam.state.clear()
         for name, moments in state["moments"].items():
             master = self._masters[name]
-            # The step counter stays on the CPU unless the fused kernel wants it beside the parameter.
+            # The step counter stays on the CPU unless the fused kernel takes it from the device.
             self._adam.state[master] = {k: v.detach().clone().to(master.device) for k, v in moments.items()}
         self.schedule.step_count = int(state["step_count"])

@@ -223,7 +223,7 @@ class RolloutTraining:
             loss = self._backend.sum(loss)
             update = self._backend.update() if bool(torch.isfinite(loss)) else self._backend.skip_update()
         self._meter("lr", update.lr)
-        if not update.made:
+        if not update.applied:
             self._counts["skipped_nonfinite"] += 1
             return
         self._counts["steps"] += 1

@@ -62,6 +62,19 @@ class SamplingSettings:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(SamplingSettings):
+    """Settings of samplers of plain groups."""
+
+    group_size: int = 8
+    """responses per prompt"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size < 1:
+            raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
+
+
 def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     """int64 [N, count] request seeds for draws first … first + count − 1 of each uid [N].
 

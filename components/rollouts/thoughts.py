@@ -33,7 +33,7 @@ def thought_texts(trajectories: Trajectories, tokenizer: Any) -> list[list[str]]
 
 
 def has_oracle(prompts: Prompts) -> bool:
-    """Whether the first wrong step of every response to these prompts can be told."""
+    """Whether the first wrong step of every response to these prompts is known."""
     return all(row.get("task") == "chains" for row in prompts.metadata)
 
 

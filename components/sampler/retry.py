@@ -29,7 +29,7 @@ class Outputs:
 
 
 class Retry(Component):
-    """Samples `pairs` pairs of attempts (y1, y2) per prompt; y2 answers a retry prompt that contains y1.
+    """Samples `pairs` pairs of attempts (y1, y2) per prompt; y2 responds to a retry prompt with y1.
 
     The retry prompt does not say whether y1 is right (second-hand: the paper's summaries agree on it). First attempts
     of a prompt are one group, second attempts another: outcomes of different turns are not compared. y2 keeps the retry

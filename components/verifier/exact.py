@@ -8,7 +8,7 @@ from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, un
 
 
 def normalise(answer: str, ignore_case: bool) -> str:
-    """Collapses white space, drops a final full stop, and lowers the case if asked.
+    """Collapses white space, drops a final full stop, and lowers the case with `ignore_case`.
 
     >>> normalise("  Forty  Two. ", ignore_case=True)
     'forty two'

@@ -109,7 +109,7 @@ class MegatronOptimizer:
         norm = float(self.inner.get_grad_norm())
         rate = self.schedule.advance()
         if not math.isfinite(norm):
-            return Update(norm, rate, made=False)
+            return Update(norm, rate, applied=False)
         for part in self.inner.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and self.settings.grad_clip:
@@ -117,8 +117,8 @@ class MegatronOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = rate
         self.inner.step_with_ready_grads()
-        return Update(norm, rate, made=True)
+        return Update(norm, rate, applied=True)
 
     def skip(self) -> Update:
         """Counts a step without an update; gradients are dropped before the next passes."""
-        return Update(0.0, self.schedule.advance(), made=False)
+        return Update(0.0, self.schedule.advance(), applied=False)

@@ -1,4 +1,4 @@
-"""The base class of objectives, and what they are given. Nothing here knows a model or a process group."""
+"""The base class of objectives, and their inputs. Nothing here knows a model or a process group."""
 
 from __future__ import annotations
 

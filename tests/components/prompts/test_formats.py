@@ -10,8 +10,7 @@ from components.models.load import load_tokenizer
 from components.prompts.dataset import DatasetPrompts
 from components.text.code_tests import extract_code
 from components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
-from components.verifier.boolean import Boolean
-from components.verifier.choice import Choice
+from components.verifier.choice import Boolean, Choice
 from components.verifier.exact import Exact
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec

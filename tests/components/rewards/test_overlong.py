@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from components.rewards.overlong import Overlong
-from components.rollouts.rewards import overlong_punishment
+from components.rewards.overlong import Overlong, overlong_punishment
 
 
 def test_numbers_by_hand():

@@ -140,7 +140,7 @@ def _pass(
         batch: PackedBatch = next(given)
 
         def loss(hidden: Tensor) -> Any:
-            logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8, chunk=7))
+            logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8))
             found.append((logprobs.detach(), entropies.detach()))
             return objective(logprobs, entropies), torch.tensor(1), {}
 
