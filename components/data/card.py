@@ -66,6 +66,7 @@ class LoadedData:
 
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
+        # Only what differs from the defaults, so that a card shows what somebody chose.
         default = asdict(Source(source=self.source.source, path="x", name="x"))
         settings = {
             name: value

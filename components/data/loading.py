@@ -71,6 +71,7 @@ def load_data(
             rejects.add(number, row)
             continue
         if drop_duplicates:
+            # Before the length is looked at, so that a row that repeats a rejected one counts as a duplicate.
             key = int.from_bytes(question_key(row.metadata["question"]))
             if key in seen:
                 counts.duplicates += 1

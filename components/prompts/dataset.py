@@ -100,6 +100,7 @@ class DatasetPrompts(Component):
             rows += [self.rows[int(i)] for i in taken]
             self.position += len(taken)
         self.context.log(epoch=self.epoch + self.position / len(self.rows), rows=len(self.rows))
+        # Ids are dealt out for the whole batch, so they do not depend on the number of replicas.
         mine = self.context.ranks.share(len(rows))
         return Outputs(batch=make_prompts(rows[mine], self.tokenizer, self.context.common_uids(len(rows))[mine]))
 
@@ -126,5 +127,6 @@ class DatasetPrompts(Component):
         self.position = position
         self._order: NDArray[np.int64] = np.arange(len(self.rows))
         if self.config.shuffle:
+            # Keyed by epoch and not by iteration: another batch size keeps the order.
             order = Stream(self.context.seed, self.context.node, "order").generator(epoch)
             self._order = order.permutation(len(self.rows))

@@ -60,6 +60,7 @@ class Overlong(Component):
         """Punishes every row."""
         check_aligned(trajectories, rewards)
         added = overlong_punishment(trajectories.response_tokens.lengths, self.config.max_length, self.config.buffer)
+        # A row without a verdict has no reward to add to.
         added = self.config.weight * added.masked_fill(~rewards.valid, 0.0)
         count = max(len(rewards), 1)
         self.context.log(punished_share=float((added < 0).sum()) / count, punishment=float(added.sum()) / count)

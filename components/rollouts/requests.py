@@ -81,6 +81,7 @@ def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     Keyed by (uid, draw), so a prompt gets the same samples whatever else is in the batch and however draws are cut into
     waves.
     """
+    # torch.stack takes no empty list.
     if not count:
         return torch.zeros(len(uid), 0, dtype=torch.int64)
     return torch.stack([stream.seeds(uid, draw) for draw in range(first, first + count)], dim=1)
