@@ -173,6 +173,7 @@ class Counterfactual(Component):
         """Revisions with the advantage of reward 1 in their original's group, on edited tokens alone (our reading)."""
         settings = self.config
         parents = trajectories.index_of(chosen.parent)
+        # What a response of reward 1 would get among the trajectories of its group, which it is not part of.
         moments = group_moments(shaped.value, trajectories.group, shaped.valid)
         mean, std, count = (moment[parents] for moment in moments)
         scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=EXACT_ZERO)}

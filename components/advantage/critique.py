@@ -63,5 +63,6 @@ class CritiqueAdvantage(Component):
             refined=float(refined.sum()),
             refined_advantage=float(advantage[refined].sum()) / max(int(refined.sum()), 1),
         )
+        # A column and not an advantage: what to do with it is the choice of the objective.
         shaping = torch.where(refined, self.config.gamma, 0.0)
         return Outputs(credit=trajectory_credit(trajectories, advantage, shaping=shaping))

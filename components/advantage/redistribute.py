@@ -158,6 +158,7 @@ class Redistribute(Component):
             sign[credit.advantage.sum() < 0] = -1.0
         oriented = parts.with_values(parts.values * sign[parts.row_ids])
         share = segment_shares(oriented, sizes, settings.head, settings.floor, settings.temperature, settings.per)
+        # A segment without trained tokens has share 0; the clamp only keeps the division defined.
         factor = share.values * sizes.sum()[share.row_ids] / sizes.values.clamp(min=1)
         advantage = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values * factor[segment].float(), 0.0)
         residual = (rewards.value.double() - increments(values.values).sum()).abs()

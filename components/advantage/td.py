@@ -44,6 +44,7 @@ def whitened(advantage: Jagged, mask: Jagged, all_sum: Callable[[Tensor], Tensor
     `all_sum` adds up [count, Σ A, Σ (A − mean)²] over replicas.
     """
     kept = torch.where(mask.values, advantage.values.double(), 0.0)
+    # Two passes: the variance of E[A²] − E[A]² would lose its digits.
     count, total = all_sum(torch.stack([mask.values.sum().double(), kept.sum()]))
     centred = torch.where(mask.values, kept - total / count.clamp(min=1), 0.0)
     variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)

@@ -30,6 +30,7 @@ class Merge(Component):
     def run(self, *, trajectories: list[Trajectories]) -> Outputs:
         """Concatenates the batches; raises AlignmentError when a trajectory arrives on two wires."""
         merged = Trajectories.concat(trajectories)
+        # A trajectory on two wires would count twice in the loss.
         repeated = len(merged) - len(torch.unique(merged.uid))
         if repeated:
             origins = ", ".join(part.origin or f"part {i}" for i, part in enumerate(trajectories))

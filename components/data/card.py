@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from components.data.sources import Source
 from components.data.store import RowStore
@@ -16,7 +16,7 @@ from pipeline.core.metric import Metric
 from pipeline.run.run_directory import write_json
 
 CARD = "data_card.json"
-MAX_REJECTED = 1000  # of one section in rejected.jsonl; the others go to a file of their own
+MAX_REJECTED = 1000  # of one section in rejected.jsonl; all are counted, by reason
 
 LOADING_METRICS = (
     Metric("rejected", "rows", "rows of the data section that cannot be used, reported once when it is read"),
@@ -33,7 +33,6 @@ class Counts:
         filtered: rows that `keep` left out, by column.
         rejected: rows that cannot be used, by reason with numbers replaced by N.
         duplicates: rows that repeat a question.
-        cut: rows whose question was shortened to fit the context.
         used: rows that are left.
         min_tokens, max_tokens, all_tokens: of the used rows' prompts.
     """
@@ -42,7 +41,6 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
-    cut: int = 0
     used: int = 0
     min_tokens: int = 0
     max_tokens: int = 0
@@ -68,6 +66,7 @@ class LoadedData:
 
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
+        # Only what differs from the defaults, so that a card shows what somebody chose.
         default = asdict(Source(source=self.source.source, path="x", name="x"))
         settings = {
             name: value
@@ -86,7 +85,6 @@ class LoadedData:
                 "filtered": dict(counts.filtered.most_common()),
                 "rejected": dict(counts.rejected.most_common(100)),
                 "duplicates": counts.duplicates,
-                "cut": counts.cut,
                 "used": counts.used,
             },
             "prompt_tokens": {
@@ -99,32 +97,19 @@ class LoadedData:
 
 
 class RejectedRows:
-    """Counts and writes rejected rows: the first to the run's rejected.jsonl, the rest to a file of this section."""
+    """Counts rejected rows by reason, and writes the first of them to the run's rejected.jsonl."""
 
-    def __init__(self, context: Context, source: Source, place: str, counts: Counter[str]) -> None:
+    def __init__(self, context: Context, source: Source, counts: Counter[str]) -> None:
         self._context = context
         self._source = source
-        self._place = place
         self._counts = counts
-        self._file: TextIO | None = None
 
     def add(self, number: int, reason: str) -> None:
-        """Counts one row; the first replica writes it."""
+        """Counts one row; the first replica writes it, because every replica reads the whole source."""
         self._counts[re.sub(r"(?<![\w-])\d+", "N", reason)] += 1
-        if self._context.ranks.replica or self._context.ranks.position:  # every replica reads the whole source
-            return
-        row = {"source": self._source.place, "row": number}
-        if self._counts.total() <= MAX_REJECTED:
-            self._context.reject(row, reason)
-        elif self._context.run_dir is not None:
-            if self._file is None:
-                self._file = (self._context.run_dir / f"rejected.{self._place}.jsonl").open("w", encoding="utf-8")
-            self._file.write(json.dumps({"row": row, "reason": reason}) + "\n")
-
-    def close(self) -> None:
-        """Closes the section's own file."""
-        if self._file is not None:
-            self._file.close()
+        first = not (self._context.ranks.replica or self._context.ranks.position)
+        if first and self._counts.total() <= MAX_REJECTED:
+            self._context.reject({"source": self._source.place, "row": number}, reason)
 
 
 def write_card(folder: Path, place: str, loaded: LoadedData) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,6 @@ DEFAULT_SIZE = 2000  # problems of the embedded task, whose list has no end
 # Prompts are tokenised in chunks of at most this many rows and characters.
 _CHUNK = 256
 _CHUNK_CHARACTERS = 1 << 20
-_MARK = "…"
-
-LongPrompts = Literal["reject", "cut"]
 
 
 def load_data(
@@ -41,7 +37,6 @@ def load_data(
     place: str = "data",
     reserve: int = 0,
     drop_duplicates: bool = False,
-    long_prompts: LongPrompts = "reject",
     max_rows: int = 0,
     room: int = 0,
 ) -> LoadedData:
@@ -54,7 +49,6 @@ def load_data(
         place: how error texts name the section.
         reserve: tokens of the context kept free for the response.
         drop_duplicates: keep only the first row of each question, compared as `question_key` does.
-        long_prompts: what to do with prompts that do not fit: reject them, or cut the beginning of the question.
         max_rows: ends reading after that many raw rows; 0 reads all.
         room: prompts must have fewer tokens; 0 takes what the model's context leaves.
 
@@ -69,31 +63,29 @@ def load_data(
     rows = RowStore(context.run_dir)
     loaded = LoadedData(rows=rows, counts=counts, source=source, revision=raw.revision, files=raw.files)
     seen: set[int] = set()
-    with closing(RejectedRows(context, source, place, counts.rejected)) as rejects:
-        candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
-        for number, row, length in _with_lengths(candidates, tokenizer):
-            counts.read += 1
-            if isinstance(row, str):
-                rejects.add(number, row)
+    rejects = RejectedRows(context, source, counts.rejected)
+    candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
+    for number, row, length in _with_lengths(candidates, tokenizer):
+        counts.read += 1
+        if isinstance(row, str):
+            rejects.add(number, row)
+            continue
+        if drop_duplicates:
+            # Before the length is looked at, so that a row that repeats a rejected one counts as a duplicate.
+            key = int.from_bytes(question_key(row.metadata["question"]))
+            if key in seen:
+                counts.duplicates += 1
                 continue
-            if drop_duplicates:
-                key = int.from_bytes(question_key(row.metadata["question"]))
-                if key in seen:
-                    counts.duplicates += 1
-                    continue
-                seen.add(key)
-            if length >= limit and long_prompts == "cut":
-                row, length = cut_question(row, source, tokenizer, limit - 1)
-                counts.cut += length < limit
-            if length == 0:
-                rejects.add(number, "no word of the prompt is in the model's vocabulary")
-            elif length >= limit:
-                rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
-            else:
-                rows.append(row)
-                counts.use(length)
-                if counts.used == source.size:
-                    break
+            seen.add(key)
+        if length == 0:
+            rejects.add(number, "no word of the prompt is in the model's vocabulary")
+        elif length >= limit:
+            rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
+        else:
+            rows.append(row)
+            counts.use(length)
+            if counts.used == source.size:
+                break
     counts.read += counts.filtered.total()
     if not counts.used:
         raise DataError(
@@ -116,30 +108,6 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
         answer=[row.answer for row in rows],
         metadata=[row.metadata for row in rows],
     )
-
-
-def cut_question(row: Row, source: Source, tokenizer: Any, room: int) -> tuple[Row, int]:
-    """The row without the beginning of its question, so that the prompt has at most `room` tokens, and its length.
-
-    The end is kept because problems ask at their end. A prompt that is too long even without its question is returned
-    unchanged.
-    """
-    question = str(row.metadata["question"])
-    template = str(row.metadata["template"])
-
-    def attempt(kept: int) -> tuple[str, str, int]:
-        shown = _MARK + question[len(question) - kept :] if kept < len(question) else question
-        text = solve_prompt(template, shown, tokenizer, source.answer_kind)
-        return shown, text, _lengths([text], tokenizer)[0]
-
-    low, high = 0, len(question)  # low characters fit, high do not
-    if attempt(1)[2] > room:
-        return row, attempt(high)[2]
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if attempt(middle)[2] <= room else (low, middle)
-    shown, text, length = attempt(max(low, 1))
-    return Row(text=text, answer=row.answer, metadata={**row.metadata, "question": shown}), length
 
 
 def _lengths(texts: list[str], tokenizer: Any) -> list[int]:

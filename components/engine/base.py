@@ -122,19 +122,19 @@ class EnginePolicy(Policy):
                 "Wire consumers to engine.policy without '@'."
             )
 
-    def _check_scored(self, context: Jagged, tokens: Jagged, task: str = "score") -> None:
+    def _check_scored(self, context: Jagged, tokens: Jagged) -> None:
         """Checks rows to score: one context each, ids in the vocabulary, no longer than the context."""
         engine = self.engine
         if len(context) != len(tokens):
             raise CreditgraphError(
-                f"{task}: expected one context per row, got {len(context)} contexts for {len(tokens)} rows."
+                f"score: expected one context per row, got {len(context)} contexts for {len(tokens)} rows."
             )
-        self._check_tokens(context, f"{task} context", used=tokens.lengths > 0)
-        self._check_tokens(tokens, f"{task} row", used=torch.zeros(len(tokens), dtype=torch.bool))
+        self._check_tokens(context, "score context", used=tokens.lengths > 0)
+        self._check_tokens(tokens, "score row", used=torch.zeros(len(tokens), dtype=torch.bool))
         longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
         if longest > engine.context_length:
             raise CreditgraphError(
-                f"{task}: expected rows of at most {engine.context_length} tokens (the context of model "
+                f"score: expected rows of at most {engine.context_length} tokens (the context of model "
                 f"'{engine.context.model.path}'), got {longest}. Shorten prompt plus response or raise "
                 "model.max_context."
             )

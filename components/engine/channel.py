@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,12 @@ from components.engine.weight_files import (
     buckets,
     layout_of,
     overwrite_file,
-    read_file,
     sample_checksum,
     sample_names,
     to_send,
     write_file,
 )
+from components.models.weights import read_file
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import RunError
 from pipeline.core.payloads import Adapter, Weights
@@ -52,8 +52,6 @@ class ChannelSettings:
     between GPUs (not yet run on one), gloo between CPUs (SGLang only)"""
     path: str = field(default="/dev/shm", metadata=PLACE)
     """folder for weight files; a shared file system when servers run on other hosts"""
-    fallback: str = field(default="", metadata=PLACE)
-    """folder taken when `path` is full; "" stops the run instead"""
     dtype: Literal["model", "bfloat16", "float32"] = "model"
     """of the tensors on their way; model: that of model.dtype, so that float32 stays exact"""
     bucket_mb: int = field(default=128, metadata=PLACE)
@@ -122,8 +120,8 @@ class FileChannel:
         self._versions: dict[int, Path] = {}
         self._spare: Path | None = None  # the last but one version, to be overwritten
         self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
-        self.folders = [_own_folder(Path(path)) for path in (settings.path, settings.fallback) if path]
-        """where files may be, in order of preference; to be removed with the run"""
+        self.folder = _own_folder(Path(settings.path))
+        """where the files are; to be removed with the run"""
         remove_abandoned(Path(settings.path))
 
     def publish(self, weights: Weights) -> Update:
@@ -141,19 +139,14 @@ class FileChannel:
         else:
             parts = {_ADAPTER_TENSORS: tensors}
         later = self._near and weights.adapter is None
-        full: list[str] = []
-        for parent in self.folders:
-            folder = parent / f"v{weights.version}"
-            try:
-                self._make_folder(folder, tensors)
-                if not later:
-                    _write_parts(folder, parts, weights.adapter)
-                break
-            except OSError as error:
-                shutil.rmtree(folder, ignore_errors=True)
-                full.append(_full(parent, error))
-        else:
-            raise self._no_room(weights.version, tensors, full)
+        folder = self.folder / f"v{weights.version}"
+        try:
+            self._make_folder(folder, tensors)
+            if not later:
+                _write_parts(folder, parts, weights.adapter)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise self._not_written(weights.version, tensors, error) from error
         self._versions[weights.version] = folder
         return dataclasses.replace(
             _describe(weights, tensors),
@@ -179,14 +172,13 @@ class FileChannel:
     def close(self) -> None:
         """Removes all files."""
         self._writer.shutdown()
-        for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_folder(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """A folder with no files but hidden ones to overwrite; raises OSError when there is no room."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if self._spare is not None and self._spare.parent == folder.parent and self._spare.exists():
+        if self._spare is not None and self._spare.exists():
             self._spare.replace(folder)
             self._spare = None
             for file in list(folder.iterdir()):
@@ -205,15 +197,15 @@ class FileChannel:
             with contextlib.suppress(OSError):
                 (folder / FAILED).touch()
             tensors = {name: tensor for part in parts.values() for name, tensor in part.items()}
-            raise self._no_room(version, tensors, [_full(folder.parent, error)]) from error
+            raise self._not_written(version, tensors, error) from error
 
-    def _no_room(self, version: int, tensors: Mapping[str, Tensor], full: Sequence[str]) -> RunError:
-        settings = "engine.channel.fallback to a folder"
-        if self._settings.fallback:
-            settings = "engine.channel.path and engine.channel.fallback to folders"
+    def _not_written(self, version: int, tensors: Mapping[str, Tensor], error: OSError) -> RunError:
+        path = self._settings.path
+        if error.errno not in FULL:
+            return RunError(f"engine.channel.path: weights cannot be written to {path} ({error.strerror}).")
         return RunError(
             f"weights version {version}: expected room for two versions of {_bytes(tensors) / 1e6:.1f} MB, got too "
-            f"little in {', and in '.join(full)}. Free space there, or set {settings} with room."
+            f"little in {path} ({error.strerror}). Free space there, or set engine.channel.path to a folder with room."
         )
 
 
@@ -258,15 +250,6 @@ def _write_parts(folder: Path, parts: Mapping[str, dict[str, Tensor]], adapter: 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _full(folder: Path, error: OSError) -> str:
-    """The folder and why it takes no weights, if that is for want of room; raises RunError for other reasons."""
-    if error.errno not in FULL:
-        raise RunError(
-            f"engine.channel.path: weights cannot be written to {folder.parent} ({error.strerror})."
-        ) from error
-    return f"{folder.parent} ({error.strerror})"
 
 
 def _own_folder(parent: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Weights as safetensors files: writing and reading them, and the checksum that shows they arrived unchanged.
+"""Weights as safetensors files for engines: writing them, and the checksum that shows they arrived unchanged.
 
 Both ends of the way to an engine use this module: the channel that publishes and the workers that load.
 """
@@ -10,45 +10,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import CreditgraphError, DataError
+from pipeline.core.errors import CreditgraphError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FAILED = "failed"  # a file of this name in a folder says that no more files come
 _SAMPLED_TENSORS = 8
 _SAMPLED_BYTES = 1 << 20
 _POLL_SECONDS = 0.001
-
-
-def read_file(file: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor (mapped, not read) of everything in a safetensors file."""
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt", device="cpu") as opened:
-        for name in opened.keys():  # noqa: SIM118 (no mapping)
-            yield name, opened.get_tensor(name)
-
-
-def read_folder(path: str) -> dict[str, Tensor]:
-    """All tensors of the safetensors files in a folder (or of one such file); raises DataError."""
-    from safetensors import SafetensorError
-
-    where = Path(path)
-    files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
-    if not files:
-        raise DataError(f"weights path {path}: expected a folder in Hugging Face layout, got no *.safetensors file.")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(read_file(file))
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"weights file {file}: cannot be read ({error}). Write it again.") from error
-    return tensors
 
 
 def write_file(file: Path, tensors: dict[str, Tensor]) -> None:

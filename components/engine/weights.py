@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.engine.weight_files import in_dtype, read_folder
+from components.engine.weight_files import in_dtype
 from components.models.load import resolve_model_path
+from components.models.weights import check_shapes, read_folder
 from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError, did_you_mean
+from pipeline.core.errors import DataError
 from pipeline.core.payloads import Weights
 
 _PEFT_ROOT = "base_model.model."
@@ -50,7 +50,7 @@ class WeightNames:
             raise DataError(f"{place}: expected either tensors or a path, got {actual}.")
         if weights.path is not None:
             place += f" in {weights.path}"
-            tensors = read_folder(local_folder(weights.path))
+            tensors = read_folder(weights.path)
         else:
             tensors = dict(weights.tensors or {})
         for name, first in self.tied.items():
@@ -63,47 +63,13 @@ class WeightNames:
                 tensors.setdefault(first, tensors[name])
             elif first in tensors:
                 tensors[name] = tensors[first]
-        self._check(place, tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_shapes(place, shapes, self.shapes, "Publish the whole model of model.path, adapters merged.")
         return tensors
 
     def distinct(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of tied tensors only the first."""
         return {name: tensor for name, tensor in tensors.items() if name not in self.tied}
-
-    def _check(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        unknown = sorted(set(tensors) - set(self.shapes))
-        missing = sorted(set(self.shapes) - set(tensors))
-        if unknown:
-            hint = did_you_mean(unknown[0], missing or self.shapes)
-            raise DataError(
-                f"{place}: expected the model's Hugging Face names, got {len(unknown)} others, "
-                f"first '{unknown[0]}'.{hint}"
-            )
-        if missing:
-            raise DataError(
-                f"{place}: expected all {len(self.shapes)} weights, but {len(missing)} are missing, "
-                f"first '{missing[0]}'. Publish the whole model (adapters merged)."
-            )
-        for name, shape in self.shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise DataError(
-                    f"{place}: expected shape {shape} for '{name}', got {tuple(tensors[name].shape)}. "
-                    "Learner and engine must use one model.path."
-                )
-
-
-def local_folder(path: str) -> str:
-    """The folder of a model: the path itself, or the hub's snapshot of that name; raises DataError without one."""
-    if Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1:
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub client raises types of its own
-        raise DataError(
-            f"model '{path}': its weights cannot be downloaded from the Hugging Face hub ({error}). Use a local folder."
-        ) from error
 
 
 def merged(weights: Weights, spec: ModelSpec) -> Weights:
@@ -118,7 +84,7 @@ def merged(weights: Weights, spec: ModelSpec) -> Weights:
     scale = weights.adapter.alpha / weights.adapter.rank
     device = next((t.device for t in adapter.values()), torch.device("cpu"))
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    own = read_folder(local_folder(resolve_model_path(spec.path)))
+    own = read_folder(resolve_model_path(spec.path))
     tensors = {name: t.to(device) for name, t in in_dtype(own, dtype).items()}
     for name in (n for n in adapter if ".lora_A." in n):
         layer = name.removeprefix(_PEFT_ROOT).partition(".lora_A.")[0]

@@ -122,6 +122,7 @@ class Accuracy(Component):
         rows = loaded.rows[: self.config.num_problems or None]
         first = (_HELD_OUT << 39) | (context.node_index << 32)
         self._count = len(rows)
+        # Ids are those of all problems, so that every number of replicas draws the same samples.
         mine = context.ranks.share(len(rows))
         self._prompts = make_prompts(rows[mine], tokenizer, torch.arange(first, first + len(rows))[mine])
 

@@ -64,6 +64,7 @@ class RolloutBatch:
         order = torch.from_numpy(self._context.rng().generator(draw=f"epoch {epoch}").permutation(len(uids)))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(uids))
+        # By prompt and not by row: a group is compared within one optimiser step.
         part = place[which] * count // max(1, len(uids))
         return [(part == i).nonzero(as_tuple=True)[0].to(self.lengths.device) for i in range(count)]
 

@@ -22,9 +22,8 @@ class OptimizerSettings:
     eps: float = 1e-8
     """added to the root of the second moment"""
     weight_decay: float = 0.0
-    """decoupled decay per step, as a multiple of the learning rate"""
-    decay_all: bool = False
-    """also decay norms, biases and embeddings; by default only weight matrices decay"""
+    """decoupled decay per step of weight matrices (not of norms, biases and embeddings), as a multiple of the learning
+    rate"""
     grad_clip: float = 1.0
     """largest global gradient norm; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -64,12 +63,12 @@ class Update(NamedTuple):
     Attributes:
         grad_norm: norm of the gradient before clipping; 0 for a step that was skipped.
         lr: learning rate of the step.
-        made: whether the weights were updated.
+        applied: whether the weights were updated.
     """
 
     grad_norm: float
     lr: float
-    made: bool
+    applied: bool
 
 
 class Schedule:
@@ -86,7 +85,7 @@ class Schedule:
         self.step_count = 0
 
     def advance(self) -> float:
-        """Counts a step, made or skipped, so that the schedule keeps to the plan; returns its learning rate."""
+        """Counts a step, applied or skipped, so that the schedule keeps to the plan; returns its learning rate."""
         rate = learning_rate(self.settings, self.step_count, self.total_steps)
         self.step_count += 1
         return rate
@@ -116,7 +115,7 @@ class Optimizer:
             for n, p in parameters.items()
         }
         self._narrow = [n for n, p in parameters.items() if self._masters[n] is not p]
-        decays = {n: settings.decay_all or (m.dim() > 1 and n not in no_decay) for n, m in self._masters.items()}
+        decays = {n: m.dim() > 1 and n not in no_decay for n, m in self._masters.items()}
         groups = []
         for which, weight_decay in ((True, settings.weight_decay), (False, 0.0)):
             members = [m for n, m in self._masters.items() if decays[n] == which]
@@ -150,8 +149,8 @@ class Optimizer:
         grads = [m.grad for m in masters if m.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         rate = self.schedule.advance()
-        made = math.isfinite(float(norm))
-        if made:
+        applied = math.isfinite(float(norm))
+        if applied:
             if self.settings.grad_clip:
                 nn.utils.clip_grads_with_norm_(masters, self.settings.grad_clip, norm)
             for group in self._adam.param_groups:
@@ -161,12 +160,12 @@ class Optimizer:
                 for name in self._narrow:
                     self._parameters[name].copy_(self._masters[name])
         self._drop_gradients()
-        return Update(float(norm), rate, made)
+        return Update(float(norm), rate, applied)
 
     def skip(self) -> Update:
         """Counts a step without an update and drops the gradients."""
         self._drop_gradients()
-        return Update(0.0, self.schedule.advance(), made=False)
+        return Update(0.0, self.schedule.advance(), applied=False)
 
     def _drop_gradients(self) -> None:
         self._adam.zero_grad(set_to_none=True)

@@ -23,7 +23,7 @@ class Lora:
     target: str = "all-linear"
     """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
     publish: Literal["merged", "adapter"] = "merged"
-    """what engines are given: merged, whole weights with the adapters in them; adapter, the adapters' own tensors,
+    """what engines get: merged, whole weights with the adapters in them; adapter, the adapters' own tensors,
     which are small and which engine.vllm takes as they are (other engines merge them)"""
 
     def __post_init__(self) -> None:

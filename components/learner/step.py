@@ -18,7 +18,7 @@ from components.learner.objective import LossInputs, Meters, aggregate, counts, 
 from components.learner.optimizer import Update
 from components.learner.packing.pack import PackedBatch
 from components.learner.settings import LearnerSettings
-from pipeline.core.component import Context, identity_sum
+from pipeline.core.component import Context
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
 
@@ -188,8 +188,7 @@ class RolloutTraining:
             with self.clock("reference"):
                 reference = self.score(reference=True)
             self._inputs = self._inputs.replace(reference_logprobs=reference)
-        # The whole batch is on this rank, so statistics of it need no reduction.
-        self._inputs = prepare(self._inputs, self._settings.objective, identity_sum)
+        self._inputs = prepare(self._inputs, self._settings.objective)
 
     @torch.no_grad()
     def score(self, reference: bool) -> Jagged:
@@ -224,7 +223,7 @@ class RolloutTraining:
             loss = self._backend.sum(loss)
             update = self._backend.update() if bool(torch.isfinite(loss)) else self._backend.skip_update()
         self._meter("lr", update.lr)
-        if not update.made:
+        if not update.applied:
             self._counts["skipped_nonfinite"] += 1
             return
         self._counts["steps"] += 1

@@ -29,6 +29,7 @@ class OracleLocalizer(Localizer):
                 f"node '{self.context.node}': localizer.oracle expected problems of task 'chains', whose steps can be "
                 f"verified, got {', '.join(tasks)}. Use localizer.self or localizer.uniform."
             )
+        # Loading a tokenizer takes a second, which the policy has spent already.
         tokenizer = policy.tokenizer if policy is not None else self.tokenizer
         step = true_first_errors(prompts, failures, tokenizer)
         return self.outputs(failures, step, ["oracle"] * len(failures))

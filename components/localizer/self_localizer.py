@@ -33,6 +33,7 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
     for pattern, source in ((_BOXED, "boxed"), (_STEP, "step")):
         numbers = pattern.findall(text)
         if numbers:
+            # The last number counts: responses name earlier steps while they check them in order.
             return min(max(int(numbers[-1]), 1), max(count, 1)), source
     return 1, "default"
 

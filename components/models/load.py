@@ -119,8 +119,8 @@ def context_length(spec: ModelSpec) -> int:
     return check_context(spec, load_config(spec))
 
 
-def check_context(spec: ModelSpec, config: Any, needed: int = 1) -> int:
-    """Returns the context length; raises DataError when the model cannot hold `spec.max_context` or `needed` tokens."""
+def check_context(spec: ModelSpec, config: Any) -> int:
+    """Returns the context length; raises DataError when the model cannot hold `spec.max_context` tokens."""
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     own = next((limit for limit in limits if limit), spec.max_context or 1 << 30)
     if spec.max_context > own:
@@ -128,13 +128,7 @@ def check_context(spec: ModelSpec, config: Any, needed: int = 1) -> int:
             f"model '{spec.path}': expected model.max_context ≤ {own}, the context of the model, got "
             f"{spec.max_context}. Lower it or use a model with a longer context."
         )
-    length = spec.max_context or own
-    if length < needed:
-        raise DataError(
-            f"model '{spec.path}': expected a context of at least {needed} tokens for prompt and response, got "
-            f"{length}. Lower the response budget, filter long prompts, or use a model with a longer context."
-        )
-    return int(length)
+    return int(spec.max_context or own)
 
 
 @cache

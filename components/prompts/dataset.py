@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.data.card import LOADING_METRICS
-from components.data.loading import LongPrompts, load_data, make_prompts
+from components.data.loading import load_data, make_prompts
 from components.data.store import Row
 from components.models.load import load_tokenizer
 from pipeline.core.component import Component, Context
@@ -56,8 +56,6 @@ class DatasetPrompts(Component):
         """keep only the first of several rows whose question is the same but for white space and case"""
         reserve: int = 0
         """tokens of the context kept free for the response"""
-        long_prompts: LongPrompts = "reject"
-        """reject: prompts that do not fit the context are skipped; cut: the beginning of their question is left out"""
 
         def __post_init__(self) -> None:
             if self.batch < 1:
@@ -89,7 +87,6 @@ class DatasetPrompts(Component):
             place=f"data.{config.split}",
             reserve=config.reserve,
             drop_duplicates=config.drop_duplicates,
-            long_prompts=config.long_prompts,
         ).rows
         self._start_at(epoch=0, position=0)
 
@@ -103,6 +100,7 @@ class DatasetPrompts(Component):
             rows += [self.rows[int(i)] for i in taken]
             self.position += len(taken)
         self.context.log(epoch=self.epoch + self.position / len(self.rows), rows=len(self.rows))
+        # Ids are dealt out for the whole batch, so they do not depend on the number of replicas.
         mine = self.context.ranks.share(len(rows))
         return Outputs(batch=make_prompts(rows[mine], self.tokenizer, self.context.common_uids(len(rows))[mine]))
 
@@ -129,5 +127,6 @@ class DatasetPrompts(Component):
         self.position = position
         self._order: NDArray[np.int64] = np.arange(len(self.rows))
         if self.config.shuffle:
+            # Keyed by epoch and not by iteration: another batch size keeps the order.
             order = Stream(self.context.seed, self.context.node, "order").generator(epoch)
             self._order = order.permutation(len(self.rows))

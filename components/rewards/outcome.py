@@ -34,6 +34,7 @@ class Outcome(Component):
 
     def run(self, *, verifier: Verifier, trajectories: Trajectories, prompts: Prompts) -> Outputs:
         """Verifies every row; never fails for a bad one."""
+        # One NaN would spread to its whole group through mean and standard deviation.
         rewards = finite_rewards(verifier.verify(prompts, trajectories))
         check_aligned(trajectories, rewards)
         for row in (~rewards.valid).nonzero(as_tuple=True)[0].tolist():

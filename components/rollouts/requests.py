@@ -62,12 +62,26 @@ class SamplingSettings:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings(SamplingSettings):
+    """Settings of samplers of plain groups."""
+
+    group_size: int = 8
+    """responses per prompt"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size < 1:
+            raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
+
+
 def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     """int64 [N, count] request seeds for draws first … first + count − 1 of each uid [N].
 
     Keyed by (uid, draw), so a prompt gets the same samples whatever else is in the batch and however draws are cut into
     waves.
     """
+    # torch.stack takes no empty list.
     if not count:
         return torch.zeros(len(uid), 0, dtype=torch.int64)
     return torch.stack([stream.seeds(uid, draw) for draw in range(first, first + count)], dim=1)

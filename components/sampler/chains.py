@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
+from components.rollouts.requests import LENGTH_METRICS, GroupSettings, length_metrics, sample_groups
 from pipeline.core.component import Component
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Prompts, Trajectories
@@ -27,16 +27,8 @@ class Chains(Component):
     metrics = LENGTH_METRICS
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
+    class Config(GroupSettings):
         """Sampling settings and the group size."""
-
-        group_size: int = 8
-        """responses per prompt"""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.group_size < 1:
-                raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
 
     config: Config
 

@@ -91,6 +91,7 @@ class Dynamic(Component):
         sampled = 0
         with_signal = 0
         while not waves or (with_signal < target and sampled < len(pool) and len(waves) < self.config.max_waves):
+            # Before the first signal every prompt counts as having one: the first wave has `groups` prompts.
             share = with_signal / sampled if with_signal else 1.0
             end = min(sampled + math.ceil((target - with_signal) / share), len(pool))
             wave, signal = self._wave(pool.select(torch.arange(sampled, end)), policy, verifier)

@@ -157,6 +157,7 @@ class Failures(Component):
             waves.append(wave)
             total += len(wave)
             attempts += size
+            # Doubled, so that a prompt that seldom fails costs few request batches.
             size = min(attempts, self.config.max_attempts - attempts)
             open_prompts = [prompt for prompt in open_prompts if choices[prompt] is None and size > 0]
         # Prompts that failed too seldom: their first responses, as in a plain group.

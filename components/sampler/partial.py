@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from components.rollouts.in_flight import InFlight, begin, continued, rescored
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics
+from components.rollouts.requests import LENGTH_METRICS, GroupSettings, keyed_seeds, length_metrics
 from components.text.stops import decode_rows
 from pipeline.core.component import Component, Context, Count
 from pipeline.core.errors import CreditgraphError
@@ -82,18 +82,11 @@ class Partial(Component):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
+    class Config(GroupSettings):
         """Sampling settings, the group size, and the long tail."""
 
-        group_size: int = 8
-        """responses per prompt"""
         carry: Carry = field(default_factory=Carry)
         """which rollouts wait for the next iteration"""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.group_size < 1:
-                raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
 
     config: Config
 

@@ -29,7 +29,7 @@ class Outputs:
 
 
 class Retry(Component):
-    """Samples `pairs` pairs of attempts (y1, y2) per prompt; y2 answers a retry prompt that contains y1.
+    """Samples `pairs` pairs of attempts (y1, y2) per prompt; y2 responds to a retry prompt with y1.
 
     The retry prompt does not say whether y1 is right (second-hand: the paper's summaries agree on it). First attempts
     of a prompt are one group, second attempts another: outcomes of different turns are not compared. y2 keeps the retry
@@ -74,6 +74,7 @@ class Retry(Component):
         seconds = second_turn(policy, prompts, firsts, texts, seed, sampling, self.context.uids(len(firsts)))
         # The group of a prompt's second attempts is its first first attempt: an id no prompt has.
         seconds = seconds.replace(group=firsts.uid[::pairs].repeat_interleave(pairs))
+        # A response that was sampled has a token at least: its end of text.
         has_room = seconds.response_tokens.lengths > 0
         trajectories = Trajectories.concat([firsts, seconds.select(has_room)])
         unchanged = sum(a == b for a, b in zip(firsts.text, seconds.text, strict=True))

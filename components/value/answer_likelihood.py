@@ -147,6 +147,7 @@ class AnswerLikelihood(AnswerEstimator):
             num_entries = bounds.place.with_values(bank.entries.lengths).sum()
             empty &= num_entries == 0
         if settings.value == "sum":
+            # The two terms are probabilities of overlapping events.
             value = value.clamp(max=1.0)
         self.log_cost(tokens, empty)
         self.context.log(mean=float(value.sum()) / max(len(value), 1), boundaries=len(value))

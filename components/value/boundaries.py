@@ -81,6 +81,7 @@ def boundaries_of(trajectories: Trajectories, segments: Segments, rewards: Rewar
 
 def values_from_gains(gain: Jagged, final: Tensor) -> Jagged:
     """Values whose differences are these gains [one per segment] and whose last one is `final` [N]; float32."""
+    # In float64, so that many small gains still end at `final`.
     wide = gain.to(torch.float64)
     total = Jagged.from_rows([[0.0]] * len(gain), torch.float64).join(wide.cumsum())
     return total.with_values((total.values + (final.double() - wide.sum())[total.row_ids]).float())

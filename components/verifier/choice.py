@@ -1,23 +1,58 @@
-"""Multiple choice: the letter a response settles on."""
+"""Answers of one letter or word: multiple choice, and yes or no."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, TypeVar
 
 from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from components.verifier.exact import normalise
 
+T = TypeVar("T")
 _TAIL = 2000  # characters: an answer is at the end, and a response may be a megabyte long
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 # "answer is (B)", "Choice: **B**". The letter must be a capital and end the word: "the answer is a …" names no choice.
-_STATED = re.compile(
+_STATED_LETTER = re.compile(
     r"\b(?i:answer|choice|option)\b[^A-Za-z0-9\n(]*(?:is|are)?[^A-Za-z0-9\n(]*\(?\**([A-Z])\**\)?(?![A-Za-z'])"
 )
 _LAST_LINE = re.compile(r"^\W*\(?([A-Z])\)?\W*$")
 _LETTER = re.compile(r"^\(?([A-Za-z])(?:\)|[).:](?=\s)|$)")
+_TRUE = ("yes", "true", "1", "correct")
+_FALSE = ("no", "false", "0", "incorrect")
+_STATED_TRUTH = re.compile(r"\banswer\b\W*(?:is)?\W*(yes|no|true|false)\b", re.IGNORECASE)
+_WORD = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
+
+
+def short_answer(
+    item: Item,
+    free_form: bool,
+    read: Callable[[str], T | None],
+    stated: re.Pattern[str],
+    read_line: Callable[[str], T | None],
+) -> T | None:
+    """The answer of a response: in its last \\boxed{}, else after "the answer is", else in its last line.
+
+    Args:
+        item: the response.
+        free_form: whether an answer without a box counts.
+        read: an answer's text as a value; None for text that is no answer.
+        stated: matches a statement; its first group is the answer's text.
+        read_line: the last line as a value.
+    """
+    boxed = item.extracted()
+    if boxed is not None:
+        return read(boxed)
+    if not free_form:
+        return None
+    tail = item.text[-_TAIL:]
+    statements = stated.findall(tail)
+    if statements:
+        return read(statements[-1])
+    lines = [line for line in tail.splitlines() if line.strip()]
+    return read_line(lines[-1]) if lines else None
 
 
 def choices_of(metadata: dict[str, Any]) -> list[str]:
@@ -43,6 +78,26 @@ def letter_of(answer: str, choices: list[str]) -> str | None:
     return ascii_uppercase[texts.index(text)] if named else None
 
 
+def truth_of(answer: str) -> bool | None:
+    """What an answer says; None when it says neither.
+
+    >>> truth_of("\\\\text{Yes}."), truth_of("FALSE"), truth_of("maybe")
+    (True, False, None)
+    """
+    bare = _TEXT_COMMAND.sub(r"\1", answer).strip(" $*.!\n\t").casefold()
+    return True if bare in _TRUE else False if bare in _FALSE else None
+
+
+def _last_letter(line: str) -> str | None:
+    match = _LAST_LINE.match(line)
+    return match.group(1) if match else None
+
+
+def _only_truth(line: str) -> bool | None:
+    words = {truth_of(word) for word in _WORD.findall(line)}
+    return words.pop() if len(words) == 1 else None
+
+
 class Choice(VerifierComponent):
     """Verifies multiple choice by letter. A choice's text counts as its letter if the metadata lists "choices"."""
 
@@ -64,23 +119,35 @@ class Choice(VerifierComponent):
             return undecided(
                 f"the reference '{item.answer[:40]}' names no choice, expected a letter or the text of a choice"
             )
-        letter = self._letter(item, choices)
+        letter = short_answer(
+            item, self.config.free_form, lambda text: letter_of(text, choices), _STATED_LETTER, _last_letter
+        )
         if letter is None:
             return wrong("no choice in the response")
         if choices and ascii_uppercase.index(letter) >= len(choices):
             return wrong(f"answered '{letter}', of {len(choices)} choices")
         return RIGHT if letter == reference else wrong(f"answered '{letter}'")
 
-    def _letter(self, item: Item, choices: list[str]) -> str | None:
-        boxed = item.extracted()
-        if boxed is not None:
-            return letter_of(boxed, choices)
-        if not self.config.free_form:
-            return None
-        tail = item.text[-_TAIL:]
-        stated = _STATED.findall(tail)
-        if stated:
-            return str(stated[-1])
-        lines = [line for line in tail.splitlines() if line.strip()]
-        last = _LAST_LINE.match(lines[-1]) if lines else None
-        return last.group(1) if last else None
+
+class Boolean(VerifierComponent):
+    """Verifies yes/no and true/false questions. A last line that says both says neither."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Where the answer may be."""
+
+        free_form: bool = True
+        """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is
+        wrong"""
+
+    config: Config
+
+    def verdict(self, item: Item) -> Verdict:
+        """Compares what the response says with the reference."""
+        reference = truth_of(item.answer)
+        if reference is None:
+            return undecided(f"the reference '{item.answer[:40]}' is neither yes nor no")
+        answer = short_answer(item, self.config.free_form, truth_of, _STATED_TRUTH, _only_truth)
+        if answer is None:
+            return wrong("neither yes nor no in the response")
+        return RIGHT if answer == reference else wrong(f"answered '{'yes' if answer else 'no'}'")

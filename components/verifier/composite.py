@@ -1,4 +1,4 @@
-"""Several verifiers and a length as one reward."""
+"""Several verifiers as one reward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from components.rollouts.rewards import overlong_punishment
 from components.verifier.base import Outputs, verifier_of
 from pipeline.core.component import Component, Context
 from pipeline.core.handles import Verifier
@@ -29,27 +28,12 @@ class Part:
     """its settings"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """A punishment of long responses, from 0 to −weight, in the form of DAPO (see rewards.overlong)."""
-
-    max_tokens: int = 0
-    """response tokens at which the whole punishment is reached; 0: no such term"""
-    buffer: int = 0
-    """tokens before that over which it grows"""
-    weight: float = 0.5
-    """size of the punishment"""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.buffer <= max(self.max_tokens, 0):
-            raise ValueError(f"expected 0 ≤ buffer ≤ max_tokens ({self.max_tokens}), got {self.buffer}.")
-
-
 class Composite(Component, Verifier):
-    """Σ weight × reward of several verifiers, minus a length term. Correct means that all deciding parts say so.
+    """Σ weight × reward of several verifiers. Correct means that all deciding parts say so.
 
     Each part verifies the whole batch in its own way. A row on which one of them cannot decide is invalid, for a sum
-    with a term missing is another reward. A format is a part too: verifier.regex with compare and decides off.
+    with a term missing is another reward. A format is a part too: verifier.regex with compare and decides off. Long
+    responses are punished by rewards.overlong.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -58,8 +42,6 @@ class Composite(Component, Verifier):
 
         parts: list[Part] = field(default_factory=lambda: [Part()])
         """the verifiers"""
-        length: Length = field(default_factory=Length)
-        """a length to punish"""
 
         def __post_init__(self) -> None:
             if not self.parts or not any(part.decides for part in self.parts):
@@ -106,13 +88,6 @@ class Composite(Component, Verifier):
                 correct &= rewards.correct
             for texts, detail in zip(details, rewards.detail, strict=True):
                 texts += [f"{part.use.removeprefix('verifier.')}: {detail}"] if detail else []
-        length = self.config.length
-        if length.max_tokens:
-            lengths = trajectories.response_tokens.lengths
-            punishment = length.weight * overlong_punishment(lengths, length.max_tokens, length.buffer)
-            value += punishment
-            for texts, term in zip(details, punishment.tolist(), strict=True):
-                texts += [f"length: {term:.3g}"] if term < 0 else []
         return Rewards(
             uid=trajectories.uid,
             value=value.masked_fill(~valid, 0.0),

@@ -1,4 +1,4 @@
-"""A verifier behind HTTP: a reward model, an LLM judge of proofs, a cluster of sandboxes."""
+"""A verifier on a server: a reward model, a language model that grades proofs, a cluster of sandboxes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_WAIT = 30.0  # seconds
 
 
 class External(VerifierComponent):
-    """Verifies by asking a server, in batches and several at a time.
+    """Verifies through requests to a server, in batches and several at a time.
 
     Request: {"items": [{"response", "extracted", "answer", "metadata"}]}. Response, in the same order: {"results":
     [{"value": number, "correct": bool, "valid": bool, "detail": text}]}; correct defaults to value ≥ 1, valid to true.

@@ -4,7 +4,7 @@ Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text_only": b
 line out is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's
 math.py would hide the standard library's.
 
-The process that starts imports math-verify once and then only watches a copy of itself (a fork) that answers. Two
+The process that starts imports math-verify once and then only watches a copy of itself (a fork) that responds. Two
 kernel timers end the copy where no Python code can: one of wall-clock and one of processor time. The next copy costs
 milliseconds instead of another import.
 """
@@ -31,7 +31,7 @@ _WARM = [
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
+    """Serves requests until standard input ends."""
     limit = int(float(sys.argv[1]) * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -55,7 +55,7 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
-            _answer(replies, seconds, cpu_seconds)
+            _serve(replies, seconds, cpu_seconds)
         status = os.waitpid(child, 0)[1]
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             return
@@ -67,7 +67,7 @@ def main() -> None:
         _send(replies, {"error": reasons.get(ended, f"the worker ended with status {status}")})
 
 
-def _answer(replies: int, seconds: float, cpu_seconds: float) -> None:
+def _serve(replies: int, seconds: float, cpu_seconds: float) -> None:
     """The copy's loop. Its timers are off before a reply leaves, so every request has exactly one reply."""
     from components.verifier.math_equal import compare
 

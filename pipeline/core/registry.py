@@ -33,7 +33,7 @@ BUILTIN: dict[str, str] = {
     "verifier.exact": "components.verifier.exact:Exact",
     "verifier.math": "components.verifier.math:Math",
     "verifier.choice": "components.verifier.choice:Choice",
-    "verifier.boolean": "components.verifier.boolean:Boolean",
+    "verifier.boolean": "components.verifier.choice:Boolean",
     "verifier.regex": "components.verifier.pattern:Regex",
     "verifier.code": "components.verifier.code:Code",
     "verifier.composite": "components.verifier.composite:Composite",

@@ -1,7 +1,7 @@
 """Another engine's own offline generate, without anything of this project; started by tools/bench_engine.
 
 Runs in the environment of that engine. Reads JSON lines: the first has the engine's options and end-of-text ids, each
-later one a batch; answers each with seconds and tokens, on a line that starts with MARK.
+later one a batch; responds to each with seconds and tokens, on a line that starts with MARK.
 """
 
 import json
@@ -10,23 +10,23 @@ import sys
 import time
 from collections.abc import Callable
 
-MARK = "bench_engine "  # tells answers from the engine's own output
+MARK = "bench_engine "  # marks responses among the engine's own output
 
 Generate = Callable[[dict], int]
 
 
 def main() -> None:
-    # Answers go where the parent reads them; whatever the engine prints goes to standard error.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    # Responses go where the parent reads them; whatever the engine prints goes to standard error.
+    responses = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     first = json.loads(sys.stdin.readline())
     generate = {"vllm": vllm, "sglang": sglang}[sys.argv[1]](first)
-    answers.write(f"{MARK}{{}}\n")
+    responses.write(f"{MARK}{{}}\n")
     for text in sys.stdin:
         batch = json.loads(text)
         start = time.perf_counter()
         tokens = generate(batch)
-        answers.write(MARK + json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}) + "\n")
+        responses.write(MARK + json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}) + "\n")
 
 
 def vllm(first: dict) -> Generate:

@@ -54,11 +54,11 @@ class Decoder(Protocol):
         ...
 
 
-def left_padded(rows: Jagged, fill: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows aligned at their ends: values [N, longest] and a bool mask of the real places."""
+def left_padded(rows: Jagged) -> tuple[Tensor, Tensor]:
+    """Rows aligned at their ends: values [N, longest], 0 elsewhere, and a bool mask of the real places."""
     longest = int(rows.lengths.max())
     starts = longest - rows.lengths
-    out = rows.values.new_full((len(rows), longest), fill, dtype=torch.int64)
+    out = rows.values.new_zeros((len(rows), longest), dtype=torch.int64)
     mask = torch.arange(longest, device=out.device) >= starts[:, None]
     out[mask] = rows.values.to(torch.int64)
     return out, mask

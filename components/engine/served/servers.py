@@ -56,7 +56,7 @@ class Servers:
             addresses,
             folder,
             context.node,
-            [*self.channel.folders, *([folder] if self._scratch else [])],
+            [self.channel.folder, *([folder] if self._scratch else [])],
             f"engines.{ranks.replica}.json" if ranks.replica else "engines.json",
         )
         self.pool.start()

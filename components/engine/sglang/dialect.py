@@ -31,7 +31,7 @@ from components.engine.sglang import wire
 from components.engine.sglang.checks import held_checksum, names_to_skip
 from components.engine.sglang.group import UpdateGroup, new_group_name
 from components.engine.sglang.settings import SGLangSettings
-from components.engine.weight_files import read_file
+from components.models.weights import read_file
 
 # Without CUDA: SGLang's own CPU engine, no compilation, plain attention.
 _CPU_VARIABLES = {

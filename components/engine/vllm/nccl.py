@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from components.engine.served.addresses import free_port, own_address
-from components.engine.weight_files import read_file
+from components.models.weights import read_file
 
 
 class FileSource(WeightSource):  # type: ignore[misc]

@@ -21,7 +21,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from components.engine.weight_files import read_file, sample_checksum, wait_for
+from components.engine.weight_files import sample_checksum, wait_for
+from components.models.weights import read_file
 
 _GREEDY = 1e-5
 

@@ -66,7 +66,7 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
     ) -> MegatronModel:
-        """A model with undefined weights; `load` or `load_tensors` fills them. `init_parallel` comes first.
+        """A model with undefined weights, which `load` fills. `init_parallel` comes first.
 
         Args:
             path: model folder, hub name or "tiny".
@@ -113,11 +113,6 @@ class MegatronModel:
         with megatron_on_cpu():
             fill(self.bridge, own, read(own, files))
 
-    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes this rank's part of whole tensors in Hugging Face names, in any order; DataError without one."""
-        with megatron_on_cpu():
-            fill(self.bridge, parts(self.bridge, self.chunks), tensors)
-
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
         return gather(self.bridge, parts(self.bridge, self.chunks))
@@ -143,11 +138,6 @@ class MegatronModel:
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
         return self._inputs[batch]
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank's last chunk ends the model."""
-        return bool(self.chunks[-1].post_process)
-
     def head_weight(self) -> Tensor:
         """This rank's rows of the output head, [padded vocabulary / TP, D]; on the last stage only."""
         chunk = self.chunks[-1]
@@ -166,9 +156,7 @@ class MegatronModel:
         )
         return Head(weight=weight, shard=shard)
 
-    def logprobs(
-        self, hidden: Tensor, batch: PackedBatch, temperature: float = 1.0, chunk: int = 0
-    ) -> tuple[Jagged, Jagged]:
+    def logprobs(self, hidden: Tensor, batch: PackedBatch, temperature: float = 1.0) -> tuple[Jagged, Jagged]:
         """On the last stage: log-probs and entropies of the batch's response tokens, float32, with gradient.
 
         They are whole on every tensor-parallel and context-parallel rank; each context-parallel rank's gradient is that
@@ -178,7 +166,6 @@ class MegatronModel:
             hidden: [s, 1, D] from `forward`.
             batch: the batch it was made from.
             temperature: above 0.
-            chunk: tokens per chunk of logits; 0 takes the device's default.
         """
         with megatron_on_cpu():
             if self.layout.sequence_parallel:
@@ -187,20 +174,18 @@ class MegatronModel:
                 )
             hidden = hidden.flatten(0, 1)
             if self.layout.context_parallel > 1:
-                return batch.by_row(*self._of_all_contexts(hidden, batch, temperature, chunk))
+                return batch.by_row(*self._of_all_contexts(hidden, batch, temperature))
             # Padding to whole shares stands at the end, where nothing is predicted from.
             chosen = batch.predicting(hidden[: batch.tokens])
-            return batch.by_row(*token_logprobs(chosen, batch.next_tokens, self._head(), temperature, chunk))
+            return batch.by_row(*token_logprobs(chosen, batch.next_tokens, self._head(), temperature))
 
-    def _of_all_contexts(
-        self, hidden: Tensor, batch: PackedBatch, temperature: float, chunk: int
-    ) -> tuple[Tensor, Tensor]:
+    def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
         inputs = self.inputs(batch)
         inside = (batch.predict >= inputs.start) & (batch.predict < inputs.stop)
         own = inside.nonzero(as_tuple=True)[0]
         chosen = hidden.index_select(0, batch.predict[own] - inputs.start)
-        values = token_logprobs(chosen, batch.next_tokens[own], self._head(), temperature, chunk)
+        values = token_logprobs(chosen, batch.next_tokens[own], self._head(), temperature)
         # Forward a sum over the ranks' disjoint parts, backward the identity.
         logprobs, entropies = (
             reduce_from_tensor_model_parallel_region(

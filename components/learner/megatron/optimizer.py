@@ -94,9 +94,7 @@ class MegatronOptimizer:
 
     def _decays(self, parameter: Tensor, name: str) -> bool:
         # The same parameters as learner.hf: weight matrices without embedding and output head.
-        return self.settings.decay_all or (
-            parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
-        )
+        return parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
 
     def clear(self) -> None:
         """Drops all gradients; call before the passes of a step."""
@@ -111,7 +109,7 @@ class MegatronOptimizer:
         norm = float(self.inner.get_grad_norm())
         rate = self.schedule.advance()
         if not math.isfinite(norm):
-            return Update(norm, rate, made=False)
+            return Update(norm, rate, applied=False)
         for part in self.inner.chained_optimizers:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and self.settings.grad_clip:
@@ -119,8 +117,8 @@ class MegatronOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = rate
         self.inner.step_with_ready_grads()
-        return Update(norm, rate, made=True)
+        return Update(norm, rate, applied=True)
 
     def skip(self) -> Update:
         """Counts a step without an update; gradients are dropped before the next passes."""
-        return Update(0.0, self.schedule.advance(), made=False)
+        return Update(0.0, self.schedule.advance(), applied=False)

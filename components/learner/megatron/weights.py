@@ -5,7 +5,6 @@ A rank reads the tensors of its own stage, one at a time, and keeps its shard; e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.models.load import resolve_model_path
+from components.models.weights import Shape, check_shapes, weight_files
 from pipeline.core.errors import DataError
 
 TIED_HEAD = "lm_head.weight"
-Shape = tuple[int, ...]
 # Tensor name → its safetensors file, and its shape there.
 Files = dict[str, tuple[Path, Shape]]
 
@@ -50,31 +49,13 @@ def tensor_files(path: str) -> Files:
     """The tensors of a model folder, from the headers of its files; DataError for a truncated one, or none."""
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(resolve_model_path(path))
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise DataError(
-            f"model folder {folder}: no *.safetensors; expected weights in that format. Convert them with "
-            "save_pretrained."
-        )
     out: Files = {}
-    for file in files:
+    for file in weight_files(resolve_model_path(path)):
         try:
             with safe_open(file, framework="pt") as opened:
                 out.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise DataError(
-                f"weights {file}: cannot be read ({error}); expected a whole safetensors file. Copy or download it "
-                "again."
-            ) from error
+            raise DataError(f"weights file {file}: cannot be read ({error}). Write or copy it again.") from error
     return out
 
 
@@ -94,47 +75,14 @@ def read(own: list[Part], files: Files) -> Iterator[tuple[str, Tensor]]:
 
 def check_files(path: str, files: Files, expected: dict[str, Shape]) -> None:
     """Raises DataError unless a model folder holds the expected tensors and no others."""
-    place = f"model folder {path}"
-    missing = sorted(expected.keys() - files.keys())
     # Old checkpoints carry rotary buffers, and some a copy of a tied head.
-    surplus = sorted(
-        name
-        for name in files.keys() - expected.keys()
-        if not name.endswith("rotary_emb.inv_freq") and name != TIED_HEAD
-    )
-    if missing and surplus:
-        raise DataError(
-            f"{place}: weights of another architecture: they hold {surplus[0]}, which the model does not have, and "
-            f"lack {missing[0]}. config.json and weights must belong together."
-        )
-    if missing:
-        raise DataError(_missing_text(place, missing))
-    if surplus:
-        raise DataError(
-            f"{place}: tensors {_first(surplus)} that the model does not have; config.json and weights must belong "
-            "together."
-        )
-    for name, shape in expected.items():
-        _check_shape(place, name, files[name][1], shape)
-
-
-def _missing_text(place: str, names: list[str]) -> str:
-    return (
-        f"{place}: no tensor {_first(names)}; expected all tensors of the model its config.json describes. Export or "
-        "download it again."
-    )
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _check_shape(place: str, name: str, shape: Shape, expected: Shape) -> None:
-    if shape != expected:
-        raise DataError(
-            f"{place}: expected {name} of shape {expected} by config.json, got {shape}. The weights belong to another "
-            "configuration."
-        )
+    shapes = {
+        name: shape
+        for name, (_, shape) in files.items()
+        if name in expected or not (name.endswith("rotary_emb.inv_freq") or name == TIED_HEAD)
+    }
+    hint = "config.json and weights must belong together: export or download them again."
+    check_shapes(f"model folder {path}", shapes, expected, hint)
 
 
 def whole_shapes(hf_config: Any) -> dict[str, Shape]:
@@ -171,12 +119,10 @@ def fill(bridge: Any, own: list[Part], tensors: Iterator[tuple[str, Tensor]]) ->
                 _copy(bridge, part, [held[part.name][source] for source in part.sources])
                 del held[part.name]
     if waiting:
-        raise DataError(_missing_text("weights", sorted(waiting)))
+        raise DataError(f"weights: expected all tensors of the model, got none named '{min(waiting)}'.")
 
 
 def _copy(bridge: Any, part: Part, sources: list[Tensor]) -> None:
-    for name, tensor in zip(part.sources, sources, strict=True):
-        _check_shape("weights", name, tuple(tensor.shape), bridge.shapes[name])
     whole = bridge._weight_to_mcore_format(part.name, sources)
     shards = bridge._weight_split_across_tp(part.name, whole, part.parameter, bridge.mpu.tp_size)
     part.parameter.copy_(shards[bridge.mpu.tp_rank])

@@ -2,15 +2,14 @@
 
 A learner calls, once per rollout batch and once per optimiser step:
 
-    inputs = prepare(inputs, settings, identity_sum)            # batch-wide columns; may change the mask; no gradient
+    inputs = prepare(inputs, settings)                          # batch-wide columns; may change the mask; no gradient
     denominators = counts(inputs.mask, settings)                # of the rows of one optimiser step, all replicas
     for rows in micro_batches:                                  # whole trajectories
         part = inputs.select(rows).replace(logprobs=…, entropies=…)
         loss = loss_terms(part, settings, meters)
         aggregate(loss, part.mask, settings, denominators).backward()
 
-A learner that holds only its replica's part of the batch passes a sum over replicas to `prepare`, and sums `counts`
-with it.
+Every rank holds the rows of all replicas here; what it computes of them is summed later.
 
 A new objective is one file with a subclass of `Objective`, and one line in `settings.OBJECTIVES`.
 """

@@ -1,4 +1,4 @@
-"""The base class of objectives, and what they are given. Nothing here knows a model or a process group."""
+"""The base class of objectives, and their inputs. Nothing here knows a model or a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from components.learner.objective.meters import AllSum, Meters
+from components.learner.objective.meters import Meters
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 
@@ -97,14 +97,11 @@ class Objective:
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
 
-    def prepare(self, inputs: LossInputs, all_sum: AllSum) -> LossInputs:
+    def prepare(self, inputs: LossInputs) -> LossInputs:
         """Adds columns, or changes the mask, from the whole rollout batch with logprobs = old_logprobs.
 
-        Called once per rollout batch, before any optimiser step and without gradient.
-
-        Args:
-            inputs: of the rows on this rank.
-            all_sum: sums a tensor over the ranks that hold the other rows.
+        Called once per rollout batch, before any optimiser step and without gradient. Every rank has the rows of all
+        replicas, so statistics of the batch need no reduction.
         """
         return inputs
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from components.learner.objective.base import LossInputs
-from components.learner.objective.meters import AllSum
 from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
 
@@ -59,19 +58,19 @@ class EntropyMask:
             )
 
 
-def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> LossInputs:
+def add_columns(inputs: LossInputs, settings: EntropyMask) -> LossInputs:
     """Adds the columns above; with `denominator: kept`, low-entropy tokens leave the mask of the loss too."""
     if settings.keep >= 1:
         return inputs
     entropies = inputs.old_entropies.values
     mask = inputs.mask.values
     known_entropies(entropies[mask], "objective.entropy_mask")
-    if settings.scope == "batch":
-        high = entropies >= kth_largest(entropies[mask], settings.keep, all_sum)
-    else:
-        row_ids = inputs.mask.row_ids
-        scope = row_ids if settings.scope == "sequence" else torch.unique(inputs.group, return_inverse=True)[1][row_ids]
-        high = _high_by_scope(entropies, mask, scope, settings.keep)
+    scope = inputs.mask.row_ids
+    if settings.scope == "group":
+        scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
+    elif settings.scope == "batch":
+        scope = torch.zeros_like(scope)
+    high = high_by_scope(entropies, mask, scope, settings.keep)
     column = inputs.mask.with_values(high & mask)
     inputs = inputs.with_columns(**{HIGH: column})
     if settings.where != "loss":
@@ -83,25 +82,15 @@ def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> L
     return inputs
 
 
-def kth_largest(values: Tensor, keep: float, all_sum: AllSum) -> Tensor:
-    """The ⌈keep·n⌉-th largest of the float32 values of all replicas, exactly, by counting alone; −inf without values.
+def high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) -> Tensor:
+    """bool [total]: entropies of at least the ⌈keep·n⌉-th largest of the n trained tokens of their scope.
 
-    Non-negative floats sort like their bit patterns, so 31 halvings of the integer range find the value.
+    Args:
+        entropies: float [total].
+        mask: bool [total], trained tokens.
+        scope: int64 [total], from 0.
+        keep: share of the trained tokens.
     """
-    bits = values.float().clamp(min=0).view(torch.int32).long()
-    count = all_sum(torch.tensor(float(len(bits)), dtype=torch.float64, device=values.device))
-    rank = torch.ceil(count * keep - 1e-9)
-    low, high = 0, 0x7F800000  # +0 and +inf
-    while low < high:
-        middle = (low + high + 1) // 2
-        above = all_sum((bits >= middle).sum().double())
-        low, high = (middle, high) if bool(above >= rank) else (low, middle - 1)
-    if not float(count):
-        return torch.tensor(-torch.inf, device=values.device)
-    return torch.tensor(low, dtype=torch.int32, device=values.device).view(torch.float32)
-
-
-def _high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) -> Tensor:
     if not bool(mask.any()):
         return mask.clone()
     chosen = entropies[mask]
@@ -111,5 +100,6 @@ def _high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) 
     order = order[torch.argsort(where[order], stable=True)]
     sizes = torch.bincount(where, minlength=int(scope.max()) + 1)
     starts = Jagged.from_lengths(chosen, sizes).offsets[:-1]
-    last = (starts + torch.ceil(sizes * keep - 1e-9).long().clamp(min=1) - 1).clamp(max=len(chosen) - 1)
+    # 1e-9 off, so that rounding does not raise an exact product.
+    last = (starts + torch.ceil(sizes.double() * keep - 1e-9).long().clamp(min=1) - 1).clamp(max=len(chosen) - 1)
     return entropies >= chosen[order][last][scope]

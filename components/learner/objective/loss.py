@@ -22,7 +22,7 @@ from torch import Tensor
 from components.learner.objective import entropy_mask
 from components.learner.objective.base import MAX_LOG_RATIO, LossInputs
 from components.learner.objective.kl import kl_estimate
-from components.learner.objective.meters import AllSum, Meters
+from components.learner.objective.meters import Meters
 from components.learner.objective.settings import ObjectiveSettings
 from pipeline.core.jagged import Jagged
 
@@ -31,10 +31,9 @@ KL_WEIGHT = "kl_weight"
 
 
 @torch.no_grad()
-def prepare(inputs: LossInputs, settings: ObjectiveSettings, all_sum: AllSum) -> LossInputs:
-    """Adds the entropy mask, then what the objective needs to know of the whole batch; all replicas must call it."""
-    inputs = entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum)
-    return settings.build().prepare(inputs, all_sum)
+def prepare(inputs: LossInputs, settings: ObjectiveSettings) -> LossInputs:
+    """Adds the entropy mask, then what the objective needs to know of the whole batch."""
+    return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask))
 
 
 def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> Jagged:

@@ -22,7 +22,6 @@ from components.learner.objective import (
 from components.rollouts.segments import increments, segment_of_token
 from pipeline.app.bench.statistics import Floats, offset, pearson, share_within, sign_agreement, spearman
 from pipeline.app.bench.truth import Truth
-from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
 
@@ -59,7 +58,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
         old_entropies=trajectories.entropies,
         columns=dict(credit.columns),
     )
-    inputs = prepare(inputs, bare, identity_sum).replace(logprobs=sampled.with_values(leaf))
+    inputs = prepare(inputs, bare).replace(logprobs=sampled.with_values(leaf))
     loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare, Meters())
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
     whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask, bare))

@@ -71,9 +71,8 @@ def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     context = context_length(experiment.model)
     room = context - max(map(len, prompts))
     console.print(Text(f"  context {context:,} tokens; the longest prompt above leaves {room:,}"))
-    action = "cut at the beginning of their question" if node.config.long_prompts == "cut" else "rejected and counted"
-    limit = f"  prompts of {context - node.config.reserve:,} tokens or more are {action}"
-    console.print(Text(f"{limit} (prompts.reserve, prompts.long_prompts)"))
+    limit = f"  prompts of {context - node.config.reserve:,} tokens or more are rejected and counted"
+    console.print(Text(f"{limit} (prompts.reserve)"))
     for warning in _warnings(prompts, templates[0], tokenizer, ends):
         console.print(Text(f"note: {visible(warning)}"))
 

@@ -93,7 +93,6 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         "filtered": {"level": 5},
         "rejected": {"no answer": 1, "no word of the prompt is in the model's vocabulary": 1},
         "duplicates": 1,
-        "cut": 0,
         "used": 5,
     }
     assert train["prompt_tokens"] == {"min": 5, "max": 5, "mean": 5.0}
@@ -124,13 +123,10 @@ def test_one_rank_writes_the_card_and_the_rejected_rows(tmp_path):
         assert len(context.rejected) == (rank == 0)
 
 
-def test_many_rejected_rows_go_to_a_file_of_their_own(tmp_path):
+def test_of_many_rejected_rows_the_first_are_listed_and_all_counted(tmp_path):
     bad = [{"question": f"<solve> {i}", "answer": ""} for i in range(MAX_REJECTED + 7)]
     dataset = node(jsonl(tmp_path / "a.jsonl", [*bad, *PROBLEMS]), tmp_path)
     assert len(dataset.context.rejected) == MAX_REJECTED
-    further = [json.loads(line) for line in (tmp_path / "rejected.data.train.jsonl").read_text().splitlines()]
-    assert [row["row"]["row"] for row in further] == list(range(MAX_REJECTED, MAX_REJECTED + 7))
-    assert {row["reason"] for row in further} == {"no answer"}
     assert dataset.context.metrics["rejected"] == MAX_REJECTED + 7
     assert len(dataset.rows) == 10
 
@@ -160,6 +156,5 @@ def test_memory_does_not_grow_with_the_data_and_a_killed_run_goes_on_where_it_wa
         "filtered": {"source": 400},
         "rejected": {"no answer": 40},
         "duplicates": 40,
-        "cut": 0,
         "used": 3520,
     }

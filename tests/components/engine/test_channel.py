@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from components.engine.channel import ChannelSettings, FileChannel, remove_abandoned
-from components.engine.weight_files import buckets, read_file, sample_checksum, sample_names, wait_for
+from components.engine.weight_files import buckets, sample_checksum, sample_names, wait_for
+from components.models.weights import read_file
 from pipeline.core.errors import CreditgraphError, RunError
 from pipeline.core.payloads import Weights
 
@@ -114,37 +115,29 @@ def test_a_full_folder_is_reported(tmp_path):
         with pytest.raises(RunError) as raised:
             channel.publish(weights(3, a=torch.zeros(1 << 20)))
         (tmp_path / "sentence").write_text(str(raised.value))
-        assert not list(channel.folders[0].iterdir()), "nothing half-written stays"
+        assert not list(channel.folder.iterdir()), "nothing half-written stays"
         channel.close()
 
     assert in_child(fill) == 0
     sentence = rf"version 3: expected room for two versions of 4\.2 MB, got too little in {tmp_path}/weights \(.*\)\."
-    assert re.search(sentence + ".* set engine.channel.fallback to a folder", (tmp_path / "sentence").read_text())
+    assert re.search(sentence + ".* set engine.channel.path to a folder", (tmp_path / "sentence").read_text())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs: run as root")
-def test_a_full_memory_file_system_falls_back(channel, tmp_path):
-    small, other = tmp_path / "small", tmp_path / "other"
+def test_a_full_memory_file_system_is_reported(channel, tmp_path):
+    small = tmp_path / "small"
     small.mkdir()
-    other.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         big = weights(a=torch.zeros(1 << 20))
-        full = rf"of 4.2 MB, got too little in {small} \(No space left on device\).*engine.channel.fallback"
+        full = rf"of 4.2 MB, got too little in {small} \(No space left on device\).*engine.channel.path"
         for near in (False, True):
             with pytest.raises(RunError, match=full):
                 channel(path=str(small), near=near).publish(big)
-        early = channel(path=str(small), fallback=str(other), near=True).publish(big)
-        early.written.result()
-        assert Path(early.files[0]).is_relative_to(other)
-        spare = channel(path=str(small), fallback=str(other))
-        update = spare.publish(big)
-        assert Path(update.path).is_relative_to(other)
-        assert Path(spare.publish(weights(2, a=torch.zeros(4))).path).is_relative_to(small), (
-            "each version takes the first folder with room"
-        )
-        spare.close()
+        after = channel(path=str(small))
+        assert Path(after.publish(weights(2, a=torch.zeros(4))).path).is_relative_to(small), "nothing was left there"
+        after.close()
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -210,7 +203,7 @@ def test_waiting_for_a_file_ends_when_it_does_not_come(channel, monkeypatch):
     monkeypatch.setattr("components.engine.channel.write_file", full)
     update = files.publish(weights(2, a=torch.zeros(1 << 20)))
     with pytest.raises(
-        RunError, match=r"version 2: expected room .* of 4\.2 MB.*set engine\.channel\.fallback to a folder"
+        RunError, match=r"version 2: expected room .* of 4\.2 MB.*set engine\.channel\.path to a folder"
     ):
         update.written.result()
     with pytest.raises(
@@ -229,7 +222,7 @@ def test_folders_of_dead_runs_are_removed_and_those_of_living_ones_stay(tmp_path
     assert in_child(die) == -signal.SIGKILL
     assert len(list(tmp_path.glob("creditgraph-weights-*"))) == 2
     remove_abandoned(tmp_path)
-    assert list(tmp_path.glob("creditgraph-weights-*")) == living.folders
+    assert list(tmp_path.glob("creditgraph-weights-*")) == [living.folder]
     living.close()
 
 

@@ -92,7 +92,7 @@ def test_wrong_weights_get_a_sentence(pair, tmp_path):
     with pytest.raises(DataError, match=r"expected a folder in Hugging Face layout, got no \*.safetensors file"):
         load(path=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match=r"model.safetensors: cannot be read .* Write it again"):
+    with pytest.raises(DataError, match=r"model.safetensors: cannot be read .* Write or copy it again"):
         load(path=str(tmp_path))
 
 

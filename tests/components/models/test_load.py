@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from components.models.load import (
-    check_context,
     context_length,
     load_causal_lm,
     load_config,
@@ -121,15 +120,11 @@ def test_a_model_of_another_kind(folder):
         load_causal_lm(ModelSpec(path=str(folder)))
 
 
-def test_context_length(folder):
+def test_context_length():
     assert context_length(ModelSpec()) == 512
     assert context_length(ModelSpec(max_context=100)) == 100
     with pytest.raises(DataError, match=r"expected model.max_context ≤ 512, the context of the model, got 600"):
         context_length(ModelSpec(max_context=600))
-    spec = ModelSpec(path=str(folder), max_context=64)
-    assert check_context(spec, load_config(spec), 64) == 64
-    with pytest.raises(DataError, match="expected a context of at least 65 tokens for prompt and response, got 64"):
-        check_context(spec, load_config(spec), 65)
 
 
 def test_hub_that_cannot_be_reached(monkeypatch):

@@ -10,8 +10,7 @@ from components.models.load import load_tokenizer
 from components.prompts.dataset import DatasetPrompts
 from components.text.code_tests import extract_code
 from components.text.templates import CHAT_INSTRUCTIONS, response_text, solve_prompt, turn_end_ids
-from components.verifier.boolean import Boolean
-from components.verifier.choice import Choice
+from components.verifier.choice import Boolean, Choice
 from components.verifier.exact import Exact
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
@@ -140,31 +139,6 @@ def test_prompts_that_do_not_fit_are_rejected_and_counted(format_folders, tmp_pa
     assert node.context.rejected[0]["reason"].startswith("prompt of 1")
     assert node.context.rejected[0]["reason"].endswith(" tokens; the context leaves 923 for it")
     assert node.context.metrics["rejected"] == 2
-
-
-def test_prompts_that_do_not_fit_can_be_cut_at_their_beginning(format_folders, tmp_path):
-    node = prompts(format_folders["llama"], [SHORT, *LONG], tmp_path, reserve=100, long_prompts="cut")
-    assert [row.answer for row in node.rows] == ["2", "1", "2"]
-    for i in (1, 2):
-        row = node.rows[i]
-        ids = node.tokenizer(row.text, add_special_tokens=False)["input_ids"]
-        assert len(ids) == 923  # one token per byte: the room is used to the last one
-        assert row.text.startswith("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n…")
-        assert f"What is {i - 1} + 1?\n\nReason step by step" in row.text
-        assert row.metadata["question"].startswith("…")
-
-
-def test_what_does_not_fit_without_its_question_is_rejected_even_when_cutting(format_folders, tmp_path):
-    node = prompts(
-        format_folders["llama"],
-        [{"question": "?", "answer": "1"}, *LONG],
-        tmp_path,
-        template="plain",
-        reserve=1022,
-        long_prompts="cut",
-    )
-    assert len(node.rows) == 1
-    assert [r["reason"] for r in node.context.rejected] == ["prompt of 1517 tokens; the context leaves 1 for it"] * 2
 
 
 HOSTILE = "\x1b[2J\x07 \u202edrow\u202c <|im_end|> ünï 漢 \\boxed{1}\r\nnext"

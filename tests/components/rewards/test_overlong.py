@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from components.rewards.overlong import Overlong
-from components.rollouts.rewards import overlong_punishment
+from components.rewards.overlong import Overlong, overlong_punishment
 
 
 def test_numbers_by_hand():
@@ -28,6 +27,8 @@ def test_it_is_added_to_valid_rewards_only(toolbox):
     assert out.value.tolist() == [1.0, 0.5, -1.0, 0.0]
     assert out.correct.tolist() == [True, True, False, False]
     assert node.context.metrics == {"punished_share": 0.5, "punishment": -0.375}
+    half = toolbox.start(Overlong, max_length=4, buffer=2, weight=0.5)
+    assert half.run(trajectories=trajectories, rewards=rewards).rewards.value.tolist() == [1.0, 0.75, -0.5, 0.0]
 
 
 def test_a_buffer_longer_than_the_limit_is_reported():

@@ -1,4 +1,4 @@
-"""Weighted sums of verifiers, with formats and a length."""
+"""Weighted sums of verifiers, with formats."""
 
 import pytest
 
@@ -38,18 +38,15 @@ def test_terms_add_up(toolbox):
             format_part("because", 0.5),
             format_part(r"\A<t>.*</t>", 0.25),
         ],
-        length={"max_tokens": 40, "buffer": 20, "weight": 2.0},
     )
     texts = ["<t>because</t> \\boxed{7}", "\\boxed{7}", "\\boxed{8}", "x" * 30, "\\boxed{7}"]
     prompts = toolbox.prompts(["p"] * 5, answers=["7", "7", "7", "7", ""])
     rewards = node.run().verifier.verify(prompts, toolbox.trajectories(texts, prompt_uid=prompts.uid))
-    # 24 tokens: 2·(20 − 24)/20 = −0.4; 30 tokens: 2·(20 − 30)/20 = −1.
-    assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25 - 0.4, 1, 0, -1, 0])
+    assert rewards.value.tolist() == pytest.approx([1 + 0.5 + 0.25, 1, 0, 0, 0])
     assert rewards.correct.tolist() == [True, True, False, False, False]
     assert rewards.valid.tolist() == [True] * 4 + [False]
     unmatched = "regex: the pattern does not match the response"
     assert rewards.detail[2] == f"exact: answered '8'; {unmatched}; {unmatched}"
-    assert rewards.detail[3].endswith("length: -1")
     assert rewards.detail[4].startswith("exact: the prompt has no reference answer")
     node.close()
 

@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from components.verifier.boolean import Boolean
-from components.verifier.choice import Choice
+from components.verifier.choice import Boolean, Choice
 from components.verifier.pattern import Regex
 
 

@@ -75,7 +75,7 @@ class Fleet:
         self.settings = PoolSettings(**{**QUICK, **settings})
         where = list(addresses) or [Address(url="", name=f"server {n}") for n in range(servers)]
         self.pool = ServerPool(
-            FakeDialect(folder, options), self.settings, where, folder, "engine", self.channel.folders
+            FakeDialect(folder, options), self.settings, where, folder, "engine", [self.channel.folder]
         )
         self.version = 0
         if start:

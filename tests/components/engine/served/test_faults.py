@@ -186,7 +186,7 @@ def test_full_shared_memory_leaves_the_servers_as_they_are(fleet, tmp_path):
                 file.write(b"0" * 4096)
         with pytest.raises(
             RunError,
-            match=r"version 2: expected room for two versions .*Free space there, or set engine.channel.fallback",
+            match=r"version 2: expected room for two versions .*Free space there, or set engine.channel.path",
         ):
             run.load(2)
         run.generate(version=1)
@@ -207,7 +207,7 @@ def test_weights_whose_writing_fails_half_way_stop_the_run_in_words(fleet, monke
 
     monkeypatch.setattr("components.engine.channel.write_file", full)
     with pytest.raises(
-        RunError, match=r"weights version 2: expected room for two versions .*set engine\.channel\.fallback to a folder"
+        RunError, match=r"weights version 2: expected room for two versions .*set engine\.channel\.path to a folder"
     ):
         run.load(2)
 
@@ -239,7 +239,7 @@ run = module.Fleet(Path({folder!r}), 2, options=["--child"], channel={{"path": "
 run.load(1)
 run.channel.publish(module.Weights(version=2, tensors={{"a": module.torch.zeros(4)}}))
 processes = [s.process for s in run.pool.servers]
-print(run.channel.folders[0], *[p.pid for p in processes], *[p.scratch for p in processes], flush=True)
+print(run.channel.folder, *[p.pid for p in processes], *[p.scratch for p in processes], flush=True)
 if {end!r} == "exception":
     raise KeyError("oh")
 time.sleep(600)
@@ -254,10 +254,10 @@ def test_closing_ends_processes_and_frees_memory(fleet):
     memory = memory_of(run.folder)
     scratch = [s.process.scratch for s in run.pool.servers]
     assert len(trees) >= 6, "guard, server and its child, twice"
-    assert all(file.exists() for file in [*memory, *scratch, *run.channel.folders])
+    assert all(file.exists() for file in [*memory, *scratch, run.channel.folder])
     run.close()
     assert not [pid for pid in trees if Path(f"/proc/{pid}").exists()]
-    assert not any(file.exists() for file in [*memory, *scratch, *run.channel.folders])
+    assert not any(file.exists() for file in [*memory, *scratch, run.channel.folder])
 
 
 def memory_of(folder):

@@ -113,7 +113,7 @@ def test_updates_reach_every_server(fleet):
         assert all(begin < end for _, begin, end in run.pool.updates)
     assert run.pool.in_flight() == {"server 0 requests": 0, "server 1 requests": 0}
     assert [e["loaded"] for e in run.records() if "loaded" in e].count(7) == 2
-    folders = {p.name for p in run.channel.folders[0].iterdir()}
+    folders = {p.name for p in run.channel.folder.iterdir()}
     assert folders == {"v2", "v7"}, "older versions are removed, but for the one whose files the next one overwrites"
 
 

@@ -16,11 +16,11 @@ from components.engine.served.pool import AllServersLost
 from components.engine.vllm.engine import VllmEngine
 from components.engine.vllm.in_process import InProcess
 from components.engine.vllm.settings import AdapterSettings
-from components.engine.weight_files import read_file
 from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel
 from components.learner.settings import Lora
 from components.models.load import load_causal_lm
+from components.models.weights import read_file
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import DataError, RunError
@@ -147,7 +147,7 @@ class TestInProcess:
             text.append(learner.check(engine.run(weights=weights).policy))
             assert len(engine.backend.core.list_loras()) == 1
             # Nothing but the adapter travels: its tensors and a header of names.
-            (file,) = engine.backend.channel.folders[0].rglob("*.safetensors")
+            (file,) = engine.backend.channel.folder.rglob("*.safetensors")
             assert file.parent.name == f"v{weights.version}"
             sent = sum(t.nbytes for t in weights.tensors.values())
             assert sent < file.stat().st_size < sent + 8192

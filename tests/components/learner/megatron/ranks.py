@@ -12,6 +12,7 @@ from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.model import MegatronModel
 from components.learner.megatron.parallel import init_parallel
 from components.learner.megatron.settings import ParallelLayout
+from components.learner.megatron.weights import fill, parts
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
@@ -45,6 +46,11 @@ def differing(model: MegatronModel, path: str, dtype: torch.dtype) -> list[str]:
     return bad + sorted(wanted)
 
 
+def _fill(model: MegatronModel, tensors: Any) -> None:
+    with megatron_on_cpu():
+        fill(model.bridge, parts(model.bridge, model.chunks), tensors)
+
+
 def most_held(path: str, sizes: dict[str, Any]) -> tuple[int, int]:
     """Most whole tensors alive at once while loading, and while exporting."""
     import weakref
@@ -61,7 +67,7 @@ def most_held(path: str, sizes: dict[str, Any]) -> tuple[int, int]:
             yield name, tensor
 
     file = load_file(f"{path}/model.safetensors")
-    model.load_tensors(count(((name, tensor.clone()) for name, tensor in file.items()), 0))
+    _fill(model, count(((name, tensor.clone()) for name, tensor in file.items()), 0))
     references.clear()
     for _ in count(model.export(), 1):
         pass
@@ -69,7 +75,7 @@ def most_held(path: str, sizes: dict[str, Any]) -> tuple[int, int]:
 
 
 def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
-    """Weights handed from layout to layout by `export` and `load_tensors`; what differs from the file in the end."""
+    """Weights handed from layout to layout by `export` and `fill`; what differs from the file in the end."""
     from safetensors.torch import load_file
 
     tensors = dict(built(path, steps[0]).export())
@@ -77,7 +83,7 @@ def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
         layout = ParallelLayout(**sizes)
         init_parallel(layout)
         model = MegatronModel.build(path, layout)
-        model.load_tensors(reversed(tensors.items()))
+        _fill(model, reversed(tensors.items()))
         tensors = dict(model.export())
     wanted = load_file(f"{path}/model.safetensors")
     return [
@@ -115,7 +121,7 @@ def train(
         assert [sum(b.saved for b in some) > 0 for some in batches] == [False, True]
         out = [_pass(model, wrapped, some) for some in batches]
     one = (
-        model.is_last
+        model.chunks[-1].post_process
         and not mpu.get_tensor_model_parallel_rank()
         and not mpu.get_data_parallel_rank(with_context_parallel=True)
     )
@@ -134,7 +140,7 @@ def _pass(
         batch: PackedBatch = next(given)
 
         def loss(hidden: Tensor) -> Any:
-            logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8, chunk=7))
+            logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8))
             found.append((logprobs.detach(), entropies.detach()))
             return objective(logprobs, entropies), torch.tensor(1), {}
 

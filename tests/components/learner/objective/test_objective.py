@@ -23,7 +23,6 @@ from components.learner.objective import (
     weights,
 )
 from components.learner.objective.gspo import GSPO
-from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.settings import build_config
@@ -262,7 +261,7 @@ def test_cut_does_not_matter(how, use):
     objective = ObjectiveSettings(
         use=use, aggregate=how, constant_length=6 if how == "constant" else 0, kl=KL(coefficient=0.1)
     )
-    inputs = prepare(make_inputs(spread=0.5), objective, identity_sum)
+    inputs = prepare(make_inputs(spread=0.5), objective)
     denominators = counts(inputs.mask, objective)
     terms, wanted = losses(inputs, objective)
     whole = aggregate(terms, inputs.mask, objective, denominators)
@@ -293,7 +292,7 @@ class Scaled(Objective):
             if self.factor <= 0:
                 raise ValueError(f"expected factor > 0, got {self.factor}.")
 
-    def prepare(self, inputs, all_sum):
+    def prepare(self, inputs):
         return inputs.with_columns(mine=inputs.advantage)
 
     def terms(self, inputs, meters):
@@ -310,7 +309,7 @@ def outside(monkeypatch):
 
 def test_objective_from_outside_has_settings_and_metrics_of_its_own(outside):
     settings = ObjectiveSettings(use=outside, config={"factor": 3})
-    inputs = prepare(make_inputs(), settings, identity_sum)
+    inputs = prepare(make_inputs(), settings)
     loss, metrics = losses(inputs, settings)
     torch.testing.assert_close(loss.values, 3 * inputs.advantage.values)
     assert metrics["mine"] == pytest.approx(float(inputs.advantage.values[inputs.mask.values].mean()))

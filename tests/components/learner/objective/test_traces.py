@@ -14,10 +14,9 @@ from components.learner.objective import (
     loss_terms,
     prepare,
 )
-from components.learner.objective.entropy_mask import kth_largest
+from components.learner.objective.entropy_mask import high_by_scope
 from components.learner.objective.ratio import safe_exp
 from components.learner.objective.trace import Trace, trace_sum
-from pipeline.core.component import identity_sum
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 
@@ -44,7 +43,7 @@ def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constan
 
 def losses(inputs, objective):
     """Prepared inputs, loss per token, metrics."""
-    inputs = prepare(inputs, objective, identity_sum)
+    inputs = prepare(inputs, objective)
     meters = Meters()
     loss = loss_terms(inputs, objective, meters)
     return inputs, loss, meters.values()
@@ -309,7 +308,7 @@ def test_frame_of_ratio_objectives(reference):
 
 def test_normalise_divides_by_the_mean_scale():
     inputs = make_inputs(masked=False)
-    scale = prepare(inputs, ObjectiveSettings(use="trace"), identity_sum).columns["trace_scale"].values.mean()
+    scale = prepare(inputs, ObjectiveSettings(use="trace")).columns["trace_scale"].values.mean()
     a, b = (gradient(inputs, ObjectiveSettings(use="trace", config={"normalise": n})) for n in (False, True))
     torch.testing.assert_close(a / scale, b)
 
@@ -404,27 +403,33 @@ def test_normalised_trace_without_decay_ends_in_the_sequence_ratio():
 # --- entropy masks ---
 
 
-def test_kth_largest_by_hand():
+def high(values, keep):
+    return high_by_scope(
+        values, torch.ones(len(values), dtype=torch.bool), torch.zeros(len(values), dtype=torch.int64), keep
+    )
+
+
+def test_high_entropy_by_hand():
     values = torch.tensor([0.5, 0.1, 0.9, 0.9, 0.0])
-    # ⌈.4·5⌉ = 2nd largest, ⌈.5·5⌉ = 3rd, ⌈.01·5⌉ = 1st, all: the smallest
-    found = [float(kth_largest(values, keep, identity_sum)) for keep in (0.4, 0.5, 0.01, 1.0)]
-    assert found == pytest.approx([0.9, 0.5, 0.9, 0.0])
-    assert float(kth_largest(torch.zeros(0), 0.5, identity_sum)) == -math.inf
+    # ⌈.4·5⌉ = 2nd largest, ⌈.5·5⌉ = 3rd, ⌈.01·5⌉ = 1st with its equal, all: the smallest
+    expected = {0.4: [0, 0, 1, 1, 0], 0.5: [1, 0, 1, 1, 0], 0.01: [0, 0, 1, 1, 0], 1.0: [1, 1, 1, 1, 1]}
+    for keep, flags in expected.items():
+        assert high(values, keep).int().tolist() == flags
+    assert high(torch.zeros(0), 0.5).tolist() == []
 
 
 @pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.99])
-def test_kth_largest_equals_sort(keep):
+def test_high_entropy_equals_sort(keep):
     values = torch.rand(1001, generator=torch.Generator().manual_seed(0)) ** 4
-    assert kth_largest(values, keep, identity_sum) == values.sort(descending=True).values[math.ceil(keep * 1001) - 1]
+    threshold = values.sort(descending=True).values[math.ceil(keep * 1001) - 1]
+    assert high(values, keep).equal(values >= threshold)
 
 
 @pytest.mark.parametrize("scope", ["batch", "sequence", "group"])
 @pytest.mark.parametrize("keep", [0.2, 0.5])
 def test_entropy_mask_equals_loop(reference, scope, keep):
     inputs = make_inputs()
-    prepared = prepare(
-        inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")), identity_sum
-    )
+    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
     found = prepared.columns["high_entropy"].values.tolist()
     ids = {
         "batch": [0] * 84,
@@ -448,13 +453,13 @@ def test_entropy_mask_wants_the_entropies_of_trained_tokens():
     for scope, unknown in (("others", ~trained), ("trained", trained)):
         gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
         if scope == "others":
-            wanted = prepare(inputs, settings, identity_sum).columns["high_entropy"]
-            assert prepare(gaps, settings, identity_sum).columns["high_entropy"].equal(wanted)
+            wanted = prepare(inputs, settings).columns["high_entropy"]
+            assert prepare(gaps, settings).columns["high_entropy"].equal(wanted)
             continue
         with pytest.raises(
             CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"
         ):
-            prepare(gaps, settings, identity_sum)
+            prepare(gaps, settings)
 
 
 def test_mask_on_the_loss_is_80_20():
