@@ -1,0 +1,192 @@
+"""Handles: what a node gives out that is alive, and what is requested of a policy and returned by it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Payload, Prompts, Rewards, Trajectories
+
+
+class Handle(Payload):
+    """Something alive that a node gives out, such as a `Policy`: it cannot be recorded, sent or kept for later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtLimits:
+    """Thought-by-thought generation: after each stop string a new thought begins, until the last one.
+
+    Attributes:
+        stop: string that closes a thought; kept in the response.
+        final: a thought that contains this string is the last one.
+        max_tokens: tokens per thought; a thought that reaches it is closed there without the stop string.
+        max_thoughts: number of thoughts, inherited ones not counted.
+    """
+
+    stop: str = "</thought>"
+    final: str = "\\boxed{"
+    max_tokens: int = 256
+    max_thoughts: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: 0 is greedy (log-probs and entropies are then those of temperature 1).
+        top_p, top_k: truncation of the draw; 1.0 and 0 switch it off. Log-probs are those before truncation.
+        max_tokens: response budget in tokens.
+        stop: strings that end a response; kept in it.
+        thoughts: thought-by-thought limits, or None for one plain response.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+    thoughts: ThoughtLimits | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Progress:
+    """What earlier requests with the same seeds have sampled for rows that now go on; empty rows have just begun.
+
+    Attributes:
+        tokens: Jagged int32, sampled so far.
+        thought_ends: Jagged int32, exclusive ends of the thoughts closed so far, as indices into `tokens`.
+    """
+
+    tokens: Jagged
+    thought_ends: Jagged
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """A batch of generation requests, one row per sample; equal rows of `tokens` share their prefill.
+
+    With `progress` a row goes on where it was paused, in the midst of its thought and of its random stream: `tokens`
+    stays what came before its first sampled token, and all limits count the whole row.
+
+    Attributes:
+        tokens: Jagged int32, everything before the first sampled token (prompt, and an inherited prefix if any).
+        seed: int64 [N], one keyed seed per row (`Stream.seeds`); token t of a row depends on nothing else.
+        sampling: shared by the batch.
+        max_tokens: optional int64 [N], per-row response budget that overrides `sampling.max_tokens`.
+        max_thoughts: optional int64 [N], per-row limit that overrides `sampling.thoughts.max_thoughts`.
+        progress: optional, what the rows have sampled before; only for policies that `continues` is true of.
+        pause: optional int64 [N], new tokens after which a row that has not ended is left as it is ("paused");
+            likewise.
+    """
+
+    tokens: Jagged
+    seed: Tensor
+    sampling: Sampling
+    max_tokens: Tensor | None = None
+    max_thoughts: Tensor | None = None
+    progress: Progress | None = None
+    pause: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Completions:
+    """Answer to `Requests`, row for row.
+
+    Attributes:
+        tokens: Jagged int32, sampled tokens (EOS and stop strings included); of a row that went on, the new ones.
+        logprobs, entropies: Jagged float32, see `Trajectories`.
+        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits. Of a
+            row that went on all of its ends, counted from its very first sampled token.
+        finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts),
+            "paused".
+        text: decoded sampled tokens, special tokens kept.
+    """
+
+    tokens: Jagged
+    logprobs: Jagged
+    entropies: Jagged
+    thought_ends: Jagged
+    finish_reason: list[str]
+    text: list[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """Teacher-forced log-probs and entropies [nats] over the scored tokens, Jagged float32."""
+
+    logprobs: Jagged
+    entropies: Jagged
+
+
+class Policy(Handle, ABC):
+    """A language model that samples. A handle: it travels on wires but is not recorded."""
+
+    version: int
+    tokenizer: Any  # a Hugging Face fast tokenizer
+    continues: ClassVar[bool] = False
+    """whether `generate` knows `Requests.progress` and `Requests.pause`"""
+
+    @abstractmethod
+    def generate(self, requests: Requests) -> Completions:
+        """Samples one completion per row."""
+
+    @abstractmethod
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+        """Log-probs and entropies of `tokens` [N rows] given `context` [N rows], both Jagged int32, teacher-forced."""
+
+    def score_branches(
+        self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
+    ) -> Scores:
+        """Scores row b of `tokens` as the continuation of the first `at[b]` tokens of trunk `row[b]`.
+
+        Branches do not see each other.
+
+        Engines that can run a trunk once for all its branches override this; the results are the same.
+
+        Args:
+            trunk: Jagged int32 [R rows].
+            row: int64 [B], trunk of each branch.
+            at: int64 [B], 1 to the trunk's length.
+            tokens: Jagged int32 [B rows].
+            temperature: of the softmax.
+        """
+        return self.score(trunk.slice_rows(torch.zeros_like(at), at, row), tokens, temperature)
+
+    def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
+        """Gradient × input embedding of each `context` token, float32.
+
+        It says how much the token moves the summed log-prob of the row's `tokens`.
+
+        Raises CreditgraphError for an engine without gradients, which is the default.
+        """
+        raise CreditgraphError(
+            f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; expected an engine that can "
+            "attribute a log-prob to its context. Use engine.local, or value.answer_likelihood in place of "
+            "value.gradient_attribution."
+        )
+
+
+class Verifier(Handle, ABC):
+    """Decides whether a response is correct. A handle, like `Policy`; verifying the same row again is free."""
+
+    @abstractmethod
+    def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
+        """Returns one reward per trajectory. A row that cannot be verified is `valid=False` with the reason."""
+
+
+def known_entropies(entropies: Tensor, reader: str) -> Tensor:
+    """The entropies, or CreditgraphError when an engine left some out (NaN). `reader` names what wants them."""
+    unknown = int(entropies.isnan().sum())
+    if unknown:
+        raise CreditgraphError(
+            f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; expected all of them. "
+            "Use engine.local or engine.vllm, or a method that reads no entropies."
+        )
+    return entropies
