@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device for component tests")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With --doctest-modules, pytest would import every helper too, and with them Megatron."""
+    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
 # Tests of real processes meet ports, kernels and schedulers that other programs share.
 # One that fails is run once more, and the summary names it (R).
 REAL_PROCESSES = (
