@@ -38,26 +38,26 @@ REAL_PROCESSES = (
     "pipeline/app/report/test_browser.py",
     "pipeline/run/distributed",
 )
-# Workers of pytest-xdist take groups in this order and then single tests, so that the longest do not come last.
+# Workers of pytest-xdist take groups and files in this order, then the other files, so that the longest do not come last.
 LONGEST_FIRST = ("vllm servers", "megatron", "slurm", "vllm", "sglang")
 
 
-def _place(item: pytest.Item) -> tuple[int, str]:
-    """Key of the item's turn: named groups, other groups, single tests."""
-    mark = item.get_closest_marker("xdist_group")
-    if mark is None:
-        return len(LONGEST_FIRST) + 1, ""
-    group = mark.args[0]
-    return (LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)), group
-
-
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent.as_posix()
-    items.sort(key=_place)
+    groups = []
     for item in items:
-        if item.path.as_posix().removeprefix(here + "/").startswith(REAL_PROCESSES):
+        path = item.path.as_posix().removeprefix(here + "/")
+        if path.startswith(REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
+            # One worker runs the tests of a file, which share fixtures.
+            mark = pytest.mark.xdist_group(path)
+            item.add_marker(mark)
+        groups.append(mark.args[0])
+    first = {group: place for place, group in enumerate(LONGEST_FIRST)}
+    order = sorted(range(len(items)), key=lambda i: first.get(groups[i], len(first)))
+    items[:] = [items[i] for i in order]
 
 
 @pytest.fixture(scope="session")
