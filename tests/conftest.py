@@ -39,7 +39,18 @@ REAL_PROCESSES = (
     "pipeline/run/distributed",
 )
 # Workers of pytest-xdist take groups and files in this order, then the other files, so that the longest do not come last.
-LONGEST_FIRST = ("vllm servers", "megatron", "slurm", "vllm", "sglang")
+LONGEST_FIRST = (
+    "vllm servers",
+    "megatron",
+    "slurm",
+    "vllm",
+    "sglang",
+    "site",
+    "pipeline/run/distributed/test_processes.py",
+    "pipeline/app/report/test_browser.py",
+    "pipeline/app/test_cli.py",
+    "components/engine/served/test_faults.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
