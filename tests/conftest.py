@@ -38,7 +38,7 @@ REAL_PROCESSES = (
     "pipeline/app/report/test_browser.py",
     "pipeline/run/distributed",
 )
-# Workers of pytest-xdist take groups and files in this order, then the other files, so that the longest do not come last.
+# Workers of pytest-xdist take groups and files in this order and then the others, so that the longest do not come last.
 LONGEST_FIRST = (
     "vllm servers",
     "megatron",
