@@ -104,6 +104,7 @@ def test_two_ranks_preempted_killed_and_cut_off_from_power_end_with_the_same_byt
     assert last_line(run / "logs" / f"job-{job}.log") == ended
 
     # Submitted again, and its node loses power: SLURM puts the job back when the node has booted.
+    slurm.wait("the end of the job", lambda: slurm.state(job)["JobState"] == "FAILED")  # it completes for a while
     gate(7)
     slurm.creditgraph(*command, cwd=tmp_path)
     job = slurm.job(run)
