@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device for component tests")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With --doctest-modules, pytest would import every helper too, and with them Megatron."""
+    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
+
+
 # Tests of real processes meet ports, kernels and schedulers that other programs share.
 # One that fails is run once more, and the summary names it (R).
 REAL_PROCESSES = (
@@ -29,16 +34,41 @@ REAL_PROCESSES = (
     "components/learner/megatron",
     "components/sandbox",
     "pipeline/app/cluster",
+    "pipeline/app/evaluate/test_eval_vllm.py",
     "pipeline/app/report/test_browser.py",
-    "pipeline/test_distributed",
+    "pipeline/run/distributed",
+)
+# Workers of pytest-xdist take groups and files in this order and then the others, so that the longest do not come last.
+LONGEST_FIRST = (
+    "vllm servers",
+    "megatron",
+    "slurm",
+    "vllm",
+    "sglang",
+    "site",
+    "pipeline/run/distributed/test_processes.py",
+    "pipeline/app/report/test_browser.py",
+    "pipeline/app/test_cli.py",
+    "components/engine/served/test_faults.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent.as_posix()
+    groups = []
     for item in items:
-        if item.path.as_posix().removeprefix(here + "/").startswith(REAL_PROCESSES):
+        path = item.path.as_posix().removeprefix(here + "/")
+        if path.startswith(REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+        mark = item.get_closest_marker("xdist_group")
+        if mark is None:
+            # One worker runs the tests of a file, which share fixtures.
+            mark = pytest.mark.xdist_group(path)
+            item.add_marker(mark)
+        groups.append(mark.args[0])
+    first = {group: place for place, group in enumerate(LONGEST_FIRST)}
+    order = sorted(range(len(items)), key=lambda i: first.get(groups[i], len(first)))
+    items[:] = [items[i] for i in order]
 
 
 @pytest.fixture(scope="session")

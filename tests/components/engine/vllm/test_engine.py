@@ -382,7 +382,7 @@ def test_bad_inputs_get_a_sentence(pair, chains):
         CreditgraphError, match=r"engine 'engine': expected temperature 0 \(greedy\) or 0.01 to 2, .*, got 0.001"
     ):
         pair.policy.score(chains, chains, 0.001)
-    with pytest.raises(CreditgraphError, match=r"gives no gradients; wanted an engine that can attribute"):
+    with pytest.raises(CreditgraphError, match=r"gives no gradients; expected an engine that can attribute"):
         pair.policy.attribute(chains, chains)
     lost = dict(pair.weights.tensors)
     lost.pop("model.norm.weight")

@@ -20,6 +20,7 @@ from components.engine.served.dialect import call
 from components.engine.served.pool import AllServersLost
 from components.engine.vllm.dialect import VllmDialect
 from components.models.load import load_causal_lm
+from pipeline.app import results
 from pipeline.app.cli import main
 from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
@@ -154,8 +155,10 @@ def test_toy_srpo_trains_with_weights_updated_every_iteration(undisturbed):
     assert max(mismatch) < 1e-4
 
 
-def test_two_ranks_share_the_servers(real, undisturbed, tmp_path):
+def test_two_ranks_share_the_servers(real, undisturbed, tmp_path, monkeypatch):
     port = free_port()
+    # The drawing library has started threads in this process, and hangs in a fork of it.
+    monkeypatch.setattr(results, "draw_curve", lambda *_: None)
 
     def rank(number):
         ranks = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}

@@ -7,12 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
-
-from megatron.core.tensor_parallel import random
-
-from components.learner.megatron.cpu import megatron_on_cpu
-
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 CALLS = {
     "a factory": lambda: torch.zeros(2, device="cuda"),
@@ -24,6 +18,20 @@ CALLS = {
 }
 
 
+@pytest.fixture
+def random() -> types.ModuleType:
+    """Megatron's random states; imported by the worker that runs these tests alone, because that takes seconds."""
+    reason = "needs megatron-core: pip install 'creditgraph[megatron]'"
+    return pytest.importorskip("megatron.core.tensor_parallel.random", reason=reason)
+
+
+@pytest.fixture
+def megatron_on_cpu(random: types.ModuleType) -> Any:
+    from components.learner.megatron.cpu import megatron_on_cpu
+
+    return megatron_on_cpu
+
+
 def as_megatron(function: Any) -> Any:
     """The same code as if it stood in a module of megatron-core."""
     return types.FunctionType(
@@ -33,7 +41,7 @@ def as_megatron(function: Any) -> Any:
 
 @without_cuda
 @pytest.mark.parametrize("call", CALLS)
-def test_megatron_gets_the_cpu_and_others_the_error(call: str) -> None:
+def test_megatron_gets_the_cpu_and_others_the_error(call: str, megatron_on_cpu: Any) -> None:
     with megatron_on_cpu():
         assert as_megatron(CALLS[call])().tolist() == [0, 0]
         with pytest.raises((AssertionError, RuntimeError)):
@@ -41,7 +49,7 @@ def test_megatron_gets_the_cpu_and_others_the_error(call: str) -> None:
 
 
 @without_cuda
-def test_types_read_as_on_cuda_for_megatron_only() -> None:
+def test_types_read_as_on_cuda_for_megatron_only(megatron_on_cpu: Any) -> None:
     with megatron_on_cpu():
         assert as_megatron(lambda: torch.zeros(1).type())() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type() == "torch.FloatTensor"
@@ -49,7 +57,7 @@ def test_types_read_as_on_cuda_for_megatron_only() -> None:
 
 @without_cuda
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_is_left_behind(call: str) -> None:
+def test_nothing_is_left_behind(call: str, megatron_on_cpu: Any) -> None:
     with pytest.raises(KeyError), megatron_on_cpu():
         raise KeyError
     with pytest.raises((AssertionError, RuntimeError)):
@@ -57,7 +65,7 @@ def test_nothing_is_left_behind(call: str) -> None:
 
 
 @without_cuda
-def test_random_regions_are_restored() -> None:
+def test_random_regions_are_restored(random: types.ModuleType, megatron_on_cpu: Any) -> None:
     with megatron_on_cpu():
         tracker = random.CudaRNGStatesTracker()
         tracker.add("region", 5)
@@ -71,7 +79,7 @@ def test_random_regions_are_restored() -> None:
         assert torch.equal(torch.rand(3), inside)
 
 
-def test_inert_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inert_with_cuda(monkeypatch: pytest.MonkeyPatch, random: types.ModuleType, megatron_on_cpu: Any) -> None:
     own = (torch.cuda.current_device, torch.cuda.synchronize, torch.cuda.manual_seed, torch.cuda.get_rng_state)
     states = (random._get_cuda_rng_state, random._set_cuda_rng_state)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

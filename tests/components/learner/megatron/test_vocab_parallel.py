@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'creditgraph[megatron]'")
-
 from components.learner.logprobs import Head, VocabShard, token_logprobs
 
 

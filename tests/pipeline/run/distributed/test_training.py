@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from pipeline.app.cli import main
 from pipeline.run.metrics import read_metrics
 
 SETTINGS = [
@@ -18,21 +19,15 @@ SETTINGS = [
 
 
 def train(root, name, iterations, ranks=1):
-    command = [sys.executable, "-m", "creditgraph"]
-    if ranks > 1:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "creditgraph",
-        ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command += ["train", *SETTINGS, f"run.root={root}", f"run.name={name}", f"run.iterations={iterations}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = ["train", *SETTINGS, f"run.root={root}", f"run.name={name}", f"run.iterations={iterations}"]
+    if ranks == 1:
+        assert main(settings) == 0
+    else:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "creditgraph"]
+        command = [sys.executable, *launch, *settings]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
     return read_metrics(root / name / "metrics.jsonl")
 
 
