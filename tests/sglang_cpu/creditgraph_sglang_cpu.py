@@ -1,5 +1,6 @@
-"""SGLang plugin (entry point group sglang.srt.plugins, called in every SGLang process): per-request seeds and the prefix
-cache together on a CPU, in tests; and processes that are forked, so that imports happen once.
+"""SGLang plugin of the tests: seeds per request and the prefix cache together on a CPU, and forked processes.
+
+Its entry point group, sglang.srt.plugins, is called in every SGLang process; a fork makes imports happen once.
 
 Seeds need --enable-deterministic-inference, which SGLang allows for GPU attention only, couples with batch-invariant
 Triton kernels, and runs without a prefix cache where it does not know the attention.

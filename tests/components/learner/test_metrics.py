@@ -49,7 +49,10 @@ def test_warns_once_and_stops(caplog):
     for bad in (0.6, math.nan):
         with pytest.raises(
             MismatchError,
-            match=r"node 'learner'.*expected at most mismatch.stop = 0.5. Check the engine: .*another sampling temperature",
+            match=(
+                r"node 'learner'.*expected at most mismatch.stop = 0.5. Check the engine: .*another sampling "
+                r"temperature"
+            ),
         ):
             guard.check("learner", {"mismatch_abs": bad})
     MismatchGuard(Mismatch(warn=0, stop=0)).check("learner", {"mismatch_abs": math.inf})

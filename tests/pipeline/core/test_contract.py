@@ -30,10 +30,13 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         (
             "Settings",
             [
-                "Settings.Config is not frozen, but settings never change; write @dataclass(frozen=True, kw_only=True).",
+                "Settings.Config is not frozen, but settings never change; write @dataclass(frozen=True, "
+                "kw_only=True).",
                 "Settings.Config takes quiet, nested by position; write @dataclass(frozen=True, kw_only=True).",
-                "Settings.Config.quiet has no docstring; write a string below it that says its unit and what it changes.",
-                "Settings.Config.nested.depth has no docstring; write a string below it that says its unit and what it changes.",
+                "Settings.Config.quiet has no docstring; write a string below it that says its unit and what it "
+                "changes.",
+                "Settings.Config.nested.depth has no docstring; write a string below it that says its unit and what "
+                "it changes.",
             ],
         ),
         ("Plain", ["Plain.Config is not a dataclass; write @dataclass(frozen=True, kw_only=True) above it."]),
@@ -45,7 +48,8 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
             "Rows",
             [
                 "Rows.run: input 'rewards' has same_rows('promt'), but there is no such input. Did you mean 'prompt'?",
-                "Rows.run: output 'rewards' has same_rows('prompts'), but there is no such input. Did you mean 'prompt'?",
+                "Rows.run: output 'rewards' has same_rows('prompts'), but there is no such input. Did you mean "
+                "'prompt'?",
             ],
         ),
         (
@@ -59,14 +63,16 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
         (
             "Forgets",
             [
-                "Forgets.state_dict after load_state_dict differs from what was loaded; a restart would not continue the run."
+                "Forgets.state_dict after load_state_dict differs from what was loaded; a restart would not continue "
+                "the run."
             ],
         ),
         (
             "Unstorable",
             [
                 "Unstorable.state_dict: 'made' is object; expected a nested dict of tensors, numbers, strings, lists.",
-                "Unstorable.state_dict: key 3 in by_row is int, not str; expected a nested dict of tensors, numbers, strings, lists.",
+                "Unstorable.state_dict: key 3 in by_row is int, not str; expected a nested dict of tensors, numbers, "
+                "strings, lists.",
             ],
         ),
         ("Crashes", ["Crashes(Config()) raises OSError: no model at /models; the default settings must build."]),

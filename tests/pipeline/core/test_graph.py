@@ -193,7 +193,8 @@ def test_a_delayed_handle_is_refused(srpo):
         ),
         (
             "sampler.failures@0",
-            "localizer.failures: wire 'sampler.failures@0' reads 0 iterations back; expected k ≥ 1 in '@k', or no '@k' for",
+            "localizer.failures: wire 'sampler.failures@0' reads 0 iterations back; expected k ≥ 1 in '@k', or "
+            "no '@k' for",
         ),
         (
             "sampler.failures@-1",
@@ -205,7 +206,8 @@ def test_a_delayed_handle_is_refused(srpo):
         ),
         (
             "sampler.failure",
-            "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'failure'. Did you mean 'failures'?",
+            "localizer.failures: wire 'sampler.failure': sampler (graph_toys:Sampler) has no output 'failure'. "
+            "Did you mean 'failures'?",
         ),
         ("rewards.rewards", "localizer.failures: wire 'rewards.rewards' carries Rewards; expected Trajectories."),
         (
@@ -214,12 +216,14 @@ def test_a_delayed_handle_is_refused(srpo):
         ),
         (
             "sampler.failures@2",
-            "localizer.failures: wire 'sampler.failures@2' reads an earlier iteration, but graph_toys:Sampler defines no initial() "
+            "localizer.failures: wire 'sampler.failures@2' reads an earlier iteration, but graph_toys:Sampler "
+            "defines no initial() "
             "to start from; remove '@2' or define Sampler.initial.",
         ),
         (
             ["sampler.failures", "sampler.trajectories"],
-            "localizer.failures: expected one wire, got 2 (sampler.failures + sampler.trajectories); this input is not a list.",
+            "localizer.failures: expected one wire, got 2 (sampler.failures + sampler.trajectories); this input "
+            "is not a list.",
         ),
         ([], "localizer.failures: expected at least one wire, got an empty list."),
     ],
@@ -251,9 +255,11 @@ def test_missing_input_when_nothing_fits() -> None:
 def test_misaligned_wires_name_both_populations(srpo: Nodes) -> None:
     srpo["advantage"]["in"]["trajectories"] = "sampler.trajectories"
     assert problems(srpo) == [
-        "advantage: 'rewards' must have the rows of 'trajectories', but rewards.rewards has the rows of buffer.trajectories and "
+        "advantage: 'rewards' must have the rows of 'trajectories', but rewards.rewards has the rows of "
+        "buffer.trajectories and "
         "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population.",
-        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of sampler.trajectories and "
+        "learner: 'credit' must have the rows of 'trajectories', but advantage.credit has the rows of "
+        "sampler.trajectories and "
         "buffer.trajectories has the rows of buffer.trajectories; wire both from the same population.",
     ]
 
@@ -261,7 +267,8 @@ def test_misaligned_wires_name_both_populations(srpo: Nodes) -> None:
 def test_seeds_and_trajectories_of_one_sampler_are_two_populations(srpo: Nodes) -> None:
     srpo["expander"]["in"]["failures"] = "sampler.trajectories"
     assert only(srpo) == (
-        "expander: 'errors' must have the rows of 'failures', but localizer.errors has the rows of sampler.failures and "
+        "expander: 'errors' must have the rows of 'failures', but localizer.errors has the rows of "
+        "sampler.failures and "
         "sampler.trajectories has the rows of sampler.trajectories; wire both from the same population."
     )
 

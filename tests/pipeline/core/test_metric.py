@@ -62,7 +62,7 @@ def strings(node: ast.AST) -> Iterator[str]:
 
 
 def composed(text: ast.JoinedStr, words: list[str]) -> Iterator[str]:
-    """What an f-string with one hole may become, the hole being filled by the words of its function and the module's constants."""
+    """What an f-string with one hole may become, filled by the words of its function and the module's constants."""
     before, after = ["".join(v.value for v in part if isinstance(v, ast.Constant)) for part in halves(text)]
     if before or after:
         yield from (before + word + after for word in words)
@@ -134,7 +134,7 @@ def test_names_in_the_source_are_documented(sources):
 
 
 def test_every_definition_is_logged(logged, sources):
-    """By one of the runs; else, for what no cheap run reaches, by a name in the source of the component's folder or of what it shares."""
+    """By one of the runs; else, for what no cheap run reaches, by a name in the source of the component's folder."""
     seen = {
         (use, name.partition("/")[2])
         for nodes, names in logged.values()

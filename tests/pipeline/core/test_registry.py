@@ -53,14 +53,16 @@ def test_entry_points_add_names_but_take_none_over() -> None:
     [
         (
             "buffer.merg",
-            "unknown component 'buffer.merg'; expected a registered name or 'package.module:Class'. Did you mean 'buffer.merge'?",
+            "unknown component 'buffer.merg'; expected a registered name or 'package.module:Class'. Did you mean "
+            "'buffer.merge'?",
         ),
         ("zzz", "unknown component 'zzz'; expected a registered name or 'package.module:Class'. Known: advantage."),
         ("a b:C", "unknown component 'a b:C'"),
         ("graph_toys:", "unknown component 'graph_toys:'"),
         (
             "missing_pkg.x:C",
-            "component 'missing_pkg.x:C': module 'missing_pkg' cannot be imported; install it or correct 'missing_pkg.x'.",
+            "component 'missing_pkg.x:C': module 'missing_pkg' cannot be imported; install it or correct "
+            "'missing_pkg.x'.",
         ),
         ("graph_toys:Merg", "component 'graph_toys:Merg': no class 'Merg' in graph_toys. Did you mean 'Merge'?"),
         (
@@ -85,7 +87,7 @@ def test_a_missing_dependency_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_listing_imports_nothing() -> None:
-    code = "import sys; from pipeline.core.registry import known_components; known_components(); print('torch' in sys.modules)"
+    code = "import sys; from pipeline.core import registry; registry.known_components(); print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"

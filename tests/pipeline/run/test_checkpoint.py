@@ -21,9 +21,11 @@ def through(tmp_path, state):
 
 def test_nested_states_come_back_with_types(tmp_path):
     state = {
-        "n": None, "b": True, "i": 1 << 100, "f": 0.1, "inf": -math.inf, "s": "é\ud800", "l": [1, [2.0]], "t": (1, ("x",)),
+        "n": None, "b": True, "i": 1 << 100, "f": 0.1, "inf": -math.inf, "s": "é\ud800",
+        "l": [1, [2.0]], "t": (1, ("x",)),
         3: {"deep": [()]},
-        "o": OrderedDict(z=1, a=2), "bytes": b"\x00\xff", "array": np.arange(3, dtype=np.uint32), "number": np.float32(1.5), "empty": {},
+        "o": OrderedDict(z=1, a=2), "bytes": b"\x00\xff", "array": np.arange(3, dtype=np.uint32),
+        "number": np.float32(1.5), "empty": {},
     }  # fmt: skip
     back = through(tmp_path, state)
     assert back.pop("array").tolist() == state.pop("array").tolist()

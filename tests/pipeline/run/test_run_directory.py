@@ -132,7 +132,10 @@ def test_a_read_only_directory_is_a_sentence(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(
         RunError,
-        match=r"cannot be written \(Read-only file system\): the file system is read-only; choose another place with run\.root=PATH",
+        match=(
+            r"cannot be written \(Read-only file system\): the file system is read-only; choose another place "
+            r"with run\.root=PATH"
+        ),
     ):
         RunDirectory.open(small_disk / "r", CONFIG)
 

@@ -1,4 +1,4 @@
-"""Toy components, shaped like the real ones, for tests of graphs, catalogue, contract and pictures. They compute nothing."""
+"""Toy components, shaped like the real ones, for tests of graphs, contract and pictures. They compute nothing."""
 
 from __future__ import annotations
 

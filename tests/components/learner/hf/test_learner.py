@@ -393,7 +393,7 @@ def test_settings_are_few():
 
 @pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])
 def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
-    """Two learners on threads, joined by a summing barrier, both given the whole batch, make the steps of one learner."""
+    """Two learners on threads with a summing barrier, both with the whole batch, make the steps of one learner."""
     batch = make_batch()
     barrier, slots = threading.Barrier(2), [None, None]
 

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Any]:
-    """Four gloo processes for all files: `pool.run(function, *args)` runs a top-level function of a file on each rank."""
+    """Four gloo processes for all files: `pool.run(function, *args)` runs a function of a file on each rank."""
     pytest.importorskip("megatron.core", reason=REASON)
     pytest.importorskip("mbridge", reason=REASON)
     pool = _beside("pool").Pool(4)

@@ -39,7 +39,7 @@ class Pool:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0, grace: float = 10.0) -> list[Any]:
-        """The results of all ranks; RankError when one raised, or is silent for `grace` seconds after another raised."""
+        """The results of all ranks; RankError when one raised, or is silent `grace` seconds after another raised."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs and entropies: hand numbers, a plain loop, float64 softmax in value and gradient, memory."""
+"""Vocabulary-parallel log-probs and entropies against numbers by hand, a plain loop and a float64 softmax; memory."""
 
 import math
 from typing import Any

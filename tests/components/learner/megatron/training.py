@@ -1,4 +1,4 @@
-"""What the ranks run: learners of any layout on the batches of a test, as `learner.hf` runs them in the test's own process."""
+"""What the ranks run: learners of any layout on the batches of a test, as `learner.hf` runs them in its process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZER = OptimizerSettings(lr=3e-3, eps=1e-3, grad_clip=0.1, weight_decay=0.1
 
 
 def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0) -> tuple[Trajectories, Credit]:
-    """Random rows of unequal length; rows of a prompt share it, and every third one a prefix of its sibling's response."""
+    """Rows of unequal length; rows share their prompt, and every third one a prefix of its sibling's response."""
     g = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
@@ -140,7 +140,7 @@ def logprobs_of(learner: Any) -> torch.Tensor:
 def train(
     folder: str, layout: dict[str, Any], cases: dict[str, dict[str, Any]], dtype: str = "float32"
 ) -> dict[str, dict[str, Any]]:
-    """For each case: metrics of three steps, log-probs afterwards, the gradient of the first step, and the last weights."""
+    """For each case: metrics of three steps, log-probs afterwards, the gradient of the first step, last weights."""
     out = {}
     for name, settings in cases.items():
         learner = megatron_learner(folder, layout, settings, dtype)
@@ -232,7 +232,7 @@ def one_step(
 
 
 def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, float], bool, bool]:
-    """A step in which the last rank's loss or gradient is NaN: metrics, whether all weights stayed, whether a later step is made."""
+    """A step with a NaN loss or gradient on the last rank: metrics, whether weights stayed, whether a step follows."""
     import torch.distributed as dist
 
     learner = megatron_learner(folder, layout, CASES["gspo"])

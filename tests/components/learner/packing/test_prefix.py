@@ -21,7 +21,7 @@ def draw(length, g):
 
 
 def tree_rows(kind, seed=0):
-    """Prompts and responses: "grpo" shares prompts, "srpo" also nested response prefixes, "odd" repeats rows and ends inside others."""
+    """Prompts and responses: "grpo" shares prompts, "srpo" nested prefixes too, "odd" repeats rows and their parts."""
     g = torch.Generator().manual_seed(seed)
     size = lambda low, high: int(torch.randint(low, high, (), generator=g))  # noqa: E731
     prompts, responses = [], []

@@ -1,4 +1,4 @@
-"""The same graph on one rank and on several, in real processes: same results, one run directory, the first error in front."""
+"""The same graph on one rank and on several, in real processes: same results, one run directory, first error first."""
 
 import json
 import os
@@ -200,7 +200,8 @@ def test_ranks_that_do_not_fit_are_told_before_anything_loads(launch):
     found = launch(3, "odd", size=2)
     assert found.codes == [2, 2, 2]
     assert (
-        "'learner' (toy:Learn): one replica takes 2 processes, but the run has 3; expected a multiple. Start 2 or 4, for "
+        "'learner' (toy:Learn): one replica takes 2 processes, but the run has 3; expected a multiple. Start "
+        "2 or 4, for "
         "example "
         "torchrun --nproc-per-node 2 --no-python creditgraph train …"
     ) in found.text(0)

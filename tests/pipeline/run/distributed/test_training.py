@@ -1,4 +1,4 @@
-"""A whole toy training under torchrun: two replicas train as one process does, and one process goes on with their run."""
+"""A whole toy training under torchrun: two replicas train as one process does, and one process continues it."""
 
 import os
 import subprocess
