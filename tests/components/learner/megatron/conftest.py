@@ -23,6 +23,7 @@ def _beside(name: str) -> Any:
     return sys.modules[key]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # One worker of pytest-xdist runs all tests that share the pool.
     for item in items:
