@@ -87,6 +87,11 @@ def _settings(config_class: Any, prefix: str = "") -> Iterator[Setting]:
         if dataclasses.is_dataclass(hint):
             yield from _settings(hint, f"{prefix}{f.name}.")
             continue
+        if f.name == "config" and (choices := getattr(config_class, "choices", None)):
+            for use, target in choices.items():
+                for setting in _settings(load_class(target).Config, f"{prefix}config."):
+                    yield dataclasses.replace(setting, name=f"{setting.name} ({use})")
+            continue
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         text = "" if default is dataclasses.MISSING else repr(default)
         yield Setting(prefix + f.name, type_text(hint), text, docs.get(f.name, ""))

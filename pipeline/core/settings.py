@@ -244,5 +244,5 @@ def _docs_in(node: ast.ClassDef) -> dict[str, str]:
     for item, after in pairwise(node.body):
         text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, str):
-            docs[item.target.id] = inspect.cleandoc(text)
+            docs[item.target.id] = " ".join(text.split())
     return docs

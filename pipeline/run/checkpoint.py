@@ -37,9 +37,13 @@ from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
 
-FORMAT = 1
+FORMAT = 2
 SHARDS = "shards"
 KINDS = "tensors, numbers, strings, lists, tuples, dicts, None, arrays and payloads"
+
+
+class DamagedError(RunError):
+    """A checkpoint whose files are not those that were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +243,16 @@ class Checkpoints:
         return final
 
     def latest(self) -> Checkpoint | None:
-        """The newest sound checkpoint, or None; a damaged one is skipped with a warning."""
+        """The newest valid checkpoint, or None; a damaged one is skipped with a warning.
+
+        Raises:
+            RunError: it was written by another version, or holds payloads of a class that is not imported. Starting
+                again would overwrite the run.
+        """
         for path in reversed(numbered(self.path)):
             try:
                 return load(path)
-            except RunError as error:
+            except DamagedError as error:
                 logger.warning("%s Skipping it and going back to the one before.", error)
         return None
 
@@ -289,38 +298,44 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint directory: iteration, and per file its bytes and, but for shards, its SHA-256.
 
     Raises:
-        RunError: there is none, or it is of a newer format.
+        DamagedError: there is none that can be read.
+        RunError: it has another format.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        newer = manifest["format"] > FORMAT
+        written = int(manifest["format"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
-    if newer:
+        raise DamagedError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
+    if written != FORMAT:
         raise RunError(
-            f"{path}: checkpoint format {manifest['format']}, this version reads up to {FORMAT}; update creditgraph."
+            f"{path}: expected checkpoint format {FORMAT}, got {written}; continue the run with the version of "
+            "creditgraph that wrote it, or start a new one with another run.name."
         )
     return manifest
 
 
 def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
-    """Reads one checkpoint directory; raises RunError, saying what is wrong, when it is not sound.
+    """Reads one checkpoint directory.
 
     Args:
         path: the directory.
         reads: whether to read a group; by default all are.
         verify: compare checksums; sizes are compared in any case.
+
+    Raises:
+        DamagedError: a file is missing, cut off or changed.
+        RunError: it has another format, or holds payloads of a class that is not imported.
     """
     try:
         manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
             size = (path / name).stat().st_size
             if size != entry["bytes"]:
-                raise RunError(
+                raise DamagedError(
                     f"{path / name}: {size} bytes, the manifest says {entry['bytes']}; the checkpoint is damaged."
                 )
             if verify and "sha256" in entry and _checksum(path / name) != entry["sha256"]:
-                raise RunError(f"{path / name}: its checksum differs from the manifest; the checkpoint is damaged.")
+                raise DamagedError(f"{path / name}: its checksum differs from the manifest; the checkpoint is damaged.")
         trees = json.loads((path / "state.json").read_text(encoding="utf-8"))
         trees = {group: tree for group, tree in trees.items() if reads is None or reads(group)}
         with safe_open(path / "tensors.safetensors", framework="pt") as file:
@@ -328,7 +343,7 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, RunError):
             raise
-        raise RunError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
+        raise DamagedError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
     by_group: dict[str, dict[str, Tensor]] = {group: {} for group in trees}
     for name, tensor in tensors.items():
         group, number = name.rsplit("/", 1)

@@ -78,7 +78,7 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
     """The payload a table was made of.
 
     Raises:
-        DataError: the table was not made by `to_arrow`, or by a later version of it.
+        DataError: the table was not made by `to_arrow`, or by another version of it.
     """
     try:
         note = json.loads((table.schema.metadata or {})[KEY])
@@ -87,9 +87,10 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
             f"{place}: not a recorded payload (no 'creditgraph' entry in its schema); expected a file from a run's "
             "record/ folder."
         ) from None
-    if note["format"] > FORMAT:
+    if note["format"] != FORMAT:
         raise DataError(
-            f"{place}: record format {note['format']}, this version reads up to {FORMAT}; update creditgraph."
+            f"{place}: expected record format {FORMAT}, got {note['format']}; read it with the version of creditgraph "
+            "that wrote it."
         )
     try:
         cls = payload_class(note["class"])

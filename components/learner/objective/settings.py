@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from components.learner.objective.base import Objective
 from components.learner.objective.entropy_mask import EntropyMask
@@ -47,6 +47,8 @@ def shipped_metrics() -> tuple[Metric, ...]:
 class ObjectiveSettings:
     """Loss per token, and how tokens are averaged."""
 
+    choices: ClassVar[dict[str, str]] = OBJECTIVES  # whose settings `creditgraph components` lists
+
     use: str = "ppo_clip"
     """a name in `OBJECTIVES`, or "package.module:Class" of a subclass of creditgraph.Objective"""
     config: Any = field(default_factory=dict)
@@ -75,6 +77,10 @@ class ObjectiveSettings:
             raise SettingsError([f"use: importing '{self.use}' failed with {type(error).__name__}: {error}"]) from error
         config, problems = build_config(objective.Config, self.config, "config")
         if problems:
+            others = {f.name for use in OBJECTIVES for f in fields(load_objective(use).Config)}
+            if set(self.config) & others - {f.name for f in fields(objective.Config)}:
+                # A graph or a recipe may have set them for the objective that an override of `use` replaced.
+                problems[-1] += " learner.objective.config=null drops the settings of another objective."
             raise SettingsError(problems)
         object.__setattr__(self, "config", config)
         self.entropy_mask.check(self.use, objective.has_trace)

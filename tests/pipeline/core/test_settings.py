@@ -186,6 +186,6 @@ def test_type_text() -> None:
 
 def test_documented_in_the_source() -> None:
     docs = setting_docs(Outer)
-    assert docs["count"] == "how many\nof them"
+    assert docs["count"] == "how many of them"
     assert "name" not in docs
     assert docs["plain"] == "told in the class docstring"

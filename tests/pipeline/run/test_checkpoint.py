@@ -1,6 +1,8 @@
+import json
 import logging
 import math
 import os
+import re
 from collections import OrderedDict
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Rewards, TrainReport, Weights
-from pipeline.run.checkpoint import Checkpoints, CheckpointSettings, decode, encode, load
+from pipeline.run.checkpoint import FORMAT, Checkpoints, CheckpointSettings, decode, encode, load
 
 
 def through(tmp_path, state):
@@ -136,6 +138,33 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, damage
         load(newest)
     store.save(5, {"a": encode({"w": torch.zeros(1)}, "a")})  # the repeated iteration replaces the damaged one
     assert store.latest().iteration == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "sentence"),
+    [
+        ("manifest.json", f'"format": {FORMAT}', f'"format": {FORMAT - 1}', f"checkpoint format {FORMAT}, got "),
+        ("manifest.json", f'"format": {FORMAT}', f'"format": {FORMAT + 1}', f"checkpoint format {FORMAT}, got "),
+        ("state.json", "payloads:Rewards", "payloads:Prizes", "payload class 'pipeline.core.payloads:Prizes'"),
+    ],
+)
+def test_another_version_s_checkpoint_ends_the_run_and_does_not_start_it_again(tmp_path, file, old, new, sentence):
+    flags = torch.tensor([True])
+    rewards = Rewards(uid=torch.tensor([3]), value=torch.tensor([0.5]), correct=flags, valid=flags, detail=["x"])
+    store = Checkpoints(tmp_path)
+    for iteration in (4, 5):
+        store.save(iteration, {"a": encode({"r": rewards}, "a")})
+    changed = tmp_path / "000005" / file
+    text = changed.read_text()
+    assert old in text
+    changed.write_text(text.replace(old, new))
+    if file == "state.json":
+        manifest = tmp_path / "000005" / "manifest.json"
+        entry = json.loads(manifest.read_text())
+        entry["files"][file] = {"bytes": changed.stat().st_size}
+        manifest.write_text(json.dumps(entry))
+    with pytest.raises(RunError, match=re.escape(sentence)):
+        store.latest()
 
 
 def test_a_failed_write_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatch):
