@@ -35,7 +35,7 @@ def test_classes_and_functions_are_defined():
     sources = [
         p.read_text(encoding="utf-8") for folder in ("pipeline", "components") for p in (ROOT / folder).rglob("*.py")
     ]
-    names = {part for code in CODE if re.fullmatch(r"[A-Z][A-Za-z]+(\.\w+)?", code) for part in code.split(".")}
+    names = {part for code in CODE if re.fullmatch(r"[A-Z]+[a-z][A-Za-z]*(\.\w+)?", code) for part in code.split(".")}
     assert {"LocalPolicy", "RolloutTraining", "OptimizerSettings"} <= names
     for name in names - {"Config", "NAME"}:
         pattern = re.compile(rf"^\s*(?:class|def) {name}\b|^{name} = ", re.M)
