@@ -32,7 +32,7 @@ def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
     if lam == 0 or not len(delta.values):
         return delta
     padded = delta.to_padded(0.0).double()
-    # From the last segment backwards, all responses at once; padding after the end is 0.
+    # From the last segment backwards, for all responses at once; padding after the end is 0.
     for k in range(padded.shape[1] - 2, -1, -1):
         padded[:, k] += lam * padded[:, k + 1]
     return delta.with_values(padded[delta.row_ids, delta.positions].to(delta.values.dtype))

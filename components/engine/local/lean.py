@@ -63,7 +63,7 @@ def unsupported(model: Any) -> str:
 
 
 class LeanDecoder:
-    """See the module's text. Owns its weights: the transformers model may be dropped afterwards.
+    """See the module docstring. Copies the weights, so the transformers model may be dropped afterwards.
 
     Args:
         model: a supported transformers model.
@@ -135,7 +135,7 @@ class LeanDecoder:
     def _turns(self, length: int) -> Tensor:
         """cos + i·sin of positions 0 … length − 1: complex64 [length, D/2]."""
         if len(self._turn) < length:
-            # A power of two, so that growing is rare; transformers' own module knows about frequency scaling.
+            # A power of two, so that growing is rare; transformers' own module applies frequency scaling.
             size = min(max(1 << (length - 1).bit_length(), 256), max(self._context, length))
             positions = torch.arange(size, device=self.device)[None]
             cos, sin = self._rotary(torch.zeros(1, device=self.device), positions)
@@ -158,7 +158,7 @@ class LeanDecoder:
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(turn)
         else:
-            # There are no complex numbers of 16 bits.
+            # torch has no 16-bit complex type.
             pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turn))
         return qkv
 

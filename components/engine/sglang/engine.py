@@ -38,7 +38,7 @@ class SGLangEngine(ExternalEngine):
         """Settings."""
 
     config: Config
-    # Below, SGLang is greedy.
+    # Below the lower limit, SGLang samples greedily.
     temperatures = (1e-5, math.inf)
 
     def setup(self, context: Context) -> None:
@@ -55,5 +55,5 @@ class SGLangEngine(ExternalEngine):
         super().setup(context)
 
     def dialect(self, model: ServedModel) -> SGLangDialect:
-        """How to start SGLang's servers and speak to them."""
+        """How to start SGLang's servers and communicate with them."""
         return SGLangDialect(self.config, model)
