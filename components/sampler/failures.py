@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 
 def parse_split(split: str, group_size: int) -> Split:
-    """Reads "AxB"; raises ValueError for a split that `group_size` has no room for.
+    """Parses "AxB"; raises ValueError for a split with more trajectories than `group_size`.
 
     >>> parse_split("1x4", 8)
     Split(base=4, num_failures=1, num_suffixes=4)
@@ -111,7 +111,7 @@ class Failures(Component):
         mode: Literal["plain", "thought"] = "thought"
         """resets need thought boundaries; plain responses have one thought and are reset to the prompt"""
         temperature: float = 0.7
-        """of the draw"""
+        """sampling temperature"""
         top_p: float = 0.95
         """keeps the smallest set of tokens with this probability"""
         split: str = "1x4"

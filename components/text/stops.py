@@ -1,4 +1,4 @@
-"""Stop strings as a table lookup per sampled token, and the text of tokens.
+"""Detects stop strings by one table lookup per sampled token, and decodes tokens.
 
 With a tokenizer whose decoding is a concatenation of per-token byte strings (byte-level BPE, sentencepiece with byte
 fallback, word level), a stop string becomes a finite automaton over bytes, and the automaton a table [state, token]:
@@ -47,7 +47,7 @@ class Matcher(Protocol):
 
 
 class TokenText:
-    """The byte string of each token, and matchers made of it.
+    """The byte string of each token, and matchers that use it.
 
     Args:
         tokenizer: Hugging Face tokenizer.

@@ -33,7 +33,7 @@ def short_answer(
     stated: re.Pattern[str],
     read_line: Callable[[str], T | None],
 ) -> T | None:
-    """The answer of a response: in its last \\boxed{}, else after "the answer is", else in its last line.
+    """The answer in a response: in its last \\boxed{}, else after "the answer is", else in its last line.
 
     Args:
         item: the response.
@@ -79,7 +79,7 @@ def letter_of(answer: str, choices: list[str]) -> str | None:
 
 
 def truth_of(answer: str) -> bool | None:
-    """What an answer says; None when it says neither.
+    """Whether an answer means true; None if it means neither true nor false.
 
     >>> truth_of("\\\\text{Yes}."), truth_of("FALSE"), truth_of("maybe")
     (True, False, None)

@@ -1,7 +1,7 @@
-"""The `creditgraph` command: which subcommands there are, and what an error or an interrupt becomes.
+"""The `creditgraph` command: its subcommands, and the handling of errors and interrupts.
 
 Each command is a module of `pipeline/app/commands` with `SUMMARY`, `configure(parser)` and `main(options)`. The modules
-are imported here, so they import torch and what needs it inside `main`: `--help` is quick.
+are imported here, so they import torch and modules that need it inside `main`, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.core.errors import CreditgraphError, did_you_mean
 
 
 class Command(Protocol):
-    """What a module of `commands` holds."""
+    """The interface of a module of `commands`."""
 
     SUMMARY: str
 
@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Ranks that lose each other say so themselves; torch would add a page of C++ frames.
+    """Silences torch's C++ stack traces, because ranks that lose each other report it themselves.
 
-    It reads the variable when it is imported, and processes that it starts inherit it.
+    torch reads the variable when it is imported, and processes started here inherit it.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     before = os.environ.get(name)

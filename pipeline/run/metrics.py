@@ -17,7 +17,11 @@ EXECUTOR_METRICS = (
     Metric("iteration", "number", "the iteration, from 0; for the final pass, the number of iterations"),
     Metric("seconds/<node>", "s", "wall time of the node's `run`; the longest of several replicas"),
     Metric("seconds/iteration", "s", "wall time since the previous iteration was logged"),
-    Metric("seconds/cpu", "s", "processor time of this process, all threads, during `seconds/iteration`"),
+    Metric(
+        "seconds/cpu",
+        "s",
+        "processor time of this process, all threads, during `seconds/iteration`; not one of its phases",
+    ),
     Metric(
         "seconds/executor",
         "s",

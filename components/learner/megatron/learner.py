@@ -64,7 +64,7 @@ class MegatronLearner(PolicyLearner):
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the version; `load_shards` loads the weights. Raises RunError for the state of another learner."""
+        """Raises RunError for the state of another learner; `load_shards` restores weights and version."""
         if set(state) != {"version"}:
             raise RunError(
                 "learner.megatron: expected the shards of learner.megatron in the checkpoint, got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "Check a component of yours against the contract."
+SUMMARY = "Check your component against the contract."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
