@@ -140,9 +140,9 @@ class GroupAdvantage(Component):
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
         mask_prefix: bool = True
-        """leaves inherited prefix tokens out of the loss; false trains on them too"""
+        """exclude inherited prefix tokens from the loss; false trains on them too"""
         drop_zero_groups: bool = False
-        """takes groups without signal out of the loss denominator"""
+        """exclude groups without signal from the loss denominator"""
 
     config: Config
 

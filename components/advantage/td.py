@@ -70,9 +70,9 @@ class TDAdvantage(Component):
         lam: float = 0.0
         """λ of generalised advantage estimation over segments: 0 is VinePPO, 1 is r − v(s_k)"""
         mask_prefix: bool = True
-        """leaves inherited prefix tokens out of the loss"""
+        """exclude inherited prefix tokens from the loss"""
         whiten: bool = False
-        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does"""
+        """centre and scale advantages over the trained tokens of the batch, as the released VinePPO does"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:

@@ -66,7 +66,7 @@ def _failure(dataset: HubDataset, error: Exception, place: str) -> DataError:
         what = f"split '{dataset.split}' cannot be loaded"
         step = f"Correct {place}.split"
     elif "scripts are no longer supported" in first:
-        what = "it is made by a script, which is not run"
+        what = "it has a loading script, which is not run"
         step = f"Name its files in {place}.files"
     else:
         what = "it cannot be loaded from the Hugging Face hub"

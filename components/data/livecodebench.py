@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 MAX_BYTES = 256 << 20  # of one problem's tests, unpacked
-_MAX_MEMO = 1 << 16
+_MAX_MEMO = 1 << 16  # largest memo index in a pickle; a huge one would use much memory
 _HARMLESS = re.compile(
     r"(PROTO|FRAME|STOP|MARK|MEMOIZE|(LONG_|BIN)?PUT|LONG_BINPUT|(LONG_BIN|BIN)?GET|(SHORT_)?BINUNICODE8?|UNICODE|"
     r"(EMPTY_)?(LIST|DICT)|APPENDS?|SETITEMS?)"

@@ -16,7 +16,7 @@ from pipeline.core.payloads import Credit, TokenLogprobs, TrainReport, Trajector
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a learner publishes."""
+    """Report, weights and log-probs of one iteration."""
 
     report: TrainReport
     weights: Weights

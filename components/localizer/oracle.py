@@ -29,7 +29,7 @@ class OracleLocalizer(Localizer):
                 f"node '{self.context.node}': localizer.oracle expected problems of task 'chains', whose steps can be "
                 f"verified, got {', '.join(tasks)}. Use localizer.self or localizer.uniform."
             )
-        # The policy's tokenizer is loaded already; loading another one takes a second.
+        # The policy's tokenizer is already loaded; loading another one takes a second.
         tokenizer = policy.tokenizer if policy is not None else self.tokenizer
         step = true_first_errors(prompts, failures, tokenizer)
         return self.outputs(failures, step, ["oracle"] * len(failures))

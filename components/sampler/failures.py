@@ -117,7 +117,7 @@ class Failures(Component):
         split: str = "1x4"
         """AxB: A failures per prompt, B suffixes each (set the expander's `suffixes` to B)"""
         group_size: int = 8
-        """trained trajectories per prompt, suffixes included; the base group is what AxB leaves"""
+        """trained trajectories per prompt, suffixes included; the base group is the rest after AxB"""
         max_attempts: int = 12
         """responses per prompt before it falls back to a plain group"""
 

@@ -60,7 +60,7 @@ class Bank:
     reward: Tensor
 
     def select(self, rows: Tensor) -> Bank:
-        """The references of rows [M] of `entries`; the table of tokens stays whole."""
+        """The references of rows [M] of `entries`; the table of tokens is unchanged."""
         reward = self.entries.with_values(self.reward).select(rows).values
         return dataclasses.replace(self, entries=self.entries.select(rows), reward=reward)
 

@@ -130,7 +130,7 @@ class VerifierComponent(Component, Verifier):
 
 
 def verifier_of(component: Component, place: str) -> Verifier:
-    """Runs a component that takes no inputs, and returns its verifier.
+    """Runs a component without inputs, and returns its verifier.
 
     Raises:
         ConfigError: it returns none; `place` names it.

@@ -103,10 +103,10 @@ class Choice(VerifierComponent):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may be."""
+        """Acceptance of answers outside a box."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is B" or a last line that is one letter; off: such a response is
+        """without a \\boxed{}, accept "the answer is B" or a last line that is one letter; off: such a response is
         wrong"""
 
     config: Config
@@ -130,20 +130,20 @@ class Choice(VerifierComponent):
 
 
 class Boolean(VerifierComponent):
-    """Verifies yes/no and true/false questions. A last line that says both says neither."""
+    """Verifies yes/no and true/false questions. A last line with both words is no answer."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may be."""
+        """Acceptance of answers outside a box."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is
+        """without a \\boxed{}, accept "the answer is yes" or the only such word of the last line; off: the response is
         wrong"""
 
     config: Config
 
     def verdict(self, item: Item) -> Verdict:
-        """Compares what the response says with the reference."""
+        """Compares the truth value of the response with the reference's."""
         reference = truth_of(item.answer)
         if reference is None:
             return undecided(f"the reference '{item.answer[:40]}' is neither yes nor no")

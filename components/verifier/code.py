@@ -107,7 +107,7 @@ class Code(VerifierComponent):
         return Verdict(value=value, correct=False, detail=detail)
 
     def _failure(self, test: CodeTest, result: TestResult, function: str) -> str:
-        """Why a test failed, "" when it passed."""
+        """The reason why a test failed, "" if it passed."""
         if result.reason:
             return result.reason
         tolerance = self.config.tolerance

@@ -22,7 +22,7 @@ class Exact(VerifierComponent):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """How strings are compared."""
+        """Comparison of strings."""
 
         ignore_case: bool = True
         """whether "Yes" equals "yes" in the comparison"""

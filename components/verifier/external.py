@@ -34,7 +34,7 @@ class External(VerifierComponent):
         """The server, its requests and their limits."""
 
         url: str = "http://127.0.0.1:8080/verify"
-        """address that takes POST requests"""
+        """URL for POST requests"""
         headers: dict[str, str] = field(default_factory=dict)
         """sent with every request"""
         batch: int = 32
@@ -73,7 +73,7 @@ class External(VerifierComponent):
         self._client.close()
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item, whatever the server does."""
+        """One verdict per item, also if the server fails."""
         size = self.config.batch
         batches = [items[i : i + size] for i in range(0, len(items), size)]
         with ThreadPoolExecutor(max_workers=self.config.concurrency) as pool:

@@ -48,7 +48,7 @@ class Math(VerifierComponent):
         memory_gb: float = 4.0
         """address space per process; an item that needs more is invalid"""
         free_form: bool = False
-        """without a \\boxed{} take the last "answer is …", formula or number of the response; off: such a response is
+        """without a \\boxed{}, use the last "answer is …", formula or number of the response; off: such a response is
         wrong"""
 
         def __post_init__(self) -> None:

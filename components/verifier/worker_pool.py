@@ -89,7 +89,7 @@ class WorkerPool:
         if isinstance(ready, str):
             _end(worker)
             raise RunError(
-                f"a verification worker did not start ({ready}), expected a process that says it is ready; command: "
+                f"a verification worker did not start ({ready}), expected a process that reports ready; command: "
                 f"{' '.join(self._command)}. Run the command by hand to see why, for example a package that is missing."
             )
         return worker

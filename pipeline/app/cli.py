@@ -80,7 +80,7 @@ INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code. User mistakes print a sentence and give 2, an interrupt 130."""
+    """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {n:<12}{c.SUMMARY}" for n, c in COMMANDS.items())))

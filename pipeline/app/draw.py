@@ -126,7 +126,7 @@ class _Picture:
         return round(max(text, ports, 96.0))
 
     def _label_end(self, place: Place) -> float:
-        """How far the label of the last port can reach to the right of the node's centre."""
+        """Largest distance between the node's centre and the right end of the last port's label."""
         outputs = self.outputs.get(place.name)
         if not outputs:
             return 0.0

@@ -190,7 +190,7 @@ def _initial(cls: Any, component: Component) -> Iterator[str]:
         return  # it may need what setup loads
     for name, value in values.items():
         if name not in outputs:
-            yield f".initial gives '{name}', which is no output.{did_you_mean(name, outputs)}"
+            yield f".initial returns '{name}', which is not an output.{did_you_mean(name, outputs)}"
         elif not any(isinstance(value, t) for t in outputs[name].types if isinstance(t, type)):
             yield f".initial: '{name}' is {type(value).__name__}; expected {outputs[name].type_text}."
 
@@ -209,7 +209,7 @@ def _state(cls: Any, component: Component) -> Iterator[str]:
         again.load_state_dict(before)
         after = again.state_dict()
     except Exception as error:
-        yield f".load_state_dict does not take what state_dict gave: {type(error).__name__}: {error}"
+        yield f".load_state_dict does not accept the result of state_dict: {type(error).__name__}: {error}"
         return
     if not bad and not _same(before, after):
         yield ".state_dict after load_state_dict differs from what was loaded; a restart would not continue the run."

@@ -37,7 +37,7 @@ class ThoughtLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Attributes:
         temperature: 0 is greedy (log-probs and entropies are then those of temperature 1).

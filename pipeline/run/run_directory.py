@@ -155,7 +155,7 @@ def locked(path: Path, instead: str) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> str:
-    """Who has locked a file, as "process 12 on host since …"; "" without a lock, or on a file system without locks."""
+    """The holder of a lock, as "process 12 on host since …"; "" without one, or on a file system without locks."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

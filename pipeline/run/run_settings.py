@@ -83,7 +83,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> str:
 
 
 class Observer:
-    """Receives progress, for a display; this one shows nothing. `node_started` may come from either lane's thread."""
+    """Receives progress, for a display; this one shows nothing. Either lane's thread may call `node_started`."""
 
     def node_started(self, node: str, iteration: int) -> None:
         """A node begins an iteration."""

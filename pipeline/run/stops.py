@@ -1,4 +1,4 @@
-"""How a run ends: signals, the last iteration that all lanes and ranks agree on, and the outcome."""
+"""The end of a run: signals, the last iteration that all lanes and ranks agree on, and the outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEXT_STEP: dict[Status, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `Executor.run` ended.
+    """The outcome of `Executor.run`.
 
     Attributes:
         status: "finished", "interrupted" (Ctrl-C) or "preempted" (SIGTERM, SIGUSR1).

@@ -25,11 +25,11 @@ from pipeline.core.streams import counter_uniform
 
 RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH, PAUSED = range(7)
 REASONS = ("", "eos", "stop", "final", "thoughts", "length", "paused")
-# Rows leave the batch once this share of it has ended.
+# Rows leave the batch once this share of it has ended, because removing rows copies parts of the cache.
 LEAVE_SHARE = 0.04
 # On an accelerator each check for ended rows waits for the device, so it is done every few steps.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
-_UNIFORM_BLOCK = 32
+_UNIFORM_BLOCK = 32  # steps whose random numbers are drawn at once
 
 
 class Generated(NamedTuple):

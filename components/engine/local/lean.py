@@ -27,7 +27,7 @@ from pipeline.core.jagged import Jagged
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_PREFILL_TOKENS = 1 << 14
+_PREFILL_TOKENS = 1 << 14  # padded prompt tokens per forward pass
 
 
 class _Linear(NamedTuple):
@@ -47,7 +47,7 @@ class _Layer(NamedTuple):
 
 
 def unsupported(model: Any) -> str:
-    """Why a transformers model cannot be run by `LeanDecoder`, "" when it can."""
+    """The reason why `LeanDecoder` does not support a transformers model, "" if it does."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"model type '{config.model_type}' is not one of {', '.join(MODEL_TYPES)}"

@@ -187,7 +187,7 @@ def share_gpus(servers: int, each: int, gpus: Sequence[str], ranks: Ranks | None
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
+    """Names of the GPUs that this process sees, in the format of CUDA_VISIBLE_DEVICES."""
     import torch
 
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

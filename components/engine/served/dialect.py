@@ -62,7 +62,7 @@ class ServedModel:
 
 
 class Dialect(Protocol):
-    """One kind of server. Methods take an `httpx.AsyncClient` whose base URL is the server's address.
+    """One kind of server. The `httpx.AsyncClient` that methods receive has the server's address as base URL.
 
     Every method may raise `ServerError` (an error status, no JSON, a missing field) or `httpx.HTTPError` (no response);
     the pool handles both. `take` may raise `BadResponse`, which is propagated.
@@ -188,7 +188,7 @@ async def read_stream(
     Returns:
         The version in the last event.
     """
-    more = True  # whether `take` wants more
+    more = True  # whether `take` needs more parts
     last = False
     version: int | None = None
     async with aclosing(_events(client, path, body)) as events:

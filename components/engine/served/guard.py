@@ -26,7 +26,7 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.3
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 2.0  # between two scans of /proc for shared memory, which are too slow for every poll
 GRACE_SECONDS = 5.0
 # Only names of memory that belongs to one server; weight files, which servers share, have other names.
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|sem\.|sglang_|torch_|nccl-)[^\s/]+")

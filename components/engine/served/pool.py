@@ -271,6 +271,7 @@ class ServerPool:
                 reported = await server.request(lambda client, request_id: task.send(client, request, request_id))
                 self._check_version(server, reported, version)
             except Interrupted:
+                # The server was lost, not the request wrong, so this does not count towards `retries`.
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 continue
@@ -344,7 +345,7 @@ class ServerPool:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake(1)  # it was woken for a place that it will not take
+                self._wake(1)  # it was woken for a free place that it will not use
             elif future in self._waiting:
                 self._waiting.remove(future)
             raise

@@ -20,7 +20,7 @@ _LOG_BYTES = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a server process is started.
+    """Command and environment of a server process.
 
     Attributes:
         command: argument list; a part "{host}" becomes the address to listen on.
@@ -80,7 +80,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def status(self) -> str:
-        """How it ended, for messages."""
+        """Exit status of the server, for messages."""
         code = self._process.poll()
         if code is None:
             return "is running"

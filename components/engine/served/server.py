@@ -29,9 +29,9 @@ T = TypeVar("T")
 Send = Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, T]]
 """Sends a request of the given id over a client."""
 State = Literal["starting", "ready", "updating", "lost", "gone"]
-START_TRIES = 3  # for a port that another process takes between our look and the server's
+START_TRIES = 3  # another process may use the port between our check and the server's start
 LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request grows with its number of connections
-BREAKER = 3  # failures in a row that take a server out
+BREAKER = 3  # consecutive failures after which a server is taken out of the pool
 CHECK_SECONDS = 10.0  # for one health check or version query
 ABORT_SECONDS = 2.0
 RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back

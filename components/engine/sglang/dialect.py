@@ -56,7 +56,7 @@ _POLL_SECONDS = 0.02
 
 
 def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, Any]:
-    """SGLang's server arguments, as its `Engine` takes them."""
+    """SGLang's server arguments, in the format of its `Engine`."""
     cpu = model.device == "cpu"
     options: dict[str, Any] = {
         "model_path": model.path,
@@ -179,6 +179,7 @@ class SGLangDialect:
         try:
             yield
         except (asyncio.CancelledError, BadResponse):
+            # A failure to abort must not hide the original error.
             with contextlib.suppress(Exception):
                 await asyncio.shield(asyncio.wait_for(self.abort(client, [request_id]), 1.0))
             raise

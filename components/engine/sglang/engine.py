@@ -27,7 +27,7 @@ class SGLangEngine(ExternalEngine):
 
     A group shares its prompt through the prefix cache. Log-probs are those at the sampling temperature and before
     truncation, as engine.local gives them. Entropies, and scores at other temperatures than 1, need the whole
-    vocabulary's log-probs from SGLang, so there are none (NaN) for vocabularies above `entropy_vocab`. Seeds count,
+    vocabulary's log-probs from SGLang, so they are NaN for vocabularies above `entropy_vocab`. Seeds have an effect,
     because SGLang runs in its deterministic mode.
     """
 

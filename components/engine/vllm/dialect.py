@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
-_TOGETHER_SECONDS = 0.005
+_TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
 _GENERATE = "/inference/v1/generate"
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _FLOOR = -9999.0  # vLLM's JSON has this instead of NaN and −∞ in log-probs of sampled tokens

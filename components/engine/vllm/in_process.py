@@ -239,6 +239,7 @@ class InProcess:
 
         if self.channel is not None:
             self.channel.close()
+        # The engine core may have failed already; its memory and process group must be released in any case.
         with contextlib.suppress(Exception):
             self.core.engine_core.shutdown()
         self.core = None

@@ -24,7 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 from components.engine.weight_files import sample_checksum, wait_for
 from components.models.weights import read_file
 
-_GREEDY = 1e-5
+_GREEDY = 1e-5  # vLLM samples greedily below this temperature
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]

@@ -49,7 +49,7 @@ class HFLearner(PolicyLearner):
         self.backend = HFBackend(context, self.model, self.optimizer, max_context)
 
     def weights(self) -> Weights:
-        """The whole model, or its adapters when `lora.publish` says so."""
+        """The whole model, or its adapters with `lora.publish=adapter`."""
         if self.config.lora.publish == "adapter":
             tensors, adapter = self.model.published_adapter()
             return Weights(version=self.version, tensors=tensors, adapter=adapter)

@@ -53,7 +53,7 @@ class RankInputs:
 
 
 def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) -> RankInputs:
-    """Pads a packed batch to a multiple of `tensor` · `context` tokens and takes one context-parallel rank's slice.
+    """Pads a packed batch to a multiple of `tensor` · `context` tokens and returns one context-parallel rank's slice.
 
     Args:
         batch: packed batch of this replica.

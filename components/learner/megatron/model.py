@@ -66,7 +66,7 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
     ) -> MegatronModel:
-        """A model with undefined weights, which `load` fills. `init_parallel` comes first.
+        """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
         Args:
             path: model folder, hub name or "tiny".

@@ -10,7 +10,7 @@ from components.learner.settings import LearnerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How many ranks share one model."""
+    """Numbers of ranks that share one model."""
 
     tensor_parallel: int = 1
     """ranks that each matrix is sharded over; must divide the attention heads"""

@@ -52,7 +52,7 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
         loss = loss * weight
     if settings.kl.coefficient:
         if inputs.reference_logprobs is None:
-            raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
+            raise ValueError("objective: kl.coefficient is set, but the learner provided no reference log-probs.")
         penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, settings.kl.estimator)
         meters.mean("kl_reference", penalty, mask)
         weights = inputs.columns.get(KL_WEIGHT)

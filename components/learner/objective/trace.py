@@ -66,12 +66,12 @@ class Trace(Objective):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Clip):
-        """How past tokens weigh, and what the clip acts on."""
+        """Weights of past tokens, and placement of the clip."""
 
         decay: float = 0.99
         """d = γλ, per token; 0 is `ppo_clip`"""
         style: Literal["recent", "both", "weight_floor"] = "recent"
-        """how past tokens weigh"""
+        """weights of past tokens, see the top of `trace.py`"""
         floor: float = 0.0
         """smallest weight, of style "weight_floor" only"""
         clip: Literal["traced", "current", "inside", "normalised", "eps_weight"] = "traced"
@@ -283,7 +283,7 @@ def _powers(decay: float, count: int, like: Tensor) -> Tensor:
 
 
 def _span(config: Trace.Config) -> int:
-    """How many tokens, t itself included, keep their own weight above the floor."""
+    """Number of tokens, including t, whose weight is above the floor."""
     if config.decay >= 1 or config.floor <= 0:
         return 1 << 40
     return 1 if config.decay <= 0 else 1 + math.floor(math.log(config.floor) / math.log(config.decay) + 1e-9)

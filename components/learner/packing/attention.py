@@ -24,7 +24,7 @@ IMPLEMENTATION = "creditgraph_packed"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a packed input lie.
+    """Positions of the sequences in a packed input.
 
     Attributes:
         lengths: int64 [rows], tokens that each row computes, at least 1.

@@ -170,7 +170,7 @@ def samples_rollouts(node: Node) -> bool:
 
 
 def sampling_of(graph: Graph) -> Sampling:
-    """How the rollouts of a graph are sampled: the settings of its first node that samples any."""
+    """Sampling of the rollouts of a graph: the settings of its first node that samples any."""
     for node in graph.nodes:
         if samples_rollouts(node) and hasattr(node.config, "sampling"):
             return cast(Sampling, node.config.sampling())

@@ -158,7 +158,7 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
         step = "see that no firewall is between nodes, and set cluster.interface"
         return Finding("interconnect", "FAIL", f"{text}; {step}")
     if not is_right:
-        text = f"a sum over {tasks} nodes came out wrong; have the network of these nodes checked"
+        text = f"a sum over {tasks} nodes is wrong; check the network between them"
         return Finding("interconnect", "FAIL", text)
     return Finding("interconnect", "ok", f"{tasks} nodes sum {megabytes} MB in {1000 * taken:.0f} ms")
 

@@ -162,7 +162,7 @@ DEVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks are arranged; `world` is a multiple of tensor × pipeline."""
+    """Arrangement of the ranks; `world` is a multiple of tensor × pipeline."""
 
     world: int
     tensor: int = 1
@@ -276,7 +276,7 @@ def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]
         least = min(estimates, key=lambda e: e.memory)
         raise ConfigError(
             f"plan_layout: {shape.name} on {world} × {device.name}: the smallest layout ({least.layout}) needs "
-            f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Take more GPUs, or smaller "
+            f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Use more GPUs, or smaller "
             "packs."
         )
     # Fewer ranks per replica are easier to run, and leave more replicas to spread the optimiser over.

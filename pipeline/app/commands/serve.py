@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.app.cluster.servers import EngineServer
 
 SUMMARY = "Run one engine server of a configuration (used by job scripts)."
-GRACE_SECONDS = 25.0
+GRACE_SECONDS = 25.0  # after TERM, in which the learner may finish an iteration
 LOG = "CREDITGRAPH_LOG"  # variable of job scripts: prefix of the file for all output of a server
 
 

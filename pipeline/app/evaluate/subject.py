@@ -211,7 +211,7 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         )
     if not folders:
         raise RunError(
-            f"{path / 'checkpoints'}: no checkpoint; train the run on (creditgraph train), or evaluate its untrained "
+            f"{path / 'checkpoints'}: no checkpoint; continue the run with creditgraph train, or evaluate its untrained "
             "model with checkpoint=initial."
         )
     if name != "latest" and int(name) not in folders:
@@ -228,7 +228,7 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         return Checkpoint(
             name=folder.name, fingerprint=fingerprint, weights=partial(_published, folder), notes=tuple(notes)
         )
-    raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; train the run on, or use checkpoint=initial.")
+    raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; continue the run, or use checkpoint=initial.")
 
 
 def _published(folder: Path) -> Weights:

@@ -118,7 +118,8 @@ class Processes(Team):
         rank = self.ranks.rank
         if _is_loss(error):
             first = self._watchdog.blame() or self._watchdog.report(
-                f"{_text(error)}; all ranks live, so one is stuck or slower than run.timeout allows{self._places()}"
+                f"{_text(error)}; all ranks are alive, so one is stuck or slower than run.timeout allows"
+                f"{self._places()}"
             )
         else:
             first = self._watchdog.report(_text(error))

@@ -60,7 +60,7 @@ class Watchdog:
                 # With an empty expected value, compare_set writes only if the key is absent.
                 return str(self._store.compare_set(ERROR, "", mine).decode())
         except Exception:
-            return mine
+            return mine  # the store is gone, so this rank knows only its own error
 
     def first(self) -> str | None:
         """The first error of the run, when there is one."""
@@ -87,7 +87,7 @@ class Watchdog:
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             return self.report(
-                f"{names} died without a word (killed, or out of memory?); look into the log of that host"
+                f"{names} died without reporting an error (killed, or out of memory?); see the log of that host"
             )
         return ""
 

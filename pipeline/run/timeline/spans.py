@@ -260,7 +260,7 @@ class Timeline(Trace):
             action()
         except OSError as error:
             logger.warning(
-                "traces/rank-%d.json cannot be written (%s); the run goes on without it.", self.rank, error.strerror
+                "traces/rank-%d.json cannot be written (%s); the run continues without it.", self.rank, error.strerror
             )
             self._file = None
             self._lines.clear()
@@ -278,8 +278,9 @@ class Timeline(Trace):
             try:
                 values = probe()
             except Exception as error:
+                # Counters are optional: one that fails is removed, and the run continues.
                 del self._probes[name]
-                logger.warning("trace: the numbers of '%s' cannot be read any more (%s).", name, error)
+                logger.warning("trace: the counters of '%s' cannot be read any more (%s).", name, error)
                 continue
             if self._file:
                 with self._lock:
