@@ -173,8 +173,8 @@ def sample_from_prefix(
 ) -> Trajectories:
     """Continues each parent (one row per new trajectory) from its first `prefix_length` [N] response tokens.
 
-    The prefix is the parent's exact token ids, with its log-probs, entropies and thought ends. The budget is the rest
-    of the limits of `sampling` after the prefix; a row with nothing left keeps the bare prefix ("length" or "thoughts").
+    The prefix is the parent's exact token ids, with its log-probs, entropies and thought ends. The budget is what the
+    limits of `sampling` leave after the prefix; a row with nothing left keeps the bare prefix ("length" or "thoughts").
     The group of each is its parent's uid.
     """
     start = torch.zeros_like(prefix_length)

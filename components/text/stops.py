@@ -38,7 +38,7 @@ class Matcher(Protocol):
         ...
 
     def reset(self, rows: Tensor) -> None:
-        """Resets rows, bool [B], to having seen nothing."""
+        """Resets rows, bool [B], to the start state."""
         ...
 
     def keep(self, index: Tensor) -> None:
@@ -61,7 +61,7 @@ class TokenText:
         self.pieces: list[bytes] | None = token_pieces(tokenizer, vocab_size)
 
     def matcher(self, strings: tuple[str, ...], rows: int, device: str | torch.device) -> Matcher:
-        """A matcher for `rows` rows that have seen nothing yet."""
+        """A matcher for `rows` rows in the start state."""
         if self.pieces is None:
             return DecodeMatcher(self._tokenizer, strings, rows)
         if strings not in self._tables:

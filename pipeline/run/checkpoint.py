@@ -244,7 +244,7 @@ class Checkpoints:
             try:
                 return load(path)
             except RunError as error:
-                logger.warning("%s Skipping it and going back to the one before.", error)
+                logger.warning("%s Skipping it and using the previous one.", error)
         return None
 
     def _write(self, aside: Path, iteration: int, groups: Mapping[str, Encoded]) -> None:

@@ -384,7 +384,7 @@ class Server:
             if task is not None:
                 task.cancel()
         if ids and self.process is None:
-            with contextlib.suppress(*_FAULTS):  # it may be gone, and then so are its requests
+            with contextlib.suppress(*_FAULTS):  # if the server is gone, so are its requests
                 await asyncio.wait_for(self.dialect.abort(self.client, ids), ABORT_SECONDS)
         await self._stop_process()
         await self._disconnect()

@@ -3,7 +3,7 @@
 For choosing a layout before a GPU is allocated; dense models only. It counts bytes and floating-point operations from
 the model's shape and divides them by the rates of the device. What it leaves out (stragglers, kernel launches, uneven
 packs) is in `Device`'s fractions. `tools/plan_layout --check` compares its throughput with published figures:
-docs/scaling.md says how far they agree. A formula for mixtures of experts was off by up to 2.7 × and is gone.
+docs/scaling.md says how far they agree. Mixtures of experts are not supported.
 
 Sources: activation bytes after 2205.05198 (attention scores are never stored), adapted to grouped queries and gated
 MLPs; bubble of the interleaved schedule from 2104.04473.

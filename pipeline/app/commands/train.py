@@ -108,7 +108,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
 
     settings = experiment.run
     if settings.threads:
-        torch.set_num_threads(settings.threads)  # two that compete were seen to be 10 to 20 times slower than one
+        torch.set_num_threads(settings.threads)  # two that compete for a core were measured to be 10 to 20 times slower
     team = team or Team()
     if team.ranks.rank:
         team.barrier()  # rank 0 has the run directory open

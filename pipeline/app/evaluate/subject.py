@@ -211,8 +211,8 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         )
     if not folders:
         raise RunError(
-            f"{path / 'checkpoints'}: no checkpoint; continue the run with creditgraph train, or evaluate its untrained "
-            "model with checkpoint=initial."
+            f"{path / 'checkpoints'}: no checkpoint; continue the run with creditgraph train, or evaluate its "
+            "untrained model with checkpoint=initial."
         )
     if name != "latest" and int(name) not in folders:
         raise RunError(f"checkpoint={name}: {path / 'checkpoints'} has none of that iteration{existing}.")
@@ -223,7 +223,7 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         except RunError as error:
             if name != "latest":
                 raise RunError(f"{error} Choose another{existing}.") from error
-            notes.append(f"{folder} is damaged; the one before it is evaluated")
+            notes.append(f"{folder} is damaged; the previous checkpoint is evaluated")
             continue
         return Checkpoint(
             name=folder.name, fingerprint=fingerprint, weights=partial(_published, folder), notes=tuple(notes)
