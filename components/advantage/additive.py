@@ -17,7 +17,7 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 class AdditiveAdvantage(Component):
     """Adds to the credit of each token what its segment k gained: A_{i,t} = A_i + α (v(s_{k+1}) − v(s_k)).
 
-    The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit as it is. An
+    The paper's A_i is r_i − mean: wire `advantage.group` with `normalize: mean`. α = 0 leaves that credit unchanged. An
     invalid reward gives zero credit to its whole trajectory.
     """
 

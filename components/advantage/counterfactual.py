@@ -27,7 +27,7 @@ from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What to train on, which is the trajectories and then the revisions of `train_revision`, and its credit."""
+    """The rows to train on, which are the trajectories and then the revisions of `train_revision`, and their credit."""
 
     trained: Trajectories
     credit: Annotated[Credit, same_rows("trained")]
@@ -100,7 +100,7 @@ class Counterfactual(Component):
         """Shaping, mask, normalisation."""
 
         shaping: float = 0.6
-        """λ_φ, reward of a fully repairable failure; 0 is none"""
+        """λ_φ, reward of a fully repairable failure; 0 switches shaping off"""
         repair_scale: float = 1.0
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
         mask: Literal["loss", "credit", "none"] = "loss"
@@ -110,7 +110,7 @@ class Counterfactual(Component):
         train_revision: bool = False
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"
-        """of the shaped reward within its group, see advantage.group"""
+        """normalisation of the shaped reward within its group, see advantage.group"""
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
 
@@ -173,11 +173,11 @@ class Counterfactual(Component):
         """Revisions with the advantage of reward 1 in their original's group, on edited tokens alone (our reading)."""
         settings = self.config
         parents = trajectories.index_of(chosen.parent)
-        # What a response of reward 1 would get among the trajectories of its group, which it is not part of.
+        # The advantage of a response of reward 1 against the trajectories of its group, to which it does not belong.
         moments = group_moments(shaped.value, trajectories.group, shaped.valid)
         mean, std, count = (moment[parents] for moment in moments)
         scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=EXACT_ZERO)}
-        # A group with one reward has nothing to compare it with.
+        # With one reward in a group there is nothing to compare.
         flat = (std < EXACT_ZERO) | (count < 2)
         advantage = torch.where(flat, 0.0, (1.0 - mean) / scale[settings.normalize]).clamp(min=0.0).float()
         chosen = chosen.replace(group=trajectories.group[parents])

@@ -44,7 +44,7 @@ class CritiqueAdvantage(Component):
         gamma: float = 0.1
         """γ of f(p) = p/(p + γ) on refinement tokens; larger is closer to p itself, scaled by 1/γ"""
         normalize: Normalize = "mean"
-        """of the rewards within their group, see advantage.group"""
+        """normalisation of the rewards within their group, see advantage.group"""
 
         def __post_init__(self) -> None:
             if self.gamma <= 0:
@@ -63,6 +63,6 @@ class CritiqueAdvantage(Component):
             refined=float(refined.sum()),
             refined_advantage=float(advantage[refined].sum()) / max(int(refined.sum()), 1),
         )
-        # A column and not an advantage: what to do with it is the choice of the objective.
+        # A column and not an advantage, because the objective decides how to use it.
         shaping = torch.where(refined, self.config.gamma, 0.0)
         return Outputs(credit=trajectory_credit(trajectories, advantage, shaping=shaping))

@@ -39,8 +39,8 @@ def fewest_edits(
 ) -> tuple[Jagged, Tensor, Jagged]:
     """Edit mask of every trajectory; rows of the chosen revisions [C]; the edited tokens of each chosen revision.
 
-    Of the successful revisions of a failure the one with the smallest Levenshtein distance is chosen, the first of
-    equals. A revision equal to its original, on which the verifier contradicts itself, is not chosen.
+    For each failure, the successful revision with the smallest Levenshtein distance is chosen, the first one on a tie.
+    A revision equal to its original, for which the verifier contradicts itself, is not chosen.
     """
     tokens = trajectories.response_tokens.to_lists()
     revised = revisions.response_tokens
@@ -50,7 +50,7 @@ def fewest_edits(
     nearest: dict[int, tuple[int, int]] = {}
     for row in usable.nonzero(as_tuple=True)[0].tolist():
         best = nearest.get(parents[row], (sys.maxsize, -1))[0]
-        # Beyond the cutoff the search stops early; the alignment itself is only made for the chosen revision.
+        # Beyond the cutoff the search stops early; the alignment itself is computed for the chosen revision only.
         distance = Levenshtein.distance(tokens[parents[row]], revised.row(row).tolist(), score_cutoff=best)
         if 0 < distance < best:
             nearest[parents[row]] = (distance, row)

@@ -25,7 +25,7 @@ GROUP_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What most advantages return: the credit of each token, row for row."""
+    """The credit of each token, row for row; most advantages return it."""
 
     credit: Annotated[Credit, same_rows("trajectories")]
 
@@ -33,7 +33,7 @@ class Outputs:
 def group_sum(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of values [N] per group, float64 [G], and the group place of each row, int64 [N]; `group` [N] is any ids."""
     ids, place = torch.unique(group, return_inverse=True)
-    # In float64, so that the order of rows does not show in a float32 result.
+    # In float64, so that the order of rows does not change a float32 result.
     return values.new_zeros(len(ids), dtype=torch.float64).index_add_(0, place, values.double()), place
 
 
@@ -140,9 +140,9 @@ class GroupAdvantage(Component):
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
         mask_prefix: bool = True
-        """leaves inherited prefix tokens out of the loss; false trains on them too"""
+        """exclude inherited prefix tokens from the loss; false trains on them too"""
         drop_zero_groups: bool = False
-        """takes groups without signal out of the loss denominator"""
+        """exclude groups without signal from the loss denominator"""
 
     config: Config
 
@@ -172,7 +172,7 @@ def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, 
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
         return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
-    # Any row of a group stands for it: both numbers are the same on all of its rows.
+    # Any row can represent its group: both numbers are the same on all of its rows.
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {

@@ -18,12 +18,12 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
-# Sums of weights below this are rounding; dividing by them would make any share.
+# Smaller sums of weights are rounding errors; dividing by them would give arbitrary shares.
 TINY = 1e-6
 
 
 def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "equal") -> Jagged:
-    """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) + a part of the residual, so that Σ_k r_k = reward.
+    """Reward of each segment, float64: r_k = v(s_{k+1}) − v(s_k) + its part of the residual, so that Σ_k r_k = reward.
 
     The residual r − (v(end) − v(start)) of each row [N] goes to all segments in equal parts, or to the last one.
     Source: RUDDER (1806.07857) as used by 2606.06475; that the residual is spread is second-hand.
@@ -58,8 +58,8 @@ def segment_shares(
         sizes: n_k, int64; segments without trained tokens get share 0.
         head: the form.
         floor: part of the credit that is spread uniformly, for clip_floor.
-        temperature: of softmax, in units of reward.
-        per: what equal rewards mean: equal credit per token, or per segment.
+        temperature: temperature of softmax, in units of reward.
+        per: whether equal rewards give equal credit per token, or per segment.
     """
     present = sizes.values > 0
     rows = rewards.row_ids
@@ -92,8 +92,8 @@ def rewards_are_equal(rewards: Jagged) -> Tensor:
 class Redistribute(Component):
     """Redistributes a trajectory's credit over its segments: A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1.
 
-    A_i is the credit that is wired in, T_i its number of trained tokens, and σ is constant within a segment. With one
-    segment, or equal segment rewards r_k, σ = 1/T_i and the credit stays as it is (GRPO). σ comes from the r_k, whose
+    A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment,
+    or equal segment rewards r_k, σ = 1/T_i and the credit does not change (GRPO). σ comes from the r_k, whose
     sum is the return. Two choices are open in the published text. For trajectories with A_i < 0, `negative: flipped`
     uses −r_k (losses of value carry the blame) and `same` the same σ (gains carry it). A segment's reward is that of
     each of its tokens (`per: token`, as a policy gradient over segments has it) or divided among them (`segment`).
@@ -118,7 +118,7 @@ class Redistribute(Component):
         floor: float = 0.1
         """part of the credit spread uniformly over tokens in clip_floor"""
         temperature: float = 0.1
-        """of softmax, in units of reward"""
+        """temperature of softmax, in units of reward"""
         per: Per = "token"
         """equal rewards mean equal credit per token, or per segment (long segments then get less per token)"""
         negative: Literal["same", "flipped"] = "flipped"

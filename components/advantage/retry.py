@@ -42,7 +42,7 @@ def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: floa
         alpha: weight of the improvement.
     """
     second = first >= 0
-    # Row 0 in place of −1 for first attempts, whose value is not used.
+    # Row 0 instead of −1 for first attempts, whose value is not used.
     before = first.clamp(min=0)
     shaped = torch.where(second, reward + alpha * (reward - reward[before]), reward)
     return shaped, valid & (~second | valid[before])
@@ -51,8 +51,8 @@ def improvement_reward(reward: Tensor, valid: Tensor, first: Tensor, alpha: floa
 class RetryAdvantage(Component):
     """Credits second attempts y2 with R(y2) in stage I, and with R(y2) + α (R(y2) − R(y1)) in stage II.
 
-    Stage I takes the first `stage_one_iterations` iterations of the run. First attempts y1 have advantage 0 in it, stay
-    in the mask, and get a strong KL term alone: column "kl_weight" multiplies the objective's `kl.coefficient` per
+    Stage I is the first `stage_one_iterations` iterations of the run. In it, first attempts y1 have advantage 0, stay
+    in the mask, and get only a strong KL term: column "kl_weight" multiplies the objective's `kl.coefficient` per
     token, by `first_kl_weight` on them and by 1 everywhere else (second-hand). In stage II they are credited with
     R(y1). Rewards are normalised within the group of their turn.
 
@@ -84,7 +84,7 @@ class RetryAdvantage(Component):
         train_first: bool = True
         """credit first attempts with R(y1) in stage II; false leaves them to the KL term"""
         normalize: Normalize = "mean"
-        """of the rewards within their turn's group, see advantage.group; "std" divides out the scale of α"""
+        """normalisation of rewards within their turn's group, see advantage.group; "std" divides out the scale of α"""
         eps: float = 1e-6
         """added to the standard deviation in `std`"""
 

@@ -32,7 +32,7 @@ def td_advantage(values: Jagged, reward: Tensor, lam: float = 0.0) -> Jagged:
     if lam == 0 or not len(delta.values):
         return delta
     padded = delta.to_padded(0.0).double()
-    # From the last segment backwards, all responses at once; padding after the end is 0.
+    # From the last segment backwards, for all responses at once; padding after the end is 0.
     for k in range(padded.shape[1] - 2, -1, -1):
         padded[:, k] += lam * padded[:, k + 1]
     return delta.with_values(padded[delta.row_ids, delta.positions].to(delta.values.dtype))
@@ -70,9 +70,9 @@ class TDAdvantage(Component):
         lam: float = 0.0
         """λ of generalised advantage estimation over segments: 0 is VinePPO, 1 is r − v(s_k)"""
         mask_prefix: bool = True
-        """leaves inherited prefix tokens out of the loss"""
+        """exclude inherited prefix tokens from the loss"""
         whiten: bool = False
-        """centres and scales advantages over the trained tokens of the batch, as the released VinePPO does"""
+        """centre and scale advantages over the trained tokens of the batch, as the released VinePPO does"""
 
         def __post_init__(self) -> None:
             if not 0 <= self.lam <= 1:

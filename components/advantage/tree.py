@@ -1,9 +1,9 @@
 """Trees of trajectories: nodes, leaves and values, derived from `parent` and `inherited`.
 
-A tree needs no payload of its own. Each row is a leaf; `parent` and `inherited` say where it left which other row. A
-*node* is a run of response tokens between two places where rows part, sampled once and shared by all leaves under it.
+A tree needs no separate payload. Each row is a leaf; `parent` and `inherited` give the row from which it branches and
+where. A *node* is a run of response tokens between two branch points, sampled once and shared by all leaves below it.
 The *root*, above the first nodes, is the prompt: all rows of one group. A branch that added no tokens is an empty node,
-still a leaf with a reward.
+which is still a leaf with a reward.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _check_lineage(trajectories: Trajectories, above: list[int], inherited: list
 def lineage_paths(
     above: list[int], inherited: list[int], length: list[int]
 ) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
-    """Cuts every row where others leave it.
+    """Cuts every row where others branch off.
 
     Args:
         above: row whose prefix each row inherited, −1 for none.
@@ -140,7 +140,7 @@ def lineage_paths(
     order = _by_lineage(above)
     anchor = list(above)  # the row that sampled the tokens before the place where each row leaves
     cuts = [{n} for n in length]
-    continued = [False] * len(above)  # others go on where the row ends: its own leaf is then an empty node
+    continued = [False] * len(above)  # others continue at the end of the row, whose leaf is then an empty node
     for row in order:
         over = above[row]
         while over >= 0 and inherited[row] <= inherited[over]:
@@ -210,7 +210,7 @@ def node_values(tree: Tree, reward: Tensor, valid: Tensor, value: ValueOf = "lea
 
 
 def parent_values(tree: Tree, values: Values) -> Tensor:
-    """V of what is above each node, float64 [K]: its parent, or its root."""
+    """V of the parent or root of each node, float64 [K]."""
     return torch.where(tree.parent >= 0, values.node[tree.parent.clamp(min=0)], values.root[tree.root])
 
 
@@ -284,7 +284,7 @@ class TreeAdvantage(Component):
 
         Args:
             trajectories: the leaves.
-            rewards: of the leaves.
+            rewards: rewards of the leaves.
             tree: their tree.
             per_node: float64 [K].
             trained: bool [total tokens], tokens that are trained on.

@@ -26,7 +26,7 @@ class TreePaths(TreeAdvantage):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where shared tokens are trained on."""
+        """Rows in which shared tokens are trained on."""
 
         shared: Literal["paths", "once"] = "paths"
         """paths: in every leaf below, as published; once: in the first valid leaf only"""

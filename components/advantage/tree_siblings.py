@@ -32,7 +32,7 @@ class TreeSiblings(TreeAdvantage):
         max_probability: float = 0.9
         """tokens with at least this probability under the sampling policy leave the loss; 1 keeps all"""
         drop_zero: bool = False
-        """takes nodes without signal out of the loss denominator too"""
+        """exclude nodes without signal from the loss denominator too"""
 
         def __post_init__(self) -> None:
             if not 0 < self.max_probability <= 1:

@@ -1,4 +1,4 @@
-"""Joins trajectories of several nodes into the batch that is trained on."""
+"""Joins trajectories of several nodes into one training batch."""
 
 from __future__ import annotations
 

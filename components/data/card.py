@@ -1,4 +1,4 @@
-"""What became of a data section: counts, rejected rows, and the data card of a run."""
+"""The outcome of loading a data section: counts, rejected rows, and the data card of a run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ LOADING_METRICS = (
 
 @dataclass(kw_only=True)
 class Counts:
-    """What became of the rows of one section.
+    """Counts of the rows of one section.
 
     Attributes:
-        read: rows that were looked at.
-        filtered: rows that `keep` left out, by column.
+        read: rows that were read.
+        filtered: rows that `keep` filtered out, by column.
         rejected: rows that cannot be used, by reason with numbers replaced by N.
         duplicates: rows that repeat a question.
-        used: rows that are left.
-        min_tokens, max_tokens, all_tokens: of the used rows' prompts.
+        used: rows that remain.
+        min_tokens, max_tokens, all_tokens: smallest, largest and total number of tokens of the used rows' prompts.
     """
 
     read: int = 0
@@ -56,7 +56,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class LoadedData:
-    """The problems of a section, and how they came about."""
+    """The problems of a section, and the counts of their rows."""
 
     rows: RowStore
     counts: Counts
@@ -66,7 +66,7 @@ class LoadedData:
 
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
-        # Only what differs from the defaults, so that a card shows what somebody chose.
+        # Only settings that differ from the defaults, so that a card shows the user's choices.
         default = asdict(Source(source=self.source.source, path="x", name="x"))
         settings = {
             name: value
@@ -124,7 +124,7 @@ def write_card(folder: Path, place: str, loaded: LoadedData) -> None:
 
 
 def why_empty(counts: Counts) -> str:
-    """Why a section has no usable row."""
+    """Returns the reason why a section has no usable row."""
     if not counts.read:
         return "it has no rows"
     if not counts.rejected:

@@ -1,4 +1,4 @@
-"""Raw rows out of local files, a little at a time: one bad row costs one row, a large file no memory.
+"""Streams raw rows from local files: a bad row loses only itself, and a large file is never held in memory.
 
 Only .json files that hold one list are read whole. Compressed files (.gz, .zst) are decompressed by Arrow. The readers
 of `datasets` are not used here: they give up a file at its first bad row.
@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.core.errors import DataError, did_you_mean
 
-RawRow = dict[str, Any] | str  # a row that cannot be read is a sentence saying why
+RawRow = dict[str, Any] | str  # a row that cannot be read is the reason as text
 
 TEXT_TYPES = (".jsonl", ".json", ".csv")
 FILE_TYPES = (*TEXT_TYPES, ".parquet", ".arrow")
@@ -42,12 +42,12 @@ class RawDataset:
 
 
 def open_path(path: Path, columns: list[str], split: str = "") -> RawDataset:
-    """A local file, a folder written by save_to_disk, or a folder with a copy of a hub repository.
+    """Opens a local file, a folder written by save_to_disk, or a folder with a copy of a hub repository.
 
     Args:
         path: the file or folder.
-        columns: what is needed; other columns of Parquet files are not read.
-        split: for folders, the split; for both, a part of it as in "train[:90%]".
+        columns: columns to read; other columns of Parquet files are not read.
+        split: for folders, the split; for files and folders, a part such as "train[:90%]".
     """
     if not path.exists():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -65,7 +65,7 @@ def open_path(path: Path, columns: list[str], split: str = "") -> RawDataset:
 
 
 def open_files(files: list[Path], columns: list[str], part: str = "") -> RawDataset:
-    """Several files one after the other, or a part of them all."""
+    """Opens several files, read one after the other, or a part of their rows."""
 
     def rows() -> Iterator[RawRow]:
         for file in files:
@@ -88,7 +88,7 @@ def open_files(files: list[Path], columns: list[str], part: str = "") -> RawData
 
 
 def split_part(split: str) -> tuple[str, str]:
-    """The name of a split and the part of it that is meant.
+    """Splits "train[:90%]" into the name and the part.
 
     >>> split_part("train[:90%]"), split_part("test")
     (('train', '[:90%]'), ('test', ''))
@@ -151,7 +151,7 @@ def _lines(path: Path, newline: str | None = None) -> Iterator[str]:
     import pyarrow
 
     read = 0
-    # A byte that is not UTF-8 becomes a surrogate, so that it costs its row alone.
+    # A byte that is not UTF-8 becomes a surrogate, so that only its row is rejected.
     with io.TextIOWrapper(
         pyarrow.input_stream(str(path), compression="detect"), "utf-8-sig", "surrogateescape", newline
     ) as lines:
@@ -192,7 +192,7 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
             raise DataError(
                 f"data file {path}: not JSON ({error}), expected a list of objects, or one object per line."
             ) from None
-        # The type is .json, the content is JSON lines, as in many published sets.
+        # The type is .json but the content is JSON lines, as in many published sets.
         yield from _jsonl_rows(path)
         return
     if isinstance(rows, dict):
@@ -234,7 +234,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
     import pyarrow.parquet
 
     if path.suffix == ".parquet":
-        # Buffered reading holds a megabyte per column in place of a row group, which may be the whole file.
+        # Buffered reading holds a megabyte per column instead of a row group, which may be the whole file.
         file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
         yield from file.iter_batches(batch_size=BATCH, columns=top_columns(columns, file.schema_arrow.names))
         return
@@ -249,7 +249,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[Any]:
 
 
 def _batch_rows(batch: Any) -> Iterator[RawRow]:
-    """The rows of one Arrow record batch; text that is not UTF-8 costs its row."""
+    """The rows of one Arrow record batch; a row with text that is not UTF-8 becomes a reason."""
     try:
         yield from batch.to_pylist()
         return

@@ -27,8 +27,7 @@ def open_hub(dataset: HubDataset, columns: list[str], place: str, streaming: boo
     """A dataset of the hub, or its local copy where `path` is set.
 
     Raises:
-        DataError: it cannot be loaded; the sentence says whether the network, the name, the revision, the split or a
-            file is at fault.
+        DataError: it cannot be loaded; the error names the cause: network, name, revision, split or file.
     """
     if dataset.path:
         path = Path(dataset.path).expanduser()
@@ -52,7 +51,7 @@ def open_hub(dataset: HubDataset, columns: list[str], place: str, streaming: boo
 
 
 def _failure(dataset: HubDataset, error: Exception, place: str) -> DataError:
-    """What went wrong and the next step."""
+    """Returns the error with its cause and the next step."""
     text = str(error).strip() or type(error).__name__
     first = text.splitlines()[0]
     types = {base.__name__ for base in type(error).__mro__}
@@ -67,7 +66,7 @@ def _failure(dataset: HubDataset, error: Exception, place: str) -> DataError:
         what = f"split '{dataset.split}' cannot be loaded"
         step = f"Correct {place}.split"
     elif "scripts are no longer supported" in first:
-        what = "it is made by a script, which is not run"
+        what = "it has a loading script, which is not run"
         step = f"Name its files in {place}.files"
     else:
         what = "it cannot be loaded from the Hugging Face hub"
@@ -139,7 +138,7 @@ def _streamed(rows: Any, dataset: HubDataset, place: str) -> Iterator[RawRow]:
 
 
 def _newest(dataset: HubDataset) -> str:
-    """The commit that a streamed revision stands for; "" where the hub does not say."""
+    """Returns the commit of a streamed revision; "" if the hub does not report it."""
     if dataset.revision and _COMMIT.fullmatch(dataset.revision):
         return dataset.revision
     try:

@@ -1,7 +1,7 @@
 """Tests of programming problems as LiveCodeBench stores them: JSON, maybe pickled, compressed and in base 64.
 
-A pickle can run any code when it is loaded, so none is: its opcodes are checked against the few that make text, lists
-and dictionaries, and only then are they followed, without any way to look up a class.
+Loading a pickle can run any code, so pickles are never loaded directly: the opcodes are first checked against the few
+that create text, lists and dictionaries, and only then executed, by an unpickler that cannot look up classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 MAX_BYTES = 256 << 20  # of one problem's tests, unpacked
-_MAX_MEMO = 1 << 16
+_MAX_MEMO = 1 << 16  # largest memo index in a pickle; a huge one would use much memory
 _HARMLESS = re.compile(
     r"(PROTO|FRAME|STOP|MARK|MEMOIZE|(LONG_|BIN)?PUT|LONG_BINPUT|(LONG_BIN|BIN)?GET|(SHORT_)?BINUNICODE8?|UNICODE|"
     r"(EMPTY_)?(LIST|DICT)|APPENDS?|SETITEMS?)"
@@ -34,10 +34,10 @@ class _PlainUnpickler(pickle._Unpickler):  # in Python: its memo grows with use,
 
 
 def plain_unpickle(data: bytes) -> Any:
-    """A pickle made of text, lists and dictionaries alone.
+    """Loads a pickle that contains only text, lists and dictionaries.
 
     Raises:
-        ValueError: anything else in it, before any of it is followed.
+        ValueError: it contains anything else; nothing of it has been executed.
 
     >>> plain_unpickle(pickle.dumps(["a", {"b": "c"}]))
     ['a', {'b': 'c'}]
@@ -52,10 +52,10 @@ def plain_unpickle(data: bytes) -> Any:
 
 
 def unpack_tests(text: str) -> Any:
-    """JSON text, or base 64 of zlib of a pickle of JSON text.
+    """Reads JSON text, or base 64 of zlib of a pickle of JSON text.
 
     Raises:
-        ValueError: it is neither, unpacks to more than 256 MiB, or its pickle is more than text.
+        ValueError: it is neither, unpacks to more than 256 MiB, or its pickle contains more than text.
     """
     if text.lstrip()[:1] in ("[", "{", '"'):
         return json.loads(text)
@@ -79,7 +79,7 @@ def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], s
     Public tests come first; each is {"input", "output", "public"}, as `verifier.code` reads them.
 
     Raises:
-        ValueError: there are none, or they cannot be read; the text says why.
+        ValueError: there are none, or they cannot be read; the text gives the reason.
     """
     tests: list[dict[str, Any]] = []
     for column, public in (("public_test_cases", True), ("private_test_cases", False)):

@@ -1,4 +1,4 @@
-"""A data section becomes accepted problems, with a count of everything that was left out and why."""
+"""Loads the problems of a data section, and counts all rows that were left out, by reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.core.errors import CreditgraphError, DataError, did_you_mean
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Prompts
 
-DEFAULT_SIZE = 2000  # problems of the embedded task, whose list has no end
+DEFAULT_SIZE = 2000  # problems of the embedded task, whose list is endless
 # Prompts are tokenised in chunks of at most this many rows and characters.
 _CHUNK = 256
 _CHUNK_CHARACTERS = 1 << 20
@@ -40,17 +40,17 @@ def load_data(
     max_rows: int = 0,
     room: int = 0,
 ) -> LoadedData:
-    """All usable rows of a data section, in the order of the source. In a run, data_card.json says how they came about.
+    """Loads all usable rows of a data section, in the order of the source; in a run, data_card.json has the counts.
 
     Args:
         entry: the section, see `components.data.sources.Source`.
-        context: its model gives tokenizer and context length; unusable rows go to its `reject`.
-        tokenizer: the model's, loaded when None.
-        place: how error texts name the section.
+        context: provides the model's tokenizer and context length; unusable rows go to its `reject`.
+        tokenizer: the model's tokenizer; loaded if None.
+        place: name of the section in error texts.
         reserve: tokens of the context kept free for the response.
         drop_duplicates: keep only the first row of each question, compared as `question_key` does.
         max_rows: ends reading after that many raw rows; 0 reads all.
-        room: prompts must have fewer tokens; 0 takes what the model's context leaves.
+        room: prompts must have fewer tokens; 0 means the room that the model's context leaves.
 
     Raises:
         DataError: the source cannot be read, lacks a column, or has no usable row.
@@ -71,7 +71,7 @@ def load_data(
             rejects.add(number, row)
             continue
         if drop_duplicates:
-            # Before the length is looked at, so that a row that repeats a rejected one counts as a duplicate.
+            # Before the check of the length, so that a row that repeats a rejected one counts as a duplicate.
             key = int.from_bytes(question_key(row.metadata["question"]))
             if key in seen:
                 counts.duplicates += 1
@@ -99,7 +99,7 @@ def load_data(
 
 
 def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
-    """Rows as a batch, with these uids (int64, one per row)."""
+    """Makes a batch of rows with these uids (int64, one per row)."""
     tokens = [tokenizer(row.text, add_special_tokens=False)["input_ids"] for row in rows]
     return Prompts(
         uid=uids,
@@ -120,7 +120,7 @@ def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
 
 
 def _with_lengths(candidates: Iterator[tuple[int, Row | str]], tokenizer: Any) -> Iterator[tuple[int, Row | str, int]]:
-    """Adds the prompt tokens of each row, 0 for rows that are reasons; tokenises a chunk of rows at a time."""
+    """Adds the number of prompt tokens of each row, 0 for rejection reasons; tokenises a chunk of rows at a time."""
     chunk: list[tuple[int, Row | str]] = []
     characters = 0
 
@@ -151,7 +151,7 @@ def _open(source: Source, place: str) -> RawDataset:
 def _candidates(
     source: Source, raw: RawDataset, tokenizer: Any, place: str, counts: Counts, max_rows: int
 ) -> Iterator[tuple[int, Row | str]]:
-    """Numbers of raw rows, with the problem or why there is none; rows that `keep` leaves out are only counted."""
+    """Yields (row number, problem or rejection reason); rows that `keep` filters out are only counted."""
     if source.source == "chains":
         template = source.template or "chains"
         size = source.size or DEFAULT_SIZE
@@ -178,7 +178,7 @@ def _candidates(
         try:
             joined = other.with_columns(row) if other else row
             yield number, make_row(joined, source, template, tokenizer, number)
-        except CreditgraphError:  # of the whole section, such as a missing chat template
+        except CreditgraphError:  # concerns the whole section, such as a missing chat template
             raise
         except ValueError as error:
             yield number, str(error)
@@ -202,7 +202,7 @@ class _Joined:
         self._rows = RowStore()
         for number, row in enumerate(open_hub(join, columns, f"{place}.join").rows):
             if isinstance(row, str):
-                self._rows.append(Row(text=row, answer="", metadata={}))  # the reason why it cannot be read
+                self._rows.append(Row(text=row, answer="", metadata={}))  # the reason why the row cannot be read
                 continue
             if number == 0:
                 _check_columns(row, columns, source, f"{place}.join")
@@ -210,7 +210,7 @@ class _Joined:
             self._rows.append(Row(text="", answer="", metadata=values))
 
     def with_columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with the columns of the joined row; raises ValueError where there is none."""
+        """The row with the columns of the joined row; raises ValueError if there is no such row."""
         number = str(column_of(row, self._row)).strip()
         if not number.isascii() or not number.isdigit() or int(number) >= len(self._rows):
             raise ValueError(f"{self._row} names no row of the joined dataset")

@@ -1,4 +1,4 @@
-"""One raw row becomes one problem, or a sentence saying why it cannot be used."""
+"""Converts a raw row into a problem, or rejects it with a reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from components.data.store import Row
 from components.text.code_tests import read_tests
 from components.text.templates import extract_answer, solve_prompt
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # what bytes that are not UTF-8 were read as
+_SURROGATE = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8 were read as these
 _BEGINS_WITH = "The program begins with:"
 
 
 def column_of(row: dict[str, Any], column: str) -> Any:
-    """The value of a column; "a.b" is the field b of column a where no column has that name. None when there is none.
+    """The value of a column, None if missing; "a.b" is the field b of column a unless a column has that name.
 
     >>> column_of({"details": {"level": "L3"}}, "details.level")
     'L3'
@@ -33,7 +33,7 @@ def column_of(row: dict[str, Any], column: str) -> Any:
 
 
 def has_column(row: dict[str, Any], column: str) -> bool:
-    """Whether the row has it, perhaps as None."""
+    """Whether the row has the column, even if its value is None."""
     head, _, rest = column.partition(".")
     return column in row or (
         bool(rest) and head in row and (row[head] is None or (isinstance(row[head], dict) and rest in row[head]))
@@ -41,7 +41,7 @@ def has_column(row: dict[str, Any], column: str) -> bool:
 
 
 def dropped_by(row: dict[str, Any], source: Source) -> str:
-    """The column by whose value `keep` leaves this row out; "" when it stays."""
+    """The column by whose value `keep` filters this row out; "" if the row is kept."""
     for column, kept in source.keep.items():
         if str(column_of(row, column)) not in ([kept] if isinstance(kept, str) else kept):
             return column
@@ -49,7 +49,7 @@ def dropped_by(row: dict[str, Any], source: Source) -> str:
 
 
 def question_key(question: str) -> bytes:
-    """The same 16 bytes for questions that differ by white space, case or the form of their characters alone.
+    """16 bytes that are equal for questions that differ only by white space, case or the form of their characters.
 
     >>> question_key("What is  1 + 1?") == question_key("what is 1 + 1? ")
     True
@@ -62,7 +62,7 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
     """The problem in a raw row.
 
     Raises:
-        ValueError: it cannot be used; the text says why.
+        ValueError: it cannot be used; the text gives the reason.
     """
     question = _text(column_of(raw, source.question), source.question).strip()
     answer = _answer(raw, source) if source.answer else ""
@@ -131,7 +131,7 @@ def _answer(raw: dict[str, Any], source: Source) -> str:
 
 
 def _choices(value: Any, column: str) -> tuple[list[str], list[str]]:
-    """(texts, labels as the dataset has them). Takes a list, {"text": […], "label": […]}, or either as JSON."""
+    """(texts, labels in the dataset), read from a list, {"text": […], "label": […]}, or either as JSON."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
     except ValueError:

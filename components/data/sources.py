@@ -1,4 +1,4 @@
-"""One data section of the configuration: where problems come from, and which columns hold what. Checked here."""
+"""The settings of one data section: the source of the problems, and the columns to read."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class HubDataset:
     subset: str = ""
     """hub: configuration of the dataset, empty for its default"""
     revision: str | None = None
-    """hub: branch, tag or commit; a commit makes a run repeatable, and `creditgraph data check` prints it"""
+    """hub: branch, tag or commit; a commit makes a run reproducible, and `creditgraph data check` prints it"""
     split: str = "train"
-    """hub: split, maybe a slice such as train[:90%]; folders: split; chains: train, validation or eval (no problem is
-    in two of them)"""
+    """hub: split, optionally a slice such as train[:90%]; folders: split; chains: train, validation or eval (no problem
+    is in two of them)"""
     files: tuple[str, ...] = ()
-    """hub: files of the repository to read in place of a split, for repositories whose loading script is no longer
+    """hub: files of the repository to read instead of a split, for repositories with a loading script, which is not
     run"""
     path: str = ""
-    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read in
-    its place"""
+    """file: .jsonl, .json, .csv (each also .gz or .zst), .parquet, .arrow, or a folder; hub: a local copy to read
+    instead"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Source(HubDataset):
     source: Literal["chains", "file", "hub"] = "chains"
     """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
     streaming: bool = False
-    """hub: read rows over the network as they are needed in place of downloading the dataset first"""
+    """hub: read rows over the network as they are needed instead of downloading the dataset first"""
     question: str = "question"
     """column with the problem text"""
     choices: str = ""
@@ -62,32 +62,31 @@ class Source(HubDataset):
     starter_code: str = ""
     """column with code that a program must begin with, shown under the question; may be empty in some rows"""
     answer: str = "answer"
-    """column with the reference answer; empty: there is none (programs, verified by their tests)"""
+    """column with the reference answer; empty: no reference answer (programs, verified by their tests)"""
     answer_boxed: bool = False
     """the answer column holds a worked solution; the answer is the content of its last \\boxed{}"""
     answer_after: str = ""
-    """the answer column holds a worked solution; the answer is what follows the last of these characters, up to the end
-    of the line"""
+    """the answer column holds a worked solution; the answer is the rest of the line after the last occurrence of this
+    text"""
     answer_kind: AnswerKind = "value"
-    """what the prompt asks for: a value, the letter of a choice, yes or no, or a program"""
+    """kind of answer that the prompt requests: a value, the letter of a choice, yes or no, or a program"""
     tests: Literal["", "livecodebench"] = ""
     """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores
     them"""
     verifier: str = ""
-    """component that verifies such answers; `creditgraph data check` runs it, and a run sets it by verifier.use"""
+    """component that verifies these answers, run by `creditgraph data check`; in a run, verifier.use sets it"""
     template: str = ""
-    """how a question becomes model input: chains, thought, plain or chat; empty: chains for the embedded task,
-    otherwise thought"""
+    """prompt template: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
     metadata: dict[str, str] = field(default_factory=dict)
     """further columns (right) that verifiers read under a name (left), such as tests of programs"""
     join: Join | None = None
-    """a second dataset that holds what this one lacks"""
+    """a second dataset with further columns"""
     keep: dict[str, str | list[str]] = field(default_factory=dict)
     """keeps only rows whose column (left) has this value, or one of these values (right), compared as text"""
     max_answer: int = 10000
-    """characters of the longest answer taken; longer ones are rejected; 0 takes all"""
+    """characters of the longest accepted answer; longer ones are rejected; 0 accepts all"""
     size: int = 0
-    """most rows to take, from the front; 0 takes all (chains: 2000)"""
+    """largest number of rows, from the front; 0 uses all (chains: 2000)"""
     seed: int = 0
     """chains: which endless list of problems to draw from"""
     difficulty: Difficulty = field(default_factory=Difficulty)
@@ -107,14 +106,14 @@ class Source(HubDataset):
 
     @property
     def place(self) -> str:
-        """How error texts name it."""
+        """Name of the source in error texts."""
         if self.source == "chains":
             return "the embedded task"
         return self.path or f"dataset '{self.name}'"
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the source that are read, without those of the joined dataset; dotted as they are written."""
+        """Columns of the source that are read, without those of the joined dataset; dotted names as written."""
         columns = [self.question, self.answer, *self.metadata.values(), *self.keep, self.choices, self.starter_code]
         if self.tests:
             columns += LIVECODEBENCH
@@ -124,13 +123,13 @@ class Source(HubDataset):
 
     @property
     def joined_columns(self) -> list[str]:
-        """Columns that are read of the joined dataset, by their names there."""
+        """Columns of the joined dataset that are read, by their names there."""
         columns = [self.question, self.answer, self.choices, self.starter_code, *self.metadata.values()]
         return list(dict.fromkeys(c.removeprefix(JOINED) for c in columns if c.startswith(JOINED)))
 
 
 def parse_source(entry: dict[str, Any], place: str) -> Source:
-    """Checks a data section; all its mistakes come in one ConfigError."""
+    """Checks a data section; raises one ConfigError with all its mistakes."""
     source, problems = build_config(Source, entry, place)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -20,7 +20,7 @@ class Row:
     """One usable problem.
 
     Attributes:
-        text: what the model sees.
+        text: model input.
         answer: reference answer.
         metadata: JSON values; always "template", "question" and "source_row", for the embedded task the whole problem.
     """
@@ -37,7 +37,7 @@ class RowStore(Sequence[Row]):
     texts are.
 
     Args:
-        folder: where the file goes; the system's folder for temporary files when None.
+        folder: folder of the file; the system's folder for temporary files if None.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What all engines and their policy handles share: counters, and checks of requests."""
+"""The base of all engines and their policy handles: counters, and checks of requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE_METRICS = (
     Metric("sampled_tokens", "tokens", "tokens generated for any node, evaluation included"),
     Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
     Metric("rows_without_room", "rows", "requests whose prompt fills the model's context; they get no tokens"),
-    Metric("seconds_load", "s", "wall time of taking new weights"),
+    Metric("seconds_load", "s", "wall time of loading new weights"),
     Metric("seconds_generate", "s", "wall time inside `generate`"),
     Metric("seconds_score", "s", "wall time inside `score`"),
 )
@@ -39,7 +39,7 @@ class Outputs:
 
 @dataclass
 class Limits:
-    """What ends the rows of a batch.
+    """Limits of the rows of a batch.
 
     Attributes:
         tokens: most tokens of each row, int64 [N].
@@ -60,7 +60,7 @@ class Engine(Component):
         context_length: most tokens in prompt plus response.
         vocab_size: number of logit columns.
         eos: bool [V], ids that end a response.
-        version: of the weights held, -1 before the first.
+        version: version of the loaded weights, -1 before the first.
     """
 
     tokenizer: Any
@@ -72,7 +72,7 @@ class Engine(Component):
     _counters: dict[str, float]
 
     def count(self, **amounts: float) -> None:
-        """Adds to this iteration's counters and logs the sums. Tokens count when they went through the model."""
+        """Adds to this iteration's counters and logs the sums. Only tokens that went through the model count."""
         if self._counted != self.context.iteration:
             self._counters = {}
             self._counted = self.context.iteration
@@ -82,7 +82,7 @@ class Engine(Component):
 
 
 class EnginePolicy(Policy):
-    """Handle on an engine holding the weights of one version: the checks before and after generation and scoring."""
+    """Handle on an engine with the weights of one version; checks requests before and results after the model runs."""
 
     continues = True
 
@@ -92,7 +92,7 @@ class EnginePolicy(Policy):
         self.tokenizer = engine.tokenizer
 
     def _limits(self, requests: Requests) -> Limits:
-        """Token and thought limits per row; rows whose prompt fills the context are rejected and get none."""
+        """Token and thought limits per row; rows whose prompt fills the context are rejected and get limits of 0."""
         engine = self.engine
         sampling = requests.sampling
         _check_sampling(requests)

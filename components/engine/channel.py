@@ -1,4 +1,4 @@
-"""The channel that takes weights from a learner to servers: one version at a time, as files, with their checksum."""
+"""The channel that transfers weights from a learner to servers: one version at a time, as files, with a checksum."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from pipeline.core.errors import RunError
 from pipeline.core.payloads import Adapter, Weights
 
 PREFIX = "creditgraph-weights-"
-# Metadata of settings with which a run may be continued although they differ: they say where servers are and how they
-# are reached, not what they compute.
+# Metadata of settings that may change when a run is continued: they determine where servers are and how they are
+# reached, not what they compute.
 PLACE = {"place": True}
 _ADAPTER_TENSORS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -45,7 +45,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """How weights reach servers."""
+    """Transfer of weights to servers."""
 
     kind: Literal["file", "broadcast"] = field(default="file", metadata=PLACE)
     """file: safetensors that servers read; broadcast: from this process to the servers' over a process group, NCCL
@@ -53,7 +53,7 @@ class ChannelSettings:
     path: str = field(default="/dev/shm", metadata=PLACE)
     """folder for weight files; a shared file system when servers run on other hosts"""
     dtype: Literal["model", "bfloat16", "float32"] = "model"
-    """of the tensors on their way; model: that of model.dtype, so that float32 stays exact"""
+    """dtype of the tensors in transfer; model: that of model.dtype, so that float32 stays exact"""
     bucket_mb: int = field(default=128, metadata=PLACE)
     """most megabytes of whole tensors per file, or per packed broadcast; servers load one file while the next is
     written"""
@@ -63,7 +63,7 @@ class ChannelSettings:
             raise ValueError(f"bucket_mb: expected at least 1, got {self.bucket_mb}.")
 
     def sent_dtype(self, model: ModelSpec) -> torch.dtype:
-        """The dtype of tensors on their way."""
+        """The dtype of tensors in transfer."""
         dtype: torch.dtype = getattr(torch, model.dtype if self.dtype == "model" else self.dtype)
         return dtype
 
@@ -73,18 +73,18 @@ class Update:
     """Weights for servers to load.
 
     Attributes:
-        version: number of learner iterations that made them.
+        version: number of learner iterations that led to them.
         sample: names of the tensors that `checksum` covers, in order.
         checksum: see `components.engine.weight_files.sample_checksum`.
-        path: folder that holds `files`; "" when another process has published them.
+        path: folder of `files`; "" if another process has published them.
         files: paths of safetensors files with Hugging Face names, in order, each a bucket of whole tensors.
-        written: done when all files are there, or with the error that kept them from it; they appear one by one. None:
-            they are there.
-        adapter: the name under which requests ask for the LoRA adapter that `path` holds in PEFT's layout; "" for whole
+        written: completes when all files are written, or with the error of the writer; files appear one by one. None if
+            all files exist already.
+        adapter: name by which requests select the LoRA adapter that `path` holds in PEFT's layout; "" for whole
             weights.
-        loaded: another process has published them and has servers load them; here they are only verified.
+        loaded: whether another process has published them and has servers load them; they are then only verified here.
         probe: a request whose response shows whether the weights took effect, or None.
-        expected: the log-probs of that response, which may still be computed.
+        expected: the log-probs of that response, which may still be being computed.
     """
 
     version: int
@@ -102,15 +102,15 @@ class Update:
 class FileChannel:
     """Weights through safetensors files: in /dev/shm on one host, or on a file system that all hosts share.
 
-    A version is a folder. For servers on this host each of its files appears when it is complete, and is a file of the
-    last but one version, overwritten: memory that is there takes a third of the time of new. A server that still reads
-    the old one reports the wrong version and loads again.
+    A version is a folder. For servers on this host each of its files appears when it is complete, and is an overwritten
+    file of the version before the previous one: writing to allocated memory takes a third of the time of allocating
+    it. A server that still reads the old file reports the wrong version and loads again.
 
     Args:
-        settings: of the channel.
-        dtype: of the tensors in the files.
-        near: the servers are on this host, so that they see a file as soon as it is there, and may load it while the
-            next is written.
+        settings: settings of the channel.
+        dtype: dtype of the tensors in the files.
+        near: whether the servers are on this host, so that they see a file as soon as it is complete, and may load it
+            while the next one is written.
     """
 
     def __init__(self, settings: ChannelSettings, dtype: torch.dtype, near: bool = False) -> None:
@@ -118,14 +118,14 @@ class FileChannel:
         self._dtype = dtype
         self._near = near
         self._versions: dict[int, Path] = {}
-        self._spare: Path | None = None  # the last but one version, to be overwritten
+        self._spare: Path | None = None  # the version before the previous one, to be overwritten
         self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
         self.folder = _own_folder(Path(settings.path))
-        """where the files are; to be removed with the run"""
+        """folder of the files, to be removed with the run"""
         remove_abandoned(Path(settings.path))
 
     def publish(self, weights: Weights) -> Update:
-        """Writes the tensors of `weights`, each once, or those of an adapter; they stay until `retire`.
+        """Writes the tensors of `weights`, each once, or those of an adapter; the files exist until `retire`.
 
         With near servers a thread writes whole weights (`Update.written`): until then the tensors must not change.
 
@@ -156,7 +156,7 @@ class FileChannel:
         )
 
     def describe(self, weights: Weights) -> Update:
-        """What another process publishes of the same weights; nothing is written."""
+        """Describes the same weights as published by another process; writes nothing."""
         return dataclasses.replace(_describe(weights, to_send(weights.tensors or {}, self._dtype)), loaded=True)
 
     def retire(self, version: int) -> None:
@@ -175,7 +175,7 @@ class FileChannel:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_folder(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """A folder with no files but hidden ones to overwrite; raises OSError when there is no room."""
+        """Makes a folder with only hidden files to overwrite; raises OSError if there is no room."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         if self._spare is not None and self._spare.exists():
@@ -253,7 +253,7 @@ def _bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _own_folder(parent: Path) -> Path:
-    # Host, process and its start time: another run that sees the folder can tell whether its owner still lives.
+    # Host, process and its start time, so that another run that sees the folder can check whether its owner is alive.
     return parent / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{_started(os.getpid())}-{os.urandom(3).hex()}"
 
 

@@ -1,4 +1,4 @@
-"""Base of engines that load the model by themselves, vLLM and SGLang: in servers or in this process."""
+"""Base of the engines vLLM and SGLang, which load the model themselves, in servers or in this process."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ EXTERNAL_METRICS = (
 
 
 class Backend(Protocol):
-    """Where the model of an external engine runs."""
+    """The model of an external engine, in servers or in this process."""
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
         """Loads weights that were checked (tensors, each once; or an adapter) and verifies them; raises RunError."""
         ...
 
     def restore(self) -> bool:
-        """Goes back to the model's own weights if they need no loading; whether it did."""
+        """Switches back to the model's own weights if that needs no loading; returns whether it did."""
         ...
 
     def sample(self, rows: Rows) -> None:
-        """Starts `rows` and feeds them until all have ended."""
+        """Starts `rows` and feeds responses to them until all have ended."""
         ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
@@ -76,15 +76,15 @@ class Backend(Protocol):
 
 
 class ExternalEngine(Engine):
-    """An engine whose model runs in a `Backend`; here are its tokenizer, its sizes and the names of its weights.
+    """An engine whose model runs in a `Backend`; this process has its tokenizer, sizes and names of weights.
 
     Attributes:
         text: byte strings of the tokens.
         model: the transformers model without its parameters, for names, shapes and the probe.
         names: checks of the weights a learner publishes.
-        temperatures: lowest and highest that it takes, besides 0.
-        adapter_rank: largest rank of LoRA adapters that it takes; 0 has all merged.
-        backend: where the model runs.
+        temperatures: lowest and highest supported temperature, in addition to 0.
+        adapter_rank: largest supported rank of LoRA adapters; 0 merges all adapters.
+        backend: runs the model.
     """
 
     config: ServerSettings
@@ -124,10 +124,10 @@ class ExternalEngine(Engine):
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:
-        """How to start servers and speak to them."""
+        """How to start servers and communicate with them."""
 
     def in_process(self, model: ServedModel) -> Backend:
-        """The model in this process, for engines that can."""
+        """The model in this process, for engines that support it."""
         raise ConfigError(
             f"engine '{self.context.node}': expected servers, addresses or rendezvous, got none of them. "
             f"Set {self.context.node}.servers=1."
@@ -155,11 +155,11 @@ class ExternalEngine(Engine):
         return self.backend
 
     def _check(self, weights: Weights) -> tuple[Weights, Probe | None]:
-        """Weights as the backend takes them, and the probe that shows whether it uses them; raises DataError."""
+        """Checks weights for the backend, and makes the probe that shows whether it uses them; raises DataError."""
         spec = self.context.model
         dtype: torch.dtype = getattr(torch, spec.dtype)
         sent = self.config.channel.sent_dtype(spec)
-        arrived = dtype  # of the tensors that the probe's forward takes
+        arrived = dtype  # dtype of the tensors in the probe's forward
         tensors: dict[str, Tensor] = {}
         if self.adapter_rank == 0:
             weights = merged(weights, spec)
@@ -190,7 +190,7 @@ class ExternalEngine(Engine):
 
 
 class ExternalPolicy(EnginePolicy):
-    """Handle on an external engine holding the weights of one version."""
+    """Handle on an external engine with the weights of one version."""
 
     engine: ExternalEngine
 

@@ -1,4 +1,4 @@
-"""Requests to an engine that takes them one by one, as vLLM and SGLang do, and its responses."""
+"""Requests to an engine that processes rows one by one, as vLLM and SGLang do, and its responses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RowRequest:
     """One row to sample: all of its tokens, up to a limit.
 
     Attributes:
-        row: of the `Requests`.
+        row: row of the `Requests`.
         group: rows with equal prompts share it; their requests should go where the prompt is cached.
         tokens: everything before the first token to sample.
         max_tokens: most tokens to sample, at least 1.
         seed: below 2**63; an engine that gets the same request twice samples the same tokens.
         temperature: 0 is greedy.
         top_p, top_k: 1.0 and 0 are off.
-        stream: whether the row's text may end it, so that its tokens should be returned as they are sampled.
+        stream: whether the row's text may end it, so that its tokens should be returned while they are sampled.
     """
 
     row: int
@@ -44,7 +44,7 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResponse:
-    """What an engine sampled for a row, or the next part of it.
+    """The response to a `RowRequest`, or the next part of it.
 
     Attributes:
         tokens: sampled ids, the end-of-text token included.
@@ -75,7 +75,7 @@ class ScoreResponse:
     """Log-probs [nats], one per token, and entropies or None where the engine gives none.
 
     Attributes:
-        version: of the weights that scored, or None where the engine does not report it.
+        version: version of the weights that scored, or None if the engine does not report it.
     """
 
     logprobs: list[float]

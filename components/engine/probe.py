@@ -1,4 +1,4 @@
-"""The check that an engine computes with the weights it was given: a fixed sequence scored by it and by transformers.
+"""The check that an engine computes with its weights: a fixed sequence is scored by it and by transformers.
 
 One rule for every engine, in this process or in a server, is in `compare_logprobs`.
 """
@@ -24,7 +24,7 @@ _TOKENS = 16
 
 
 class ProbeError(CreditgraphError):
-    """An engine whose log-probs are not those of the weights it was given."""
+    """An engine whose log-probs are not those of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Probe:
 
     Attributes:
         request: to the engine.
-        expected: computes the log-probs of its tokens; takes a forward of the model.
+        expected: computes the log-probs of its tokens, with a forward of the model.
         tolerance: nats by which the engine may differ.
     """
 
@@ -95,8 +95,8 @@ def reference_logprobs(
         model: see `skeleton`.
         tensors: complete name → tensor mapping.
         request: at least one token of context.
-        dtype: of the computation.
-        arrived: dtype in which the engine got the tensors, to which they are rounded first.
+        dtype: dtype of the computation.
+        arrived: dtype in which the engine received the tensors, to which they are rounded first.
     """
     device = next(iter(tensors.values())).device
     weights = {name: t.to(arrived).to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

@@ -1,8 +1,8 @@
-"""Bookkeeping of one `Requests` batch for an engine that takes one request at a time.
+"""State of one `Requests` batch for an engine that processes one request at a time.
 
-Such an engine knows token limits, but not thoughts, budgets per row or our finish reasons. `Rows` turns each row into
-one request for all of its tokens, checks what the engine returns, and decides from the tokens alone where a thought or
-the response ends, by the rules of `engine.local`. The reason that the engine gives is only checked.
+Such an engine supports token limits, but not thoughts, budgets per row or our finish reasons. `Rows` turns each row
+into one request for all of its tokens, checks the response, and determines the ends of thoughts and of the response
+from the tokens alone, by the rules of `engine.local`. The finish reason of the engine is only checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Row:
     tail: bytes  # end of that thought's text, as far back as a stop string may reach
     logprobs: list[float] = field(default_factory=list)  # of the new tokens, as entropies
     entropies: list[float] = field(default_factory=list)
-    reason: str = ""  # "" while the row goes on
+    reason: str = ""  # "" until the row ends
 
 
 class Rows:
@@ -95,7 +95,7 @@ class Rows:
     def feed(self, index: int, part: RowResponse, last: bool) -> bool:
         """Takes the next tokens of row `index`; True when the row has ended.
 
-        What the engine samples for the row after that is of no use. A part with reason "abort" resets the row.
+        Tokens that the engine samples for the row after that are ignored. A part with reason "abort" resets the row.
 
         Raises:
             BadResponse: the part is incomplete or impossible, or it is the `last` one and the row has not ended.
@@ -119,7 +119,7 @@ class Rows:
         return False
 
     def reset(self, index: int) -> None:
-        """Drops what was fed to row `index`, which is requested again: its response was cut off or is not sound."""
+        """Drops the tokens of row `index`, which is requested again: its response was cut off or is not valid."""
         self._rows[index] = self._new_row(index)
 
     def completions(self) -> Completions:
@@ -140,7 +140,7 @@ class Rows:
         )
 
     def _new_row(self, index: int) -> _Row:
-        """The row where earlier requests have left it."""
+        """The row in the state after earlier requests."""
         progress = self._requests.progress
         tokens = [] if progress is None else progress.tokens.row(index).tolist()
         ends = [] if progress is None else progress.thought_ends.row(index).tolist()
@@ -161,7 +161,7 @@ class Rows:
         )
 
     def _check(self, index: int, part: RowResponse) -> None:
-        """Raises BadResponse for what the model cannot have sampled."""
+        """Raises BadResponse for tokens or log-probs that the model cannot have sampled."""
         place = f"row {index}"
         check_lengths(place, len(part.tokens), part.logprobs, part.entropies)
         for token in part.tokens:
@@ -205,7 +205,7 @@ class Rows:
         return any(s.encode() in whole for s in strings)
 
     def _reason(self, row: _Row, stopped: bool) -> str:
-        """Why the row ends with its last token, "" when it goes on; records thought ends. As in engine.local."""
+        """Why the row ends with its last token, "" if it continues; records thought ends. As in engine.local."""
         taken = len(row.tokens)
         thoughts = self._thoughts
         reason = "length" if taken >= row.budget else "paused" if taken >= row.limit else ""

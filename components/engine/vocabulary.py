@@ -1,4 +1,4 @@
-"""Which token ids end a response, and which logit columns are no tokens."""
+"""Token ids that end a response, and logit columns without a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.core.errors import DataError
 
 
 def generation_config(spec: ModelSpec) -> Any:
-    """The model's generation defaults, None when it has none."""
+    """The model's generation defaults, None if it has none."""
     from transformers import GenerationConfig
 
     try:
@@ -35,7 +35,7 @@ def eos_mask(generation: Any, tokenizer: Any, vocab_size: int) -> Tensor:
 
 
 def padding_columns(tokenizer: Any, vocab_size: int, device: str) -> Tensor | None:
-    """Bool [V]: logit columns that are no token of the tokenizer, or None when there are none."""
+    """Bool [V]: logit columns without a token in the tokenizer; None if all have one."""
     known = [i for i in tokenizer.get_vocab().values() if i < vocab_size]
     if not known:
         raise DataError(

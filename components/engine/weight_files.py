@@ -1,6 +1,6 @@
-"""Weights as safetensors files for engines: writing them, and the checksum that shows they arrived unchanged.
+"""Weights as safetensors files for engines: writing them, and the checksum that verifies their transfer.
 
-Both ends of the way to an engine use this module: the channel that publishes and the workers that load.
+Both ends of the transfer use this module: the channel that publishes and the workers that load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.core.errors import CreditgraphError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FAILED = "failed"  # a file of this name in a folder says that no more files come
+FAILED = "failed"  # a file of this name in a folder means that no more files will be written
 _SAMPLED_TENSORS = 8
 _SAMPLED_BYTES = 1 << 20
 _POLL_SECONDS = 0.001
@@ -33,14 +33,14 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, file)
     except SafetensorError as error:
-        # The library gives the error number in its text only.
+        # safetensors reports the error number only in its text.
         text = str(error)
         number = next((n for n in FULL if f"os error {n}" in text), errno.EIO)
         raise OSError(number, os.strerror(number) if number != errno.EIO else text) from error
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What must be equal for `overwrite_file` to put these tensors in place of others."""
+    """Layout that must be equal for `overwrite_file` to replace other tensors by these."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -86,10 +86,10 @@ def to_send(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def wait_for(file: str | Path, deadline: float) -> None:
-    """Returns when `file`, which another process is about to write, is there.
+    """Waits for `file`, which another process is about to write.
 
     Raises:
-        CreditgraphError: its writer failed, or it is not there by `deadline` (time.monotonic()).
+        CreditgraphError: its writer failed, or it does not exist by `deadline` (time.monotonic()).
     """
     path = Path(file)
     while not path.exists():

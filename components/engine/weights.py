@@ -1,4 +1,4 @@
-"""What an engine checks of the weights a learner publishes, and LoRA adapters merged for engines that take none."""
+"""Checks of the weights a learner publishes, and merging of LoRA adapters for engines without adapter support."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class WeightNames:
         return tensors
 
     def distinct(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of tied tensors only the first."""
+        """Returns the tensors, of tied ones only the first."""
         return {name: tensor for name, tensor in tensors.items() if name not in self.tied}
 
 
 def merged(weights: Weights, spec: ModelSpec) -> Weights:
-    """The model's own weights, read from its files, with the adapter added to them; whole weights as they are.
+    """The model's own weights, read from its files, with the adapter merged into them; whole weights unchanged.
 
     Raises:
         DataError: the adapter does not fit the model.

@@ -21,7 +21,7 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, TrainReport
 from pipeline.core.streams import Stream
 
-# The iteration part of a uid that no training iteration reaches: held-out prompts never share an id with training
+# Iteration part of uids, larger than any training iteration, so that held-out prompts never share an id with training
 # prompts.
 _HELD_OUT = (1 << 24) - 1
 
@@ -64,7 +64,7 @@ def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str,
 class Accuracy(Component):
     """Evaluates the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
-    Problems and random numbers are the same at every evaluation, so two evaluations differ by the policy alone. With
+    Problems and random numbers are the same at every evaluation, so two evaluations differ only by the policy. With
     several replicas each evaluates its share of the problems, and counts are summed.
     """
 
@@ -89,9 +89,9 @@ class Accuracy(Component):
         every: int = 10
         """iterations between evaluations; 0 evaluates only before and after training"""
         num_problems: int = 200
-        """problems taken from the start of the held-out data; 0 takes all"""
+        """number of problems from the start of the held-out data; 0 uses all"""
         samples: int = 0
-        """further samples per problem for pass@k and mean@n; 0 has greedy accuracy only"""
+        """further samples per problem for pass@k and mean@n; 0 gives greedy accuracy only"""
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -1,4 +1,4 @@
-"""How good resets are: accuracy of the localised steps, and correction rates."""
+"""Quality of resets: accuracy of the localised steps, and correction rates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Outputs:
 
 
 def mean_where(values: Tensor, rows: Tensor) -> float | None:
-    """Mean of values [N] over the rows [N bool]; None without rows, because a share of nothing is not 0."""
+    """Mean of values [N] over the rows [N bool]; None without rows, because their share is undefined and not 0."""
     return float(values[rows].double().mean()) if bool(rows.any()) else None
 
 
 def reset_metrics(
     step: Tensor, count: Tensor, correct: Tensor, failure_row: Tensor, true_step: Tensor | None
 ) -> dict[str, float]:
-    """Shares over failures [S] and their suffixes [N]; a share of nothing is left out.
+    """Shares over failures [S] and their suffixes [N]; undefined shares (0 of 0) are left out.
 
     clean: failures whose step is at or before the true first error, so that the prefix holds no error; exact: equal to
     it. correction: suffixes that end correct; corrected: failures with at least one such suffix (pass@b). Both also for
@@ -42,7 +42,7 @@ def reset_metrics(
         count: int64 [S], number of thoughts.
         correct: bool [N], outcome of each suffix.
         failure_row: int64 [N], the failure of each suffix.
-        true_step: int64 [S], true first error, or None when the task does not know it.
+        true_step: int64 [S], true first error, or None if the task does not provide it.
     """
     failures = torch.ones(len(step), dtype=torch.bool)
     has_suffix = torch.zeros_like(failures)
@@ -67,8 +67,8 @@ def reset_metrics(
 class Resets(Component):
     """Logs how often suffixes of failures end correct, and how often their reset step is at or before the first error.
 
-    The latter needs the true first error: on tasks without an oracle only the former is logged. Suffixes whose reward
-    is invalid do not count.
+    The latter requires the true first error: on tasks without an oracle only the former is logged. Suffixes whose
+    reward is invalid do not count.
     """
 
     paper = "2605.25507"
@@ -89,7 +89,7 @@ class Resets(Component):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the model, loaded when it is first used."""
+        """The model's tokenizer, loaded when it is first used."""
         return load_tokenizer(self.context.model)
 
     def run(
@@ -103,7 +103,7 @@ class Resets(Component):
     ) -> Outputs:
         """Compares failures with the expander's `trajectories`; `rewards` are those of any batch that holds them."""
         check_aligned(failures, errors)
-        # Rewards may be those of a larger batch, which base groups are part of.
+        # Rewards may be those of a larger batch that includes base groups.
         rows = rewards.index_of(trajectories.uid)
         suffixes = (trajectories.parent >= 0) & rewards.valid[rows]
         metrics = reset_metrics(

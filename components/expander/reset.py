@@ -45,8 +45,8 @@ def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
 class Reset(Component):
     """Continues each failure `suffixes` times from the thoughts before its localised step h*.
 
-    The prefix is thoughts 1 … h*−1 as exact token ids, with nothing said about the error. h* = 1 has an empty prefix:
-    fresh responses that still form their own group. Use the sampling settings of the sampler that made the failures.
+    The prefix is thoughts 1 … h*−1 as exact token ids, without any information about the error. h* = 1 has an empty
+    prefix: fresh responses that still form their own group. Use the settings of the sampler that sampled the failures.
     """
 
     paper = "2605.25507"
@@ -64,9 +64,9 @@ class Reset(Component):
         mode: Literal["plain", "thought"] = "thought"
         """thought by thought, as the failures were sampled"""
         temperature: float = 0.7
-        """of the draw; the sampler's"""
+        """sampling temperature; use the sampler's"""
         top_p: float = 0.95
-        """keeps the smallest set of tokens with this probability; the sampler's"""
+        """keeps the smallest set of tokens with this probability; use the sampler's"""
         suffixes: int = 4
         """continuations per failure: B of the sampler's split AxB"""
 

@@ -38,7 +38,7 @@ class Tree(Component):
         Metric("fewest_leaves", "leaves", "responses of the prompt with the fewest"),
         Metric("inherited_tokens", "tokens", "tokens shared with an earlier leaf"),
         Metric("discarded_tokens", "tokens", "sampled tokens that belong to no leaf"),
-        Metric("missed_branches", "branches", "branches of the rule for which no token was left"),
+        Metric("missed_branches", "branches", "branches of the rule for which there was no token to branch at"),
     )
 
     @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class UncertainRule:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grown:
-    """Leaves, prompt by prompt, and what growing cost."""
+    """Leaves, prompt by prompt, and counts of growing them."""
 
     leaves: Trajectories
     discarded_tokens: int = 0
@@ -80,7 +80,7 @@ class Grown:
 
 
 def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling: Sampling, context: Context) -> Grown:
-    """Every branch that still runs at the end of its segment is continued `branching[level]` times, independently.
+    """Continues every branch that has not ended at the end of its segment `branching[level]` times, independently.
 
     The first continuation keeps the row (uid, parent, inherited), the others are new rows. A branch that ends within
     its segment is a leaf at once.
@@ -121,10 +121,10 @@ def grow_segments(prompts: Prompts, policy: Policy, rule: SegmentRule, sampling:
 def grow_uncertain(
     prompts: Prompts, policy: Policy, rule: UncertainRule, sampling: Sampling, context: Context
 ) -> Grown:
-    """Per round, each tree (a first response with all that branched from it) is branched at its most uncertain tokens.
+    """Per round, branches each tree (a first response and all its branches) at its most uncertain tokens.
 
-    A branch inherits what is before the token and samples that token anew. A token is branched at in one round only
-    (our reading; the released code would let later rounds come back to it).
+    A branch inherits the tokens before the chosen one and samples that token again. A token is branched at in one round
+    only (our reading; in the released code later rounds may choose it again).
     """
     per_round = rule.points * rule.branches
     seeds = keyed_seeds(context.rng(), prompts.uid, 0, rule.chains * (1 + rule.rounds * per_round))
@@ -208,7 +208,7 @@ def _continue(
     """Continuations with exact thought ends, and the number of sampled tokens that had to be cut off for it."""
     if sampling.thoughts is None:
         return sample_from_prefix(policy, parents, prefix, seed, sampling, uid), 0
-    # A prefix that ends in its last thought has one stop string left, not a thought of its own.
+    # A prefix that ends in its last thought needs one more stop string, not another thought.
     closing = in_last_thought(parents, prefix, sampling.thoughts, policy.tokenizer)
     to_stop = dataclasses.replace(sampling, thoughts=None, stop=(sampling.thoughts.stop,))
     parts = [

@@ -1,9 +1,9 @@
 """Thought ends of responses that were sampled in pieces, cut in the middle of a thought.
 
-An engine begins a new thought where a request begins. When the prefix ends inside one, the first thought it reports is
-only the rest of that thought: it does not see a stop or final string across the cut, a final string before it, and the
+An engine begins a new thought where a request begins. If the prefix ends inside a thought, the first thought that it
+reports is only the rest of that one: it misses a stop or final string across the cut, a final string before it, and the
 tokens already in the thought. Token limits never insert tokens, so the ends can be derived again from the tokens, and a
-response that went on too long is cut where it would have ended.
+response that is too long is cut where it would have ended.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_last_thought(parents: Trajectories, prefix: Tensor, limits: ThoughtLimits
 
 
 def with_closed_ends(trajectories: Trajectories, limits: ThoughtLimits, tokenizer: Any) -> Trajectories:
-    """Only thoughts that are closed count as ends: how a prefix that will be continued must look."""
+    """Keeps only the ends of closed thoughts, as required of a prefix that will be continued."""
     ends = [closed_thoughts(pieces, limits)[0] for pieces in token_texts(tokenizer, trajectories.response_tokens)]
     return trajectories.replace(thought_ends=Jagged.from_rows(ends, torch.int32))
 

@@ -1,1 +1,1 @@
-"""Learners: one choice per file, over the shared objective functions."""
+"""Learners, one per folder, and what they share: objectives, packing and the training step."""

@@ -1,4 +1,4 @@
-"""A rollout batch as a learner cuts it: into mini-batches, shares of replicas and micro-batches.
+"""Splits a rollout batch into mini-batches, shares of replicas and micro-batches.
 
 Every learner rank holds the global batch, so all cuts are the same everywhere without communication.
 """
@@ -21,11 +21,11 @@ class RolloutBatch:
     """The rows of all replicas, on this rank's device.
 
     Args:
-        settings: of the learner.
-        context: of its node.
+        settings: settings of the learner.
+        context: context of its node.
         trajectories: the rows.
-        max_context: tokens the model takes; 0 takes any.
-        packs: whether the model takes packed sequences; otherwise no prefixes are shared.
+        max_context: longest sequence the model supports, in tokens; 0 means no limit.
+        packs: whether the model supports packed sequences; otherwise no prefixes are shared.
 
     Attributes:
         prompt, response: Jagged tokens.
@@ -64,12 +64,12 @@ class RolloutBatch:
         order = torch.from_numpy(self._context.rng().generator(draw=f"epoch {epoch}").permutation(len(uids)))
         place = torch.empty_like(order)
         place[order] = torch.arange(len(uids))
-        # By prompt and not by row: a group is compared within one optimiser step.
+        # By prompt and not by row, because a group is compared within one optimiser step.
         part = place[which] * count // max(1, len(uids))
         return [(part == i).nonzero(as_tuple=True)[0].to(self.lengths.device) for i in range(count)]
 
     def share(self, rows: Tensor, meters: Meters | None = None) -> Tensor:
-        """Those of some rows that this replica computes; `meters` take how evenly the work is spread."""
+        """Returns the subset of rows that this replica computes; adds the balance of the work to `meters`."""
         count = self._context.ranks.num_replicas
         if count == 1:
             return rows
@@ -82,7 +82,7 @@ class RolloutBatch:
         return rows[replica == self._context.ranks.replica]
 
     def _costs(self, rows: Tensor) -> Tensor:
-        """int64, tokens that each row adds to a forward pass."""
+        """int64, number of tokens that each row adds to a forward pass."""
         if self._tree is None:
             return self.lengths[rows]
         tree = self._subtree(rows)
@@ -98,7 +98,7 @@ class RolloutBatch:
         return self._tree.restrict(keep & (self.lengths > 0))
 
     def plan(self, rows: Tensor) -> list[Tensor]:
-        """Row indices of the micro-batches of some rows, those without a response left out."""
+        """Returns the row indices of each micro-batch; rows without a response are left out."""
         budget = self._settings.micro_batch_tokens
         if self._tree is None:
             return [rows[p] for p in plan(self.lengths[rows], budget)]
@@ -109,5 +109,5 @@ class RolloutBatch:
         return pack(self.prompt, self.response, rows, share=self.shares_prefixes)
 
     def unique_tokens(self, rows: Tensor) -> int:
-        """Fewest tokens that some rows could be computed with, every shared prefix once."""
+        """Smallest number of tokens that must be computed for some rows, every shared prefix once."""
         return unique_tokens(self._subtree(rows), self.lengths) if self.shares_prefixes else 0

@@ -16,7 +16,7 @@ from pipeline.core.payloads import Credit, TokenLogprobs, TrainReport, Trajector
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a learner publishes."""
+    """Report, weights and log-probs of one iteration."""
 
     report: TrainReport
     weights: Weights
@@ -24,21 +24,21 @@ class Outputs:
 
 
 class PolicyLearner(Component):
-    """Base of learners. A subclass loads a model in `setup`, sets `backend`, and says what `weights` it publishes."""
+    """Base of learners. A subclass loads a model and sets `backend` in `setup`, and defines the published `weights`."""
 
     placement = "collective"
     metrics = (*LEARNER_METRICS, *shipped_metrics())
 
     @dataclass(frozen=True, kw_only=True)
     class Config(LearnerSettings):
-        """Those of every learner."""
+        """Settings of every learner."""
 
     config: LearnerSettings
     backend: Backend
 
     @classmethod
     def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
-        """Those of the chosen objective too, which may be from outside."""
+        """The metrics of learners and of the chosen objective, which may be from another package."""
         return (*cls.metrics, *config.objective.build().metrics)
 
     def setup(self, context: Context) -> None:
@@ -49,7 +49,7 @@ class PolicyLearner(Component):
         self.trained_tokens = 0
 
     def weights(self) -> Weights:
-        """A snapshot of the present weights. All ranks together."""
+        """Returns a snapshot of the present weights; all ranks call it."""
         raise NotImplementedError
 
     def initial(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class PolicyLearner(Component):
         return {"weights": self.weights()}
 
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:
-        """Trains on one rollout batch; all ranks together, each with the batch of all replicas."""
+        """Trains on one rollout batch; all ranks call it, each with the batch of all replicas."""
         check_aligned(trajectories, credit)
         training = RolloutTraining(self.config, self.context, self.backend, trajectories, credit, self.version)
         result = training.run()

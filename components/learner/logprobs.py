@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Elements of one fp32 logits chunk: 64 MiB on a CPU, 512 MiB on a GPU, where larger matrix products pay.
+# Elements of one fp32 logits chunk: 64 MiB on a CPU, 512 MiB on a GPU, where larger matrix products are faster.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-# Logit of vocabulary entries that take no part. Not −inf: 0 · −inf is NaN in the entropy.
+# Logit of excluded vocabulary entries. Not −inf, because 0 · −inf is NaN in the entropy.
 LEAST = -1e30
 
 
@@ -31,8 +31,8 @@ class VocabShard:
         start: first vocabulary entry.
         size: entries; rows of the head's weight beyond are padding.
         group: the tensor-parallel group; None when one rank has the whole vocabulary.
-        reduce_hidden: sum the gradient of the hidden states over the group. False when something before does it, as
-            the gather of sequence parallel does.
+        reduce_hidden: whether to sum the gradient of the hidden states over the group. False if an earlier operation
+            does, such as the gather of sequence parallel.
     """
 
     start: int
@@ -94,7 +94,7 @@ def token_logprobs(
         targets: int [N].
         head: the output head.
         temperature: above 0.
-        chunk: tokens per chunk; 0 takes `CHUNK_ELEMENTS` / V.
+        chunk: tokens per chunk; 0 means `CHUNK_ELEMENTS` / V.
 
     Returns:
         log-probs [N] and entropies [N] in nats, float32, equal on all ranks of a group; both carry gradients to
@@ -116,7 +116,7 @@ def token_logprobs(
 
 
 class _Constants:
-    """What both passes need besides tensors."""
+    """Constants of the forward and the backward pass."""
 
     def __init__(self, head: Head, temperature: float, size: int) -> None:
         self.softcap = head.softcap

@@ -1,4 +1,4 @@
-"""What a learner logs; among it how engine and learner differ at equal weights, and the limits set on that."""
+"""Metrics of learners, including the mismatch of engine and learner at equal weights, and its limits."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _CAUSES = (
     "dtype, kernels); objective.importance_cap corrects a small mismatch"
 )
 
-# Of any objective; what an objective logs besides is declared on its class.
+# Metrics for every objective; further ones are declared on the objective's class.
 LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("loss", "loss", "loss of an optimiser step, mean over the steps of the iteration"),
     Metric("grad_norm", "norm", "norm of the gradient before clipping, mean over steps"),
     Metric("lr", "rate", "learning rate, mean over steps"),
     Metric("steps", "steps", "optimiser steps made"),
-    Metric("skipped_zero_credit", "steps", "steps without any credit; only the schedule goes on"),
-    Metric("skipped_nonfinite", "steps", "steps whose loss or gradient was not finite; the weights stay"),
+    Metric("skipped_zero_credit", "steps", "steps without any credit, which only advance the schedule"),
+    Metric("skipped_nonfinite", "steps", "steps whose loss or gradient was not finite, which change no weight"),
     Metric("trained_tokens", "tokens", "tokens in the loss, once per epoch"),
     Metric("trained_tokens_total", "tokens", "`trained_tokens` since the run began"),
     Metric("forward_tokens", "tokens", "tokens passed through the model in training passes"),
     Metric(
         "unique_tokens",
         "tokens",
-        "least number of tokens that `forward_tokens` could be, every shared prefix passed once",
+        "smallest possible `forward_tokens`, every shared prefix passed once",
     ),
     Metric("shared_tokens", "tokens", "tokens that sharing prefixes saved"),
     Metric("zero_credit_rows", "share", "trajectories without a trained token of non-zero advantage"),
@@ -56,7 +56,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("imbalance_after", "ratio", "the same after rows were given to replicas by cost"),
     Metric("seconds_forward_backward", "s", "wall time of forward and backward passes"),
     Metric("seconds_optimizer", "s", "wall time of optimiser steps"),
-    Metric("seconds_publish", "s", "wall time of handing out the new weights"),
+    Metric("seconds_publish", "s", "wall time of publishing the new weights"),
     Metric("seconds_old_logprobs", "s", "wall time of recomputing old log-probs"),
     Metric("seconds_reference", "s", "wall time of the reference's log-probs"),
 )
@@ -97,7 +97,7 @@ def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tenso
 
 
 def mismatch_values(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of `Meters.values` with `mismatch_ess` in place of the moments of the ratio.
+    """Returns the metrics of `Meters.values` with `mismatch_ess` instead of the moments of the ratio.
 
     Effective sample size of weighing the engine's tokens by w, as a share of their number: (Σ w)² / (n Σ w²); 1 at
     equal log-probs.
@@ -111,7 +111,7 @@ def mismatch_values(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class MismatchGuard:
-    """Holds a learner to its `Mismatch` limits."""
+    """Enforces a learner's `Mismatch` limits."""
 
     def __init__(self, limits: Mismatch) -> None:
         self.limits = limits

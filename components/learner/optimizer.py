@@ -75,7 +75,7 @@ class Schedule:
     """The learning rate of the coming step, and how many steps were counted.
 
     Args:
-        settings: of the schedule.
+        settings: settings of the schedule.
         total_steps: planned optimiser steps.
     """
 
@@ -99,9 +99,9 @@ class Optimizer:
 
     Args:
         parameters: name → parameter to train.
-        settings: of AdamW and the schedule.
+        settings: settings of AdamW and the schedule.
         total_steps: planned optimiser steps, for the schedule.
-        no_decay: names that do not decay besides those of fewer than two dimensions.
+        no_decay: names of parameters without weight decay, in addition to those of fewer than two dimensions.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back `state_dict`, parameters included."""
+        """Restores `state_dict`, parameters included."""
         missing = sorted(set(self._masters) ^ set(state["masters"]))
         if missing:
             raise ValueError(

@@ -23,8 +23,8 @@ class Lora:
     target: str = "all-linear"
     """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
     publish: Literal["merged", "adapter"] = "merged"
-    """what engines get: merged, whole weights with the adapters in them; adapter, the adapters' own tensors,
-    which are small and which engine.vllm takes as they are (other engines merge them)"""
+    """published weights: merged, whole weights that include the adapters; adapter, only the adapters' tensors, which
+    are small and which engine.vllm loads directly (other engines merge them)"""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -44,25 +44,25 @@ class LearnerSettings:
     lora: Lora = field(default_factory=Lora)
     """low-rank adapters"""
     micro_batch_tokens: int = 16384
-    """token budget of one micro-batch, 0 for one micro-batch; lower it when memory runs out, the gradient stays the
-    same. A pipeline of P stages wants several times P micro-batches per step"""
+    """token budget of one micro-batch, 0 for one micro-batch; lower it if memory runs out, the gradient stays the
+    same. A pipeline of P stages needs several times P micro-batches per step to be efficient"""
     minibatches: int = 1
     """optimiser steps per epoch; prompts are split evenly among them, all trajectories of a prompt together"""
     epochs: int = 1
     """passes over the rollout batch"""
     old_logprobs: Literal["engine", "recompute"] = "engine"
-    """denominators of the ratios: what the engine reported, or this model's own before its first step"""
+    """denominators of the ratios: log-probs reported by the engine, or recomputed by this model before a first step"""
     recompute: Recompute = "none"
-    """activations computed again in the backward pass: none; selective, attention scores where attention keeps them
-    (that of `learner.hf` keeps none); full, all but the layers' inputs: least memory, about a third more time"""
+    """activations recomputed in the backward pass: none; selective, attention scores if attention keeps them (that of
+    `learner.hf` does not); full, all but the layers' inputs: least memory, about a third more time"""
     skip_zero_rows: bool = True
-    """leave rows without any credit out of the passes when neither KL nor entropy bonus acts on them; same gradient,
-    but entropy, ratio and mismatch metrics then describe the other rows only"""
+    """skip rows without any credit in the passes if neither KL nor entropy bonus acts on them; same gradient, but
+    entropy, ratio and mismatch metrics then describe only the other rows"""
     share_prefixes: bool = True
     """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and
-    gradient. Without effect for a model that does not take packed sequences"""
+    gradient. No effect for a model that does not support packed sequences"""
     mismatch: Mismatch = field(default_factory=Mismatch)
-    """how far the engine's log-probs may be from the learner's"""
+    """limits on the difference between log-probs of engine and learner"""
 
     def __post_init__(self) -> None:
         if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:

@@ -1,4 +1,4 @@
-"""All optimiser steps on one rollout batch: denominators, loss, metrics. What computes them is a `Backend`."""
+"""All optimiser steps on one rollout batch: denominators, loss, metrics. A `Backend` computes the passes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LossOf = Callable[[int, Jagged, Jagged], Tensor]
 
 
 class Backend(ABC):
-    """What a learner computes with: a model, perhaps sharded over the ranks of a replica, and its optimiser.
+    """The model of a learner, perhaps sharded over the ranks of a replica, and its optimiser.
 
     Attributes:
-        max_context: tokens the model takes; 0 takes any.
-        packs: whether it takes packed sequences, and so shared prefixes.
+        max_context: longest sequence the model supports, in tokens; 0 means no limit.
+        packs: whether it supports packed sequences, and so shared prefixes.
     """
 
     max_context: int
@@ -50,33 +50,33 @@ class Backend(ABC):
 
     @abstractmethod
     def update(self) -> Update:
-        """One optimiser step on the gradients, the same on all ranks; a non-finite gradient changes no weight."""
+        """Does one optimiser step, the same on all ranks; a non-finite gradient changes no weight."""
 
     @abstractmethod
     def skip_update(self) -> Update:
-        """A step of the schedule alone; gradients are dropped."""
+        """Advances only the schedule; gradients are dropped."""
 
     def sum(self, value: Tensor) -> Tensor:
-        """A tensor summed over replicas, on every rank."""
+        """Returns a tensor summed over replicas, on every rank."""
         return self.context.all_sum(value)
 
     def values(self, meters: Meters) -> dict[str, float]:
-        """The metrics of all replicas, on every rank."""
+        """Returns the metrics of all replicas, on every rank."""
         return meters.values(self.context.all_sum, self.context.ranks)
 
     def pass_metrics(self) -> dict[str, float]:
-        """What the backend measured of the passes since the last call; logged besides."""
+        """Returns further metrics of the passes since the last call."""
         return {}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What a rollout batch gave.
+    """Result of training on a rollout batch.
 
     Attributes:
-        metrics: of all replicas, the same on every rank.
-        logprobs: Jagged float32, each token as first computed; NaN where it was not.
-        tokens: trained tokens, once per epoch.
+        metrics: metrics of all replicas, the same on every rank.
+        logprobs: Jagged float32, log-prob of each token as first computed; NaN if it was not computed.
+        tokens: number of trained tokens, counted once per epoch.
     """
 
     metrics: dict[str, float]
@@ -85,18 +85,18 @@ class Result:
 
 
 class RolloutTraining:
-    """One rollout batch on its way through a learner.
+    """Training on one rollout batch.
 
     Args:
-        settings: of the learner.
-        context: of its node.
+        settings: settings of the learner.
+        context: context of its node.
         backend: model and optimiser.
         trajectories, credit: the batch of all replicas.
-        version: of the present weights.
+        version: version of the present weights.
 
     Attributes:
-        batch: the rows, and how they are cut.
-        seconds: by phase.
+        batch: the rows, and their mini-batches and micro-batches.
+        seconds: wall time by phase.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RolloutTraining:
         self._meters = Meters()
         self._counts = Counter(tokens=0, steps=0, skipped_zero_credit=0, skipped_nonfinite=0)
         self._work = Counter(tokens=0, shared=0, unique=0)
-        # Ratios are 1 at equal weights only at the temperature of the sampler.
+        # At equal weights, ratios are 1 only at the temperature of the sampler.
         self._temperature = trajectories.temperature
         device = context.device
         engine = trajectories.engine_logprobs.to(device)
@@ -131,10 +131,10 @@ class RolloutTraining:
             old_entropies=trajectories.entropies.to(device),
             columns={k: v.to(device) for k, v in credit.columns.items()},
         )
-        # Log-probs as first computed, and 1 for the tokens for which they were.
+        # Log-probs as first computed, and 1 for each token that has one.
         self._first = torch.zeros(2, len(engine.values), device=device)
         self._keeps_first = settings.old_logprobs == "engine"
-        # New tokens that were sampled by exactly these weights: where engine and learner should agree.
+        # New tokens that were sampled by exactly these weights, for which engine and learner should agree.
         response = self.batch.response
         same = (trajectories.versions_by_token().values == version).to(device)
         fresh = response.positions >= response.spread(trajectories.inherited.to(device)).values
@@ -143,7 +143,7 @@ class RolloutTraining:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Adds the seconds spent to a phase."""
+        """Adds the elapsed seconds to a phase."""
         start = time.perf_counter()
         yield
         if self._context.device.startswith("cuda"):
@@ -200,7 +200,7 @@ class RolloutTraining:
         # Not strict: ranks of an earlier pipeline stage have no log-probs.
         for rows, logprobs in zip(pieces, self._backend.score(batches, self._temperature, reference), strict=False):
             out[response.offsets[:-1][rows][logprobs.row_ids] + logprobs.positions] = logprobs.values
-        # Exact: every token is scored by one replica and 0 on the others.
+        # The sum is exact: every token is scored by one replica and 0 on the others.
         return response.with_values(self._backend.sum(out))
 
     def _step(self, rows: Tensor, denominators: Tensor) -> None:
@@ -216,7 +216,7 @@ class RolloutTraining:
         with self.clock("forward_backward"):
             loss = self._backend.forward_backward(self._packed(pieces), self._temperature, loss_of)
             if not pieces:
-                # A replica without rows in this step still names the same metrics, which are then summed over replicas.
+                # A replica without rows in this step must log the same metrics, because they are summed over replicas.
                 empty = self._inputs.select(rows)
                 self._loss(rows, empty.logprobs, empty.old_entropies, denominators, meters)
         with self.clock("optimizer"):
@@ -270,7 +270,7 @@ class RolloutTraining:
         }
 
     def _first_logprobs(self) -> Jagged:
-        """Of all replicas, on every rank: recomputed old log-probs, else those of the first epoch's forward passes."""
+        """Log-probs of all replicas, on every rank: recomputed old ones, else those of the first epoch's passes."""
         if self._settings.old_logprobs == "recompute":
             return self._inputs.old_logprobs.to("cpu")
         values, computed = self._backend.sum(self._first).to("cpu")  # exact: one replica has a token, the others add 0

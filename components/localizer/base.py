@@ -1,4 +1,4 @@
-"""What every localizer returns and logs."""
+"""The base of localizers: their outputs and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outputs:
 
 
 class Localizer(Component):
-    """Base of localizers, which all take `failures`, `prompts` and `policy`, so that `use` alone changes the method."""
+    """Base of localizers, which all accept `failures`, `prompts` and `policy`, so that `use` changes the method."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (STEP_FRACTION,)
 

@@ -1,4 +1,4 @@
-"""True first errors, for tasks that know them."""
+"""True first errors, for tasks that provide them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipeline.core.payloads import Prompts, Trajectories
 
 
 class OracleLocalizer(Localizer):
-    """Takes the first thought that is wrong as the step; only the embedded task "chains" knows it."""
+    """Returns the true first wrong thought as the step; only the embedded task "chains" provides it."""
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the model, loaded when a graph wires no policy."""
+        """The model's tokenizer, loaded if the graph wires no policy."""
         return load_tokenizer(self.context.model)
 
     def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy | None = None) -> Outputs:
@@ -29,7 +29,7 @@ class OracleLocalizer(Localizer):
                 f"node '{self.context.node}': localizer.oracle expected problems of task 'chains', whose steps can be "
                 f"verified, got {', '.join(tasks)}. Use localizer.self or localizer.uniform."
             )
-        # Loading a tokenizer takes a second, which the policy has spent already.
+        # The policy's tokenizer is already loaded; loading another one takes a second.
         tokenizer = policy.tokenizer if policy is not None else self.tokenizer
         step = true_first_errors(prompts, failures, tokenizer)
         return self.outputs(failures, step, ["oracle"] * len(failures))

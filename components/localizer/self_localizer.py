@@ -23,7 +23,7 @@ _STEP = re.compile(r"\bstep\s*#?\s*(\d+)", re.IGNORECASE)
 
 
 def parse_step(text: str, count: int) -> tuple[int, str]:
-    """The step that a response names, clamped to [1, count], and where it was read.
+    """The step that a response names, clamped to [1, count], and its source.
 
     Last \\boxed{integer} ("boxed"), else last "Step N" ("step"), else 1 ("default").
 
@@ -41,8 +41,7 @@ def parse_step(text: str, count: int) -> tuple[int, str]:
 class SelfLocalizer(Localizer):
     """Asks the same policy, in one turn that is not trained on, which step of its wrong solution is the first error.
 
-    Fails softly: a response that names no step counts as step 1, which resets to the prompt. The shares of the ways a
-    step was read are logged.
+    A response that names no step counts as step 1, which resets to the prompt. The share of each source is logged.
     """
 
     paper = "2605.25507"
@@ -56,16 +55,16 @@ class SelfLocalizer(Localizer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """How the response is sampled."""
+        """Sampling of the response."""
 
         temperature: float = 0.3
-        """of the response"""
+        """sampling temperature of the response"""
         top_p: float = 1.0
         """keeps the smallest set of tokens with this probability"""
         max_tokens: int = 4096
         """budget of the response in tokens"""
         stop: tuple[str, ...] = ()
-        """strings that end the response, besides end of text"""
+        """strings that end the response, in addition to end of text"""
 
     config: Config
 

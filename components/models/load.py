@@ -21,13 +21,13 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*
 
 
 def resolve_model_path(path: str) -> str:
-    """The embedded model's folder for "tiny", an existing folder as it is, anything else unchanged as a hub name."""
+    """Returns the embedded model's folder for "tiny"; existing folders and hub names are returned unchanged."""
     folder = EMBEDDED[path] if path in EMBEDDED else Path(path).expanduser()
     if folder.is_dir():
         return str(folder)
     if folder.exists():
         raise DataError(f"model.path '{path}': expected a folder in Hugging Face layout, got a file.")
-    # A hub name has at most one slash; anything else was meant as a folder.
+    # A hub name has at most one slash; anything else must be a folder.
     if path in EMBEDDED or path.startswith((".", "/", "~")) or path.count("/") > 1 or path == "":
         raise DataError(
             f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "
@@ -101,7 +101,7 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
 
 @contextmanager
 def _quiet_unless_watched() -> Iterator[None]:
-    """Without a terminal, transformers' progress bars only fill log files."""
+    """Disables transformers' progress bars without a terminal, where they only fill log files."""
     from transformers.utils import logging
 
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():

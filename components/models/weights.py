@@ -1,4 +1,4 @@
-"""Weights in safetensors files, and whether they are those of a model: engines and learners read them here."""
+"""Reads weights from safetensors files for engines and learners, and checks that they fit a model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Shape = tuple[int, ...]
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a model: the path itself, or the hub's snapshot of that name; raises DataError without one."""
+    """The folder of a model: the path itself, or the hub's snapshot of that name; raises DataError if missing."""
     if Path(path).exists() or path.startswith((".", "/")) or path.count("/") > 1:
         return Path(path)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub client raises types of its own
+    except Exception as error:  # the hub client raises its own types
         raise DataError(
             f"model '{path}': its weights cannot be downloaded from the Hugging Face hub ({error}). Use a local folder."
         ) from error
 
 
 def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model folder, or the one file that `path` is; raises DataError without any."""
+    """The safetensors files of a model folder, or `path` itself if it is one; raises DataError without any."""
     where = local_folder(path)
     index = where / "model.safetensors.index.json"
     if where.is_file():
@@ -72,8 +72,8 @@ def check_shapes(place: str, shapes: Mapping[str, Shape], expected: Mapping[str,
 
     Args:
         place: what is checked, for the error.
-        shapes: of the tensors.
-        expected: of the model.
+        shapes: shapes of the tensors.
+        expected: shapes of the model's tensors.
         hint: last sentence of the error.
     """
     unknown = sorted(shapes.keys() - expected.keys())

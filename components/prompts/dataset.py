@@ -27,10 +27,10 @@ class Outputs:
 
 
 class DatasetPrompts(Component):
-    """The next `batch` problems of a data section, in an order shuffled anew, by key, in every epoch.
+    """Returns the next `batch` problems of a data section, in a keyed order that is reshuffled in every epoch.
 
-    A batch may span two epochs, so every batch is full. The place in the data survives a restart. With several replicas
-    each takes its share of the same batch, prompts having the same ids whatever the number of replicas. Rows that
+    A batch may span two epochs, so every batch is full. The position in the data survives a restart. With several
+    replicas each gets its share of the same batch, and prompt ids do not depend on the number of replicas. Rows that
     cannot be used (no answer, not UTF-8, wrong type, longer than the context) are skipped, counted and written to
     rejected.jsonl; data_card.json counts them by reason. Large sources are read once and kept in a file, so memory does
     not grow with them.
@@ -44,16 +44,16 @@ class DatasetPrompts(Component):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """What to read and how much of it."""
+        """Data section, batch size and order."""
 
         split: str = "train"
         """entry of the data section to draw from"""
         batch: int = 8
-        """problems per iteration, of all replicas together"""
+        """problems per iteration, over all replicas"""
         shuffle: bool = True
-        """a new keyed order in every epoch; off: the order of the source"""
+        """use a new keyed order in every epoch; off: the order of the source"""
         drop_duplicates: bool = True
-        """keep only the first of several rows whose question is the same but for white space and case"""
+        """keep only the first of several rows whose questions differ only by white space and case"""
         reserve: int = 0
         """tokens of the context kept free for the response"""
 
@@ -91,7 +91,7 @@ class DatasetPrompts(Component):
         self._start_at(epoch=0, position=0)
 
     def run(self) -> Outputs:
-        """Takes the next problems."""
+        """Returns the next problems."""
         rows: list[Row] = []
         while len(rows) < self.config.batch:
             if self.position == len(self.rows):
@@ -100,16 +100,16 @@ class DatasetPrompts(Component):
             rows += [self.rows[int(i)] for i in taken]
             self.position += len(taken)
         self.context.log(epoch=self.epoch + self.position / len(self.rows), rows=len(self.rows))
-        # Ids are dealt out for the whole batch, so they do not depend on the number of replicas.
+        # Ids are assigned for the whole batch, so they do not depend on the number of replicas.
         mine = self.context.ranks.share(len(rows))
         return Outputs(batch=make_prompts(rows[mine], self.tokenizer, self.context.common_uids(len(rows))[mine]))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data."""
+        """Returns the position in the data."""
         return {"epoch": self.epoch, "position": self.position, "rows": len(self.rows), "hash": self.rows.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Continues from the position of `state_dict`."""
         if int(state["rows"]) != len(self.rows):
             raise RunError(
                 f"node '{self.context.node}': expected the checkpoint's data of {state['rows']} problems, got "
@@ -127,6 +127,6 @@ class DatasetPrompts(Component):
         self.position = position
         self._order: NDArray[np.int64] = np.arange(len(self.rows))
         if self.config.shuffle:
-            # Keyed by epoch and not by iteration: another batch size keeps the order.
+            # Keyed by epoch and not by iteration, so that the order does not depend on the batch size.
             order = Stream(self.context.seed, self.context.node, "order").generator(epoch)
             self._order = order.permutation(len(self.rows))

@@ -24,7 +24,7 @@ NOT_ENDED = "the revision did not end within its budget"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class References(Batch):
-    """What each revision was shown.
+    """The reference shown for each revision.
 
     Attributes:
         reference: int64 [N], uid of the sibling.
@@ -50,7 +50,7 @@ def pair_up(
     """Rows of (wrong trajectory, reference) pairs, int64 [P] each.
 
     Every wrong trajectory gets up to `most` siblings of its group: correct ones first, then wrong ones. Both kinds are
-    taken cyclically from the row after it, so that a group's wrong trajectories do not all see the same sibling.
+    chosen cyclically from the next row on, so that a group's wrong trajectories do not all see the same sibling.
     Invalid rows are neither revised nor shown.
 
     >>> correct = torch.tensor([True, False, False, False])

@@ -31,7 +31,7 @@ def overlong_punishment(length: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 class Overlong(Component):
-    """Adds to each valid reward a punishment of long responses, from 0 down to −weight; `correct` stays as it is."""
+    """Adds to each valid reward a punishment of long responses, from 0 down to −weight; `correct` is unchanged."""
 
     paper = "2503.14476"
     metrics = (

@@ -1,4 +1,4 @@
-"""Rollouts that take several iterations: their state between iterations, and how they continue."""
+"""Rollouts that span several iterations: their state between iterations, and their continuation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipeline.core.payloads import Prompts, Trajectories
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Groups between two iterations, with those of their rollouts that have ended.
+    """Groups between two iterations, including their rollouts that have ended.
 
     Attributes:
         prompts: P of them.
         rows: one per rollout [N], prompt by prompt; an unfinished one has the finish reason "" and no text.
-        seed: int64 [N], of the rollout's random stream.
+        seed: int64 [N], seed of the rollout's random stream.
     """
 
     prompts: Prompts
@@ -72,7 +72,7 @@ def continued(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tenso
 
     Args:
         flight: the groups.
-        policy: what samples; with a pause, one whose `continues` is true.
+        policy: policy that samples; with a pause, its `continues` must be true.
         sampling: how tokens are drawn; its limits count whole rollouts.
         pause: int64 [N], new tokens after which a rollout is left unfinished; None finishes rollouts that have just
             begun.
@@ -94,7 +94,7 @@ def continued(flight: InFlight, policy: Policy, sampling: Sampling, pause: Tenso
     )
     new_tokens = scatter_rows(done.tokens, index, count)
     new_versions = new_tokens.with_values(torch.full_like(new_tokens.values, policy.version))
-    # Engines return all thought ends of a row that went on, so they replace the earlier ones.
+    # Engines return all thought ends of a continued row, so they replace the earlier ones.
     ends_from = torch.arange(count)
     ends_from[index] = count + torch.arange(len(index))
     reasons = list(rows.finish_reason)

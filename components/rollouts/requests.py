@@ -30,7 +30,7 @@ class SamplingSettings:
     mode: Literal["plain", "thought"] = "plain"
     """plain: one response up to EOS or a stop string; thought: thought by thought, under the limits of `thoughts`"""
     temperature: float = 1.0
-    """of the draw, 0 is greedy; the learner computes its log-probs and entropies at the same temperature"""
+    """sampling temperature, 0 is greedy; the learner computes its log-probs and entropies at the same temperature"""
     top_p: float = 1.0
     """keeps the smallest set of tokens with this probability; 1 switches it off"""
     top_k: int = 0
@@ -51,7 +51,7 @@ class SamplingSettings:
             raise ValueError(f"expected max_tokens ≥ 1, got {self.max_tokens}.")
 
     def sampling(self) -> Sampling:
-        """These settings as the engine takes them."""
+        """These settings as sampling parameters of an engine."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -78,10 +78,10 @@ class GroupSettings(SamplingSettings):
 def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:
     """int64 [N, count] request seeds for draws first … first + count − 1 of each uid [N].
 
-    Keyed by (uid, draw), so a prompt gets the same samples whatever else is in the batch and however draws are cut into
-    waves.
+    Keyed by (uid, draw), so the samples of a prompt do not depend on the rest of the batch, nor on the split of draws
+    into waves.
     """
-    # torch.stack takes no empty list.
+    # torch.stack does not accept an empty list.
     if not count:
         return torch.zeros(len(uid), 0, dtype=torch.int64)
     return torch.stack([stream.seeds(uid, draw) for draw in range(first, first + count)], dim=1)
@@ -94,8 +94,8 @@ def unsampled(prompts: Prompts, rows: Tensor, uid: Tensor, version: int, tempera
         prompts: the problems.
         rows: int64 [N], the prompt row of each trajectory.
         uid: int64 [N], ids of the trajectories.
-        version: of the weights that will sample their first tokens.
-        temperature: of the sampling; greedy sampling has log-probs at temperature 1.
+        version: version of the weights that will sample their first tokens.
+        temperature: sampling temperature; greedy sampling has log-probs at temperature 1.
     """
     prompt_uid = prompts.uid[rows]
     no_floats = Jagged.from_lengths(torch.zeros(0), torch.zeros_like(uid))
@@ -124,7 +124,7 @@ def sample_fresh(
     """Samples one response per entry of `rows` [N] (rows of `prompts`); the group of each is its prompt.
 
     Args:
-        policy: what samples.
+        policy: policy that samples.
         prompts: the problems.
         rows: int64 [N], the prompt row of each sample.
         seed: int64 [N], request seeds.
@@ -155,12 +155,12 @@ def sample_groups(
     """Samples `size` responses to each prompt, prompt by prompt, in one request batch.
 
     Args:
-        context: of the node that samples; gives ids and, without `stream`, the random stream.
-        policy: what samples.
+        context: context of the sampling node; provides ids and, without `stream`, the random stream.
+        policy: policy that samples.
         prompts: the problems, P in number.
         size: responses per prompt; the result has P · size rows.
         sampling: how tokens are drawn.
-        first: number of the first draw of each prompt, so that later calls take other random numbers.
+        first: number of the first draw of each prompt, so that later calls use other random numbers.
         stream: random stream, keyed by (prompt uid, draw).
     """
     rows = torch.arange(len(prompts)).repeat_interleave(size)
@@ -254,7 +254,7 @@ def _generate(policy: Policy, requests: Requests) -> Completions:
             )
         )
     else:
-        # Engines take no empty request batch.
+        # Engines do not accept an empty request batch.
         no_floats = Jagged.from_rows([], torch.float32)
         no_ints = Jagged.from_rows([], torch.int32)
         part = Completions(

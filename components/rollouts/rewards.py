@@ -1,4 +1,4 @@
-"""Rewards as several nodes need them: with finite values."""
+"""Rewards with finite values, as several nodes require them."""
 
 from __future__ import annotations
 

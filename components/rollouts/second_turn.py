@@ -36,8 +36,8 @@ def second_turn(
 ) -> Trajectories:
     """Samples one response per row of `firsts` [N] to the prompt `texts` [N].
 
-    The new rows keep the prompt they were sampled from as their `prompt_tokens`, so a learner conditions on what the
-    policy saw. Their `prompt_uid` is the original problem, against which they are verified; `parent` is the first
+    The new rows keep the prompt they were sampled from as their `prompt_tokens`, so a learner conditions on the same
+    prompt as the policy. Their `prompt_uid` is the original problem, by which they are verified; `parent` is the first
     attempt, nothing is inherited; the group is the first attempt's.
     """
     shown = prompts.select(prompts.index_of(firsts.prompt_uid))

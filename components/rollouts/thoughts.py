@@ -1,4 +1,4 @@
-"""Thoughts of trajectories: their number, their text, and the first wrong one where the task knows it."""
+"""Thoughts of trajectories: their number, their text, and the first wrong one if the task provides it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def best_of(value: Tensor, usable: Tensor, prompt: Tensor) -> Tensor:
 class Critique(Component):
     """Samples `originals` responses per prompt, then refinements after a critique of them, and keeps the best one.
 
-    The critique says whether the original is right, and no more. The refinement joins its prompt's group (second-hand).
+    The critique states only whether the original is right. The refinement joins its prompt's group (second-hand).
     Which originals are refined is our reading: the wrong ones in turn, or all in turn. A prompt without one has no
     refinement (counted) and its group has `originals` rows. A refinement that does not end or cannot be verified is
     never the best; of equal ones the first counts.

@@ -42,8 +42,8 @@ class Dynamic(Component):
     Groups whose rewards are all equal give no gradient. The node takes more prompts than it needs. Prompts that were
     not sampled, and surplus ones of the last wave, wait in a backlog that goes first in the next iteration and is part
     of the checkpoint, so no prompt is lost. Set the batch of prompts near groups / (share of groups with a signal): a
-    larger one lets the backlog grow (metric `backlog`). When prompts or waves run out, the iteration goes on with the
-    groups there are, and `missing_groups` is the number it lacks.
+    larger one makes the backlog grow (metric `backlog`). If prompts or waves run out, the iteration continues with
+    fewer groups, and `missing_groups` is the number that it lacks.
     """
 
     paper = "2503.14476"
@@ -127,5 +127,5 @@ class Dynamic(Component):
         return {} if self._backlog is None else {"backlog": self._backlog}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the backlog back."""
+        """Restores the backlog."""
         self._backlog = state.get("backlog")

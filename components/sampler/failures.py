@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 
 def parse_split(split: str, group_size: int) -> Split:
-    """Reads "AxB"; raises ValueError for a split that `group_size` has no room for.
+    """Parses "AxB"; raises ValueError for a split with more trajectories than `group_size`.
 
     >>> parse_split("1x4", 8)
     Split(base=4, num_failures=1, num_suffixes=4)
@@ -111,13 +111,13 @@ class Failures(Component):
         mode: Literal["plain", "thought"] = "thought"
         """resets need thought boundaries; plain responses have one thought and are reset to the prompt"""
         temperature: float = 0.7
-        """of the draw"""
+        """sampling temperature"""
         top_p: float = 0.95
         """keeps the smallest set of tokens with this probability"""
         split: str = "1x4"
         """AxB: A failures per prompt, B suffixes each (set the expander's `suffixes` to B)"""
         group_size: int = 8
-        """trained trajectories per prompt, suffixes included; the base group is what AxB leaves"""
+        """trained trajectories per prompt, suffixes included; the base group is the rest after AxB"""
         max_attempts: int = 12
         """responses per prompt before it falls back to a plain group"""
 

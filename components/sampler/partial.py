@@ -32,14 +32,14 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Carry:
-    """When a rollout waits for the next iteration, and what becomes of it."""
+    """When a rollout waits for the next iteration, and when it is finished or dropped."""
 
     tokens: int = 0
     """new tokens of a rollout per iteration; one that needs more continues in the next. 0 carries nothing"""
     max_staleness: int = 4
     """versions between the weights and the oldest token of a rollout, at which it is no longer carried"""
     on_stale: Literal["finish", "drop"] = "finish"
-    """then: finish the rollout in this iteration, or drop its whole group (which favours short responses)"""
+    """at that age, finish the rollout in this iteration, or drop its whole group (which favours short responses)"""
     on_continue: Literal["keep", "rescore"] = "keep"
     """log-probs of tokens of older weights: keep those recorded, or score them again under the present weights"""
 
@@ -55,12 +55,12 @@ class Carry:
 class Partial(Component):
     """Samples groups as sampler.chains does, but gives each rollout at most `carry.tokens` tokens per iteration.
 
-    A group with an unfinished rollout waits with all its rollouts, and continues in the next iteration under the
-    weights of then. Every iteration begins the groups of all its prompts and returns the complete ones, so batches
-    differ in size; their mean size is the batch of prompts. Wire every reader of `trajectories` to `prompts` of this
-    node. Groups keep their uids, and rollouts their random streams: where a rollout was paused changes its tokens only
-    through the weights. Groups in flight are part of the checkpoint. `token_versions` is the version that sampled each
-    token, `policy_version` the oldest of a row. With `carry.tokens: 0` this is sampler.chains.
+    A group with an unfinished rollout waits with all its rollouts, and continues in the next iteration with the
+    weights of that iteration. Every iteration begins the groups of all its prompts and returns the complete ones, so
+    batches differ in size; their mean size is the batch of prompts. Wire every reader of `trajectories` to `prompts`
+    of this node. Groups keep their uids, and rollouts their random streams: where a rollout was paused changes its
+    tokens only through the weights. Groups in flight are part of the checkpoint. `token_versions` is the version that
+    sampled each token, `policy_version` the oldest of a row. With `carry.tokens: 0` this is sampler.chains.
     """
 
     paper = "2501.12599"
@@ -192,7 +192,7 @@ class Partial(Component):
     def state_dict(self) -> dict[str, Any]:
         """The groups in flight."""
         if self._flight is None:
-            # Not empty, so that a replayed node gets its state back.
+            # Never empty, so that a replayed node gets its state back.
             return {"groups": 0} if self.config.carry.tokens else {}
         return {"groups": len(self._flight.prompts), **vars(self._flight)}
 
@@ -207,7 +207,7 @@ class Partial(Component):
         return {"groups": len(mine.prompts), **(vars(mine) if len(mine.prompts) else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the groups in flight back; with carry off they are finished in the first iteration."""
+        """Restores the groups in flight; with carry off they are finished in the first iteration."""
         self._flight = _flight_of(state) if state.get("groups") else None
         if self._flight is not None and not self.config.carry.tokens:
             logger.warning(

@@ -72,9 +72,9 @@ class Retry(Component):
         ]
         seed = keyed_seeds(self.context.rng(), prompts.uid, pairs, pairs).reshape(-1)
         seconds = second_turn(policy, prompts, firsts, texts, seed, sampling, self.context.uids(len(firsts)))
-        # The group of a prompt's second attempts is its first first attempt: an id no prompt has.
+        # The group of a prompt's second attempts is the uid of its first attempt 0, which no prompt has.
         seconds = seconds.replace(group=firsts.uid[::pairs].repeat_interleave(pairs))
-        # A response that was sampled has a token at least: its end of text.
+        # A sampled response has at least one token, its end of text.
         has_room = seconds.response_tokens.lengths > 0
         trajectories = Trajectories.concat([firsts, seconds.select(has_room)])
         unchanged = sum(a == b for a, b in zip(firsts.text, seconds.text, strict=True))

@@ -1,1 +1,1 @@
-"""Running generated programs where they can do no harm: bubblewrap namespaces, a system-call filter and hard limits."""
+"""Runs generated programs in isolation: bubblewrap namespaces, a system-call filter and hard limits."""

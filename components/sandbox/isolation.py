@@ -1,4 +1,4 @@
-"""How a host isolates a program: the bubblewrap command with its namespaces, mounts and system-call filter."""
+"""Isolation of a program on this host: the bubblewrap command with its namespaces, mounts and system-call filter."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Isolation:
 
     Attributes:
         bubblewrap: path of bwrap, "" for none: limits only, no namespaces.
-        user_namespace: programs run as the caller in a user namespace; otherwise (root) as a user id that nothing else
-            has.
+        user_namespace: whether programs run as the caller in a user namespace; otherwise (root) they run as a user id
+            that nothing else uses.
         interpreter: Python that runs the programs.
-        packages: folders put on its module path, read-only.
+        packages: folders on its module path, mounted read-only.
     """
 
     bubblewrap: str
@@ -43,7 +43,7 @@ class Isolation:
         return _FIRST_USER + os.getpid() % _MAX_PID * _USERS + slot
 
     def module_path(self) -> list[str]:
-        """Where programs find `packages`: inside the sandbox they have places of their own."""
+        """Paths of `packages` as programs see them; they differ inside the sandbox."""
         return [f"/packages/{i}" for i in range(len(self.packages))] if self.bubblewrap else list(self.packages)
 
     def command(self, limits: Limits, filter_fd: int) -> list[str]:
@@ -57,12 +57,12 @@ class Isolation:
         if self.user_namespace:
             command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
         else:
-            # For the runner, which gives them up first of all.
+            # For the runner, which drops them at its start.
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         for name, value in (("HOME", "/tmp"), ("PATH", "/usr/bin"), ("LANG", "C.UTF-8"), ("OMP_NUM_THREADS", "1")):
             command += ["--setenv", name, value]
         folders = _read_only(self.interpreter)
-        # Folders above a bind, which bubblewrap would make for their owner alone.
+        # Parent folders of binds, which bubblewrap would otherwise make accessible to their owner only.
         bound = [*folders, "/dev/null", "/sandbox/runner.py", *self.module_path()]
         for parent in sorted({str(parent) for folder in bound for parent in Path(folder).parents} - {"/"}):
             command += ["--perms", "0755", "--dir", parent]
@@ -99,7 +99,7 @@ def base_interpreter() -> str:
 
 
 def no_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
-    """Limits only: programs can do whatever the caller can."""
+    """Isolation by limits only: programs can do whatever the caller can."""
     python = interpreter or base_interpreter()
     return Isolation(bubblewrap="", user_namespace=False, interpreter=python, packages=packages)
 

@@ -1,4 +1,4 @@
-"""What a program in the sandbox may spend: the settings, and the limits that are not settings."""
+"""Resource limits of a program in the sandbox: the settings, and fixed limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 MEGABYTE = 2**20
 START_SECONDS = 30.0  # until the runner is ready, on a host that starts many sandboxes at once
 GRACE_SECONDS = 1.0  # after a test's time limit, for the runner to end the test and say so
-WATCH_SECONDS = 0.05  # between two looks at a sandbox's memory and files
+WATCH_SECONDS = 0.05  # between two checks of a sandbox's memory and files
 MAX_FILES = 10_000  # in the private /tmp: empty files cost the kernel memory that no limit of size counts
 OPEN_FILES = 64  # descriptors of a process
 MAX_DIGITS = 50_000  # of a number that is printed or read; the time of the conversion grows with their square
@@ -18,7 +18,7 @@ RUNNER_MEMORY = 24 * MEGABYTE  # resident: the interpreter and the runner, which
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Per program; the time is per test."""
+    """Limits per program; the time limit is per test."""
 
     seconds: float = 4.0
     """wall-clock seconds of one test"""
@@ -43,7 +43,7 @@ class Limits:
             raise ValueError(f"expected processes ≥ 4, which the sandbox itself needs, got {self.processes}.")
 
     def for_runner(self, isolated: bool) -> dict[str, Any]:
-        """The limits as the runner takes them, in bytes and seconds."""
+        """The limits in the format of the runner, in bytes and seconds."""
         memory = self.memory_mb * MEGABYTE
         return {
             "seconds": self.seconds,
@@ -59,5 +59,5 @@ class Limits:
         }
 
     def max_reply_bytes(self, tests: int) -> int:
-        """What the runner can write for this many tests: JSON needs at most six bytes (\\u0000) for one."""
+        """Largest output of the runner for this many tests: JSON needs at most six bytes (\\u0000) per byte."""
         return (tests + 1) * (self.output_kb * 1024 * 6 + 8192)

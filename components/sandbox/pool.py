@@ -1,4 +1,4 @@
-"""Runs many programs, each in a sandbox of its own, several at a time."""
+"""Runs many programs, each in a separate sandbox, several at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class TestResult:
-    """What one run did.
+    """Result of one test.
 
     Attributes:
         status: "exit", "signal", "timeout", "output" (too much of it), "skipped", "memory" or "lost" (the sandbox
@@ -51,7 +51,7 @@ class TestResult:
         code: exit code or signal number.
         out: standard output, malformed bytes replaced.
         result: JSON text of the value the function returned.
-        reason: why there is no usable output, "" when there is.
+        reason: why there is no usable output, "" if there is.
     """
 
     __test__ = False
@@ -66,15 +66,15 @@ class TestResult:
 def run_programs(
     programs: Sequence[Program], isolation: Isolation, limits: Limits, workers: int
 ) -> list[list[TestResult]]:
-    """One list of results per program, one result per test, in order.
+    """Returns one list of results per program, one result per test, in order.
 
-    A program that breaks its sandbox, hangs, or spends more than its limits costs its own tests and nothing else.
+    A program that breaks its sandbox, hangs, or exceeds its limits fails only its own tests.
 
     Args:
-        programs: what to run.
-        isolation: how to isolate.
-        limits: per program.
-        workers: sandboxes at a time, at most 64.
+        programs: the programs to run.
+        isolation: how to isolate them.
+        limits: limits per program.
+        workers: number of sandboxes at a time, at most 64.
     """
     slots: SimpleQueue[int] = SimpleQueue()
     for slot in range(workers):
@@ -88,7 +88,7 @@ def run_programs(
         finally:
             slots.put(slot)
 
-    # A thread per sandbox. It lives as long as its sandbox: bubblewrap's --die-with-parent follows the thread that
+    # One thread per sandbox, which lives as long as the sandbox: bubblewrap's --die-with-parent follows the thread that
     # started it.
     with ThreadPoolExecutor(max_workers=workers) as threads:
         return list(threads.map(run, programs))
@@ -122,8 +122,8 @@ class _Sandbox:
         self._stdout = self._process.stdout
 
     def results(self) -> list[TestResult]:
-        """Waits for the results of all tests, or for a reason to end the sandbox before."""
-        output = select.poll()  # select.select takes no descriptor above 1023
+        """Waits for the results of all tests, or for a reason to end the sandbox early."""
+        output = select.poll()  # select.select does not support descriptors above 1023
         output.register(self._stdout, select.POLLIN)
         reason = ""
         while not reason and not (self._ready and len(self._results) == self._tests):
@@ -136,7 +136,7 @@ class _Sandbox:
         return self._results + [lost] * (self._tests - len(self._results))
 
     def close(self) -> None:
-        """Kills bubblewrap; the namespace's init dies with it, and with that one every process inside."""
+        """Kills bubblewrap; the namespace's init dies with it, and every process inside dies with init."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -144,7 +144,7 @@ class _Sandbox:
         self._stderr.close()
 
     def _receive(self) -> str:
-        """Reads what was written. Returns why the sandbox is over, "" while it is not."""
+        """Reads new output. Returns the reason why the sandbox has ended, "" while it runs."""
         chunk = os.read(self._stdout.fileno(), 1 << 18)
         self._num_bytes += len(chunk)
         if not chunk or self._num_bytes > self._limits.max_reply_bytes(self._tests):
@@ -154,8 +154,7 @@ class _Sandbox:
         self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            # Every line is progress: the next test gets its whole time. What a program cannot do is make its tests
-            # last longer.
+            # Every line is progress, so the next test gets its whole time. A program cannot make its tests last longer.
             self._deadline = time.monotonic() + self._limits.seconds + GRACE_SECONDS
             if not self._ready:
                 self._ready = True
@@ -181,7 +180,7 @@ class _Sandbox:
         return ""
 
     def _error(self) -> str:
-        """What the start wrote to standard error, or its exit code."""
+        """Standard error of the start, or its exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self._stderr.seek(0)
@@ -250,7 +249,7 @@ def _inodes(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process and all its descendants hold and share with no file, in bytes."""
+    """Resident memory of a process and all its descendants in bytes, without file-backed pages."""
     total = 0
     open_pids = [pid]
     while open_pids:

@@ -1,4 +1,4 @@
-"""Finds the isolation that holds on this host, with a program that tries to leave the sandbox in the plainest ways."""
+"""Finds an isolation that works on this host, with a program that tries simple ways of leaving the sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from components.sandbox.limits import Limits
 from components.sandbox.pool import Program, run_programs
 from pipeline.core.errors import RunError
 
-# Each line it prints names something that must not be possible.
+# It prints a list of escapes, none of which must be possible.
 PROBE = """
 import json, os, socket
 escapes = []
@@ -49,7 +49,7 @@ os._exit(0)
 
 
 def failures(isolation: Isolation) -> str:
-    """Why this way does not isolate, "" when it does."""
+    """Returns why an isolation does not work, "" if it does."""
     limits = Limits(seconds=20.0, memory_mb=256, processes=8, files_mb=4, output_kb=64)
     result = run_programs([Program(source=PROBE, inputs=[""])], isolation, limits, workers=1)[0][0]
     if result.status != "exit" or result.code != 0:
@@ -62,10 +62,10 @@ def failures(isolation: Isolation) -> str:
 
 @cache
 def find_isolation(interpreter: str = "", packages: tuple[str, ...] = ()) -> Isolation:
-    """The first way of isolating that holds on this host, found by trying it.
+    """Returns the first isolation that works on this host, determined by trying.
 
     Raises:
-        RunError: no way holds; says why, what would help, and how to do without.
+        RunError: none works; the error has the reason, a remedy, and how to run without isolation.
     """
     python = os.path.realpath(interpreter) if interpreter else base_interpreter()
     if not os.path.exists(python):

@@ -1,9 +1,9 @@
-"""What runs inside the sandbox: one program, once per test. Standard library only; it never gets the expected outputs.
+"""The runner inside the sandbox: runs one program, once per test, without access to the expected outputs.
 
 The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for
 each test {"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line,
-"result": text}. Each test is a fork of this process, so the interpreter starts once per program. Whatever a test leaves
-running is killed after it.
+"result": text}. Each test is a fork of this process, so the interpreter starts once per program. Processes that a test
+leaves running are killed after it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Test:
                 self._reap()
 
     def end(self) -> None:
-        """Buries the test and closes its pipes."""
+        """Reaps the test's process and closes its pipes."""
         if not self.reaped:
             os.waitpid(self.pid, 0)
         for fd in self.received:
@@ -117,7 +117,7 @@ class _Test:
             os.close(self.stdin)
 
     def reply(self) -> dict[str, Any]:
-        """What the host gets. What a test wrote counts only when it ended well."""
+        """The reply to the host; the output of a test counts only if it ended normally."""
         status, code = self.status or ("timeout", 0)
         usable = (status, code) == ("exit", 0)
         return {
@@ -144,7 +144,7 @@ class _Test:
         return True
 
     def _write(self) -> None:
-        """Sends what the test takes of its standard input."""
+        """Writes as much of the standard input as the test's pipe accepts."""
         try:
             sent = os.write(self.stdin, self.unsent[:CHUNK])
             self.unsent = self.unsent[sent:]

@@ -91,7 +91,7 @@ FORBIDDEN: dict[str, tuple[int, int]] = {
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}  # column, AUDIT_ARCH, number of clone
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-_X32 = 0x40000000  # calls of the x32 ABI have this bit, and numbers of their own
+_X32 = 0x40000000  # calls of the x32 ABI have this bit and different numbers
 # Results of a filter: SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO with EPERM and with ENOSYS.
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 # BPF instructions: load a 32-bit word of seccomp_data; jump if equal, if at least, if any bit is set; return.
@@ -100,7 +100,7 @@ _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # offsets in seccom
 
 
 def available(machine: str = "") -> bool:
-    """Whether this processor has a filter."""
+    """Whether there is a filter for this processor."""
     return (machine or platform.machine()) in _ARCHITECTURES
 
 

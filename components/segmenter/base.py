@@ -1,4 +1,4 @@
-"""What every segmenter returns and logs."""
+"""The base of segmenters: their outputs and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Segmenter(Component):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the model, loaded when it is first used."""
+        """The model's tokenizer, loaded when it is first used."""
         return load_tokenizer(self.context.model)
 
     def outputs(self, trajectories: Trajectories, ends: Jagged) -> Outputs:

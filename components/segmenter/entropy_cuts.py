@@ -18,16 +18,15 @@ from pipeline.core.payloads import Trajectories
 def entropy_ends(entropies: Jagged, segments: int, quantile: float = 0.0, min_distance: int = 1) -> Jagged:
     """Exclusive ends, int32, of at most `segments` segments: a cut before each of the tokens of highest entropy.
 
-    The first token opens the first segment anyway and takes no cut. A response with fewer tokens has one segment per
-    token.
+    The first token begins the first segment and needs no cut. A response with fewer tokens has one segment per token.
 
     Args:
         entropies: float, one row per response.
         segments: most segments per response.
-        quantile: only the share 1 − quantile of a response's tokens with the highest entropy (rounded up) may take a
-            cut.
-        min_distance: fewest tokens per segment; tokens are tried from the highest entropy down, one that is too near to
-            a cut is passed over. A response with fewer tokens is one segment.
+        quantile: cuts are only before the share 1 − quantile of a response's tokens with the highest entropy (rounded
+            up).
+        min_distance: fewest tokens per segment; tokens are tried from the highest entropy down, and those too near to a
+            cut are skipped. A response with fewer tokens is one segment.
     """
     first = entropies.positions == 0
     rank = rank_in_row(entropies.with_values(entropies.values.masked_fill(first, -torch.inf))).values

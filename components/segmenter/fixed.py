@@ -20,7 +20,7 @@ def fixed_ends(length: Tensor, tokens: int) -> Jagged:
 
 
 class Fixed(Segmenter):
-    """Ends a segment after every `tokens` tokens; the last segment is what remains."""
+    """Ends a segment after every `tokens` tokens; the last segment is the rest."""
 
     paper = "2505.23564"
 

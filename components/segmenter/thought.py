@@ -1,4 +1,4 @@
-"""Segments = thoughts."""
+"""Segments that are thoughts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Thoughts(Segmenter):
     def run(self, *, trajectories: Trajectories) -> Outputs:
         """Segments every row."""
         ends = trajectories.thought_ends
-        # The text is looked at first, because texts of single tokens are slow to make.
+        # The text is searched first, because decoding single tokens is slow.
         has_stop = torch.tensor([self.config.stop in text for text in trajectories.text], dtype=torch.bool)
         searched = ((ends.lengths == 0) & has_stop).nonzero()[:, 0]
         if len(searched):

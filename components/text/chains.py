@@ -32,7 +32,7 @@ OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)
 MAX_STEPS = 12
 MAX_DRAWS = 20_000
-# Share of all problems, in eighths, that each split owns; a problem's text decides its split, so splits never meet.
+# Share of all problems, in eighths, of each split; a problem's text determines its split, so splits are disjoint.
 SPLITS: dict[str, range] = {"train": range(6), "validation": range(6, 7), "eval": range(7, 8)}
 TINY_MODEL = Path(__file__).parent.parent / "models" / "tiny"
 
@@ -42,15 +42,15 @@ Problem = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Difficulty:
-    """How hard the drawn problems are.
+    """Difficulty of the problems.
 
     Attributes:
         steps: fewest and most steps of a chain, both at most 12.
-        hard_facts: fewest and most steps that use a fact the shipped model gets wrong; None takes what comes.
+        hard_facts: fewest and most steps that use a fact the shipped model gets wrong; None sets no limits.
         hard_after: such steps come only after this share of the chain; 0.6 makes chains that begin easily and fail
             late.
         operators: operators to draw from.
-        modulus: values are taken modulo this number, at most 13 (the shipped model only knows 13).
+        modulus: values are computed modulo this number, at most 13 (the shipped model was trained with 13 only).
     """
 
     steps: tuple[int, int] = (8, 10)
@@ -217,17 +217,17 @@ def _words(text: str) -> list[str]:
 
 
 def solve_prompt(question: str) -> str:
-    """Asks for a solution."""
+    """Prompt for a solution."""
     return f"<solve> {question} </problem>"
 
 
 def localize_prompt(question: str, steps: Sequence[str]) -> str:
-    """Asks for the first wrong step of a failed attempt."""
+    """Prompt for the first wrong step of a failed attempt."""
     return f"<localize> {question} </problem> {_label(steps, {})} </steps>"
 
 
 def revise_prompt(question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str]) -> str:
-    """Asks for a repaired attempt.
+    """Prompt for a repaired attempt.
 
     Only the values in the first half of the reference are shown, so that revising means repairing and not copying.
     """

@@ -1,4 +1,4 @@
-"""The tests of a programming problem, and whether an output passes one. Runs outside the sandbox."""
+"""The tests of a programming problem, and the check of an output against a test; runs outside the sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_DIGITS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTest:
-    """One test: what goes in and what must come out.
+    """One test: its input and the expected output.
 
     Attributes:
         input: text for standard input; or, for a function, its arguments.
@@ -54,12 +54,12 @@ def extract_code(text: str) -> str | None:
 def read_tests(metadata: dict[str, Any], which: Literal["all", "public", "private"]) -> CodeTests:
     """The tests in a prompt's metadata under "tests".
 
-    Takes a list of {"input": …, "output": …, "public": bool}, or the columns {"inputs": […], "outputs": […], "fn_name":
+    Reads a list of {"input": …, "output": …, "public": bool}, or the columns {"inputs": […], "outputs": […], "fn_name":
     name} of APPS, TACO and LiveCodeBench; either may be JSON text. A function's name may also be in
     metadata["fn_name"]; its arguments are a list, or text with one JSON value per line.
 
     Raises:
-        ValueError: there are none, or they cannot be read; the text says why.
+        ValueError: there are none, or they cannot be read; the text gives the reason.
     """
     tests = metadata.get("tests")
     try:
@@ -139,7 +139,7 @@ def _same_line(line: str, expected: str, tolerance: float) -> bool:
 
 
 def _same_number(number: str, expected: str, tolerance: float) -> bool:
-    # Longer numbers would take long to convert; 1_0 and digits of other scripts are Python's alone.
+    # Converting longer numbers is slow; only Python accepts 1_0 and digits of other scripts.
     if not number.isascii() or "_" in number or len(number) > _MAX_DIGITS or len(expected) > _MAX_DIGITS:
         return False
     try:

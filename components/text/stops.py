@@ -1,4 +1,4 @@
-"""Stop strings as a table lookup per sampled token, and the text of tokens.
+"""Detects stop strings by one table lookup per sampled token, and decodes tokens.
 
 With a tokenizer whose decoding is a concatenation of per-token byte strings (byte-level BPE, sentencepiece with byte
 fallback, word level), a stop string becomes a finite automaton over bytes, and the automaton a table [state, token]:
@@ -38,7 +38,7 @@ class Matcher(Protocol):
         ...
 
     def reset(self, rows: Tensor) -> None:
-        """Resets rows, bool [B], to having seen nothing."""
+        """Resets rows, bool [B], to the start state."""
         ...
 
     def keep(self, index: Tensor) -> None:
@@ -47,7 +47,7 @@ class Matcher(Protocol):
 
 
 class TokenText:
-    """The byte string of each token, and matchers made of it.
+    """The byte string of each token, and matchers that use it.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -61,7 +61,7 @@ class TokenText:
         self.pieces: list[bytes] | None = token_pieces(tokenizer, vocab_size)
 
     def matcher(self, strings: tuple[str, ...], rows: int, device: str | torch.device) -> Matcher:
-        """A matcher for `rows` rows that have seen nothing yet."""
+        """A matcher for `rows` rows in the start state."""
         if self.pieces is None:
             return DecodeMatcher(self._tokenizer, strings, rows)
         if strings not in self._tables:

@@ -1,10 +1,10 @@
-"""How a problem becomes model input, by the template named in a prompt's metadata.
+"""Prompts: how a problem becomes model input, by the template named in a prompt's metadata.
 
 | template | for | solving |
 |---|---|---|
 | chains | the embedded task and its model | mode words of its vocabulary |
 | thought | instruction-tuned or base models, by thoughts | raw text with instructions (after 2605.25507, appendix) |
-| plain | models that continue a text | the question and nothing else |
+| plain | models that continue a text | only the question |
 | chat | chat models | one user turn through the tokenizer's chat template |
 
 Localising and revising are requests to the same policy. For "thought", "plain" and "chat" they are one chat turn where
@@ -24,13 +24,13 @@ _BRACES = re.compile(r"\\boxed\{|[{}]")
 # Special tokens that engines leave at the end of a text, such as <|im_end|>; DeepSeek writes <｜end▁of▁sentence｜>.
 _ENDING = re.compile(r"(?:<\|[A-Za-z_]+\|>|<｜[^｜<>]{1,40}｜>|</s>|<eos>|<end_of_turn>|<pad>)\Z")
 _MAX_ENDINGS = 16
-_PROBE = "Two, says Zyx."  # a text that no chat template holds
+_PROBE = "Two, says Zyx."  # a text that no chat template contains
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
 AnswerKind = Literal["value", "choice", "boolean", "code"]
 
-# In the prompts below a line of the source that ends with \ goes on in the next: line breaks are part of a prompt.
+# In the prompts below, a line of the source that ends with \ continues in the next one, without a line break.
 THOUGHT_INSTRUCTIONS = """\
 Solve the problem below one reasoning step at a time.
 
@@ -124,7 +124,7 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
 
 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Asks for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
+    """Prompt for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.localize_prompt(question, steps)
     return _chat(f"{LOCALIZE_INSTRUCTIONS}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
@@ -133,7 +133,7 @@ def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str
 def revise_prompt(
     metadata: dict[str, Any], question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str], tokenizer: Any
 ) -> str:
-    """Asks for a repaired version of a failed attempt, given a reference attempt."""
+    """Prompt for a repaired version of a failed attempt, given a reference attempt."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.revise_prompt(question, wrong_steps, reference_steps)
     text = (
@@ -178,7 +178,7 @@ def response_text(text: str) -> str:
 def turn_end_ids(tokenizer: Any) -> list[int]:
     """The special token that closes a turn in a tokenizer's chat template, such as <|im_end|>; [] without one.
 
-    Base models often name another token as their end of text, and would go on after their turn.
+    Base models often have another end-of-text token, and would continue after their turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         return []
@@ -186,7 +186,7 @@ def turn_end_ids(tokenizer: Any) -> list[int]:
     try:
         closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2]
         first = tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
-    except Exception:  # templates raise what they like for conversations that they do not know
+    except Exception:  # templates raise any type for conversations that they do not support
         return []
     return [i for i in first if i in special_ids(tokenizer)]
 
@@ -209,10 +209,10 @@ def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
 
 
 def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Asks for a second attempt; the wording leaves open whether the first one is wrong (SCoRe, 2409.12917).
+    """Prompt for a second attempt; the wording leaves open whether the first one is wrong (SCoRe, 2409.12917).
 
-    The embedded model knows no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as
-    its own reference.
+    The embedded model has no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as the
+    reference.
     """
     return _again(metadata, question, steps, RETRY_INSTRUCTIONS, tokenizer)
 
@@ -220,7 +220,7 @@ def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], 
 def critique_prompt(
     metadata: dict[str, Any], question: str, steps: Sequence[str], correct: bool, tokenizer: Any
 ) -> str:
-    """Asks for a refinement of an attempt after a binary critique, right or wrong (Critique-GRPO).
+    """Prompt for a refinement of an attempt after a binary critique, right or wrong (Critique-GRPO).
 
     For "chains" as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
     """

@@ -1,4 +1,4 @@
-"""Value of a state = probability of reference answers or solutions after it, without generation (RREDCoT)."""
+"""The value of a state as the probability of reference answers or solutions after it, without generation (RREDCoT)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Tr
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Scored:
-    """Values of boundaries, and what they cost.
+    """Values of boundaries, and the number of tokens that estimating them cost.
 
     Attributes:
         value: float64 [B], v̂ of each boundary.
-        known: bool [B], whether all of its references fit the context.
-        tokens: number of tokens run.
+        known: bool [B], whether all of its references fit into the context.
+        tokens: number of tokens that went through the model.
     """
 
     value: Tensor
@@ -73,11 +73,11 @@ def carried(values: Tensor, known: Tensor, rows: Jagged) -> Tensor:
 class AnswerLikelihood(AnswerEstimator):
     """Estimates v̂(s) = Σ_{(u, y) in bank} w p(u, y | s) ζ(y) by scoring reference texts (u, y) after the state.
 
-    All boundaries of a trajectory are scored off one prefill.
+    All boundaries of a trajectory are scored with one prefill.
 
     - `immediate` (default, our reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit
       text).
-    - `continuation`: (u, y) is what a correct trajectory of the same problem writes after as many thoughts as s holds.
+    - `continuation`: (u, y) is the rest of a correct trajectory of the same problem, after as many thoughts as s has.
       At the end of a response nothing follows: the value is ζ of a correct response, else 0. End segments at thoughts.
     - `sum`: both, at most 1.
 
@@ -87,8 +87,8 @@ class AnswerLikelihood(AnswerEstimator):
 
     Without normalisation `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v.
     Geometric means keep long answers comparable but are no bound. An empty bank gives 0 everywhere, hence no gains and
-    uniform redistribution. A state that leaves no room for exit text and answer in the context keeps the value before
-    it.
+    uniform redistribution. A state without room for exit text and answer in the context has the value of the previous
+    one.
     """
 
     metrics = (
@@ -97,7 +97,7 @@ class AnswerLikelihood(AnswerEstimator):
         Metric(
             "no_room",
             "boundaries",
-            "boundaries without room for a reference in the context; they take the value before",
+            "boundaries without room for a reference in the context, which have the value of the previous one",
         ),
     )
 
@@ -106,7 +106,7 @@ class AnswerLikelihood(AnswerEstimator):
         """The bank and the form of the value."""
 
         value: Literal["immediate", "continuation", "sum"] = "immediate"
-        """answer at once, rest of a correct solution (needs rewards), or both"""
+        """probability of the answer at once, of the rest of a correct solution (requires rewards), or of both"""
 
     config: Config
 

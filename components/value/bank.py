@@ -24,13 +24,13 @@ class AnswerSettings:
     """The reference answers, and how the policy is prompted for one."""
 
     exit_text: str = "</think>\n\nThe final answer is \\boxed{"
-    """put after a state to prompt for the answer at once; its own probability does not count"""
+    """text appended to a state to prompt for the answer at once; its own probability does not count"""
     answer_end: str = "}"
-    """closes the answer and counts, so that 1 is not a part of 12"""
+    """text after the answer, whose probability counts, so that 1 is not a prefix of 12"""
     length_normalise: bool = True
     """mean over references of the geometric mean of token probabilities; false: sum over references of their product"""
     bank: Literal["auto", "reference", "group"] = "auto"
-    """the dataset's answer, those of the problem's correct trajectories, or (auto) the second without the first"""
+    """the dataset's answer, those of the problem's correct trajectories, or (auto) the second if there is no first"""
     references: int = 4
     """N, most references per trajectory"""
 
@@ -60,7 +60,7 @@ class Bank:
     reward: Tensor
 
     def select(self, rows: Tensor) -> Bank:
-        """The references of rows [M] of `entries`; the table of tokens stays whole."""
+        """The references of rows [M] of `entries`; the table of tokens is unchanged."""
         reward = self.entries.with_values(self.reward).select(rows).values
         return dataclasses.replace(self, entries=self.entries.select(rows), reward=reward)
 
@@ -130,7 +130,7 @@ def correct_rows(trajectories: Trajectories, rewards: Rewards | None) -> dict[in
 
 
 def continuation_bank(trajectories: Trajectories, rewards: Rewards, boundary: Jagged, references: int) -> Bank:
-    """What correct trajectories of the same problem write after as many thoughts as each boundary's state holds.
+    """The rest of correct trajectories of the same problem, after as many thoughts as each boundary's state has.
 
     Distinct continuations only, because equal ones are one event; nothing after the end of a response. `entries` has
     one row per boundary (`boundary.values`, response tokens before it).
@@ -214,11 +214,11 @@ class AnswerEstimator(Component):
     def estimate(
         self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
     ) -> tuple[Jagged, int]:
-        """Values at the boundaries, Jagged float32, and the number of tokens run."""
+        """Values at the boundaries, Jagged float32, and the number of tokens that went through the model."""
         raise NotImplementedError
 
     def log_cost(self, scored_tokens: int, empty: Tensor) -> None:
-        """Logs the tokens run, and the share of trajectories, bool [N], without a reference."""
+        """Logs the tokens that went through the model, and the share of trajectories, bool [N], without a reference."""
         self.context.log(
             scored_tokens=scored_tokens, generated_tokens=0, empty_bank_share=float(empty.sum()) / max(len(empty), 1)
         )

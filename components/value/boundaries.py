@@ -1,4 +1,4 @@
-"""Segment boundaries, at which values are estimated, and what an estimate there costs."""
+"""Segment boundaries, at which values are estimated, and the tokens that an estimate costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUE_METRICS = (
     Metric("boundaries", "boundaries", "boundaries that got a value"),
 )
 COST_METRICS = (
-    Metric("scored_tokens", "tokens", "tokens passed through the model to be scored, context included"),
+    Metric("scored_tokens", "tokens", "tokens that went through the model to be scored, context included"),
     Metric("generated_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
 )
 
@@ -123,7 +123,7 @@ def shared_sequences(trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged) -> 
 
 
 def branch_tokens(row: Tensor, at: Tensor, tokens: Jagged) -> int:
-    """Tokens an engine with shared trunks runs to score `tokens` [B rows] after `at` [B] tokens of trunks `row` [B]."""
+    """Tokens that an engine with shared trunks runs to score `tokens` [B rows] after `at` [B] tokens of `row` [B]."""
     used = tokens.lengths > 0
     if not bool(used.any()):
         return 0

@@ -1,4 +1,4 @@
-"""Credit of a segment = gradient × input embedding of the answer's log-prob, summed over its tokens."""
+"""The credit of a segment as gradient × input embedding of the answer's log-prob, summed over its tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeline.core.payloads import Trajectories
 class GradientAttribution(AnswerEstimator):
     """Estimates the gain of segment k as Σ_{t in k} Σ_d (∂ log P(y* | response) / ∂e_{t,d}) e_{t,d}.
 
-    The mean over references y*; the last value is 0. A first-order estimate of what the segment's tokens do to the
-    log-prob of the answer after the exit text (`length_normalise`: per answer token), in nats. One forward and backward
-    pass per reference. Needs an engine with gradients: engine.local with `attributions` on. Rows without a reference,
+    It is averaged over references y*; the last value is 0. It is a first-order estimate of the effect of the segment's
+    tokens on the log-prob of the answer after the exit text (`length_normalise`: per answer token), in nats, with one
+    forward and backward pass per reference. It requires engine.local with `attributions` on. Rows without a reference,
     or without room for it in the context, get 0. Redistribute it with `head: softmax`, or compare its ranks: nats are
     not rewards.
     """

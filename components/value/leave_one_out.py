@@ -1,4 +1,4 @@
-"""Credit of a segment = answer likelihood lost when it is removed."""
+"""The credit of a segment as the answer likelihood lost when it is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Value of a state = mean reward of fresh continuations (VinePPO)."""
+"""The value of a state as the mean reward of fresh continuations (VinePPO)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def continuation_seeds(stream: Stream, key: Tensor, place: Jagged, count: int) -
     seeds = torch.zeros(len(place.values), count, dtype=torch.int64)
     for k in range(int(place.lengths.max()) if len(place) else 0):
         here = place.positions == k
-        # Boundary k has draws of its own, so other boundaries of the response do not shift them.
+        # Each boundary has separate draws, so that other boundaries of the response do not shift them.
         seeds[here] = keyed_seeds(stream, key[place.row_ids[here]], k * count, count)
     return seeds
 
@@ -32,8 +32,8 @@ def continuation_seeds(stream: Stream, key: Tensor, place: Jagged, count: int) -
 class MonteCarlo(Component):
     """Estimates v̂(s) as the mean reward of K fresh continuations of s; at the end of a response it is its own reward.
 
-    Continuations start from the exact token ids, under what is left of the budget (none left: the bare prefix is
-    verified), and are not trained on. Those that could not be verified are left out of the mean; a boundary with none
+    Continuations start from the exact token ids, within the rest of the budget (without any left, the bare prefix is
+    verified), and are not trained on. Those that could not be verified are left out of the mean; a boundary without any
     gets 0. Unbiased, with variance v(1 − v)/K for 0/1 rewards. Use the sampling settings of the sampler that sampled
     the trajectories.
     """

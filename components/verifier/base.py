@@ -1,4 +1,4 @@
-"""What verifiers share: items, verdicts, and the component that remembers its verdicts."""
+"""The base of verifiers: items, verdicts, and a component that caches its verdicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts, Rewards, Trajectories
 
-# Verdicts remembered per node. An iteration asks for the same rows several times (sampler, rewards, evaluator).
+# Verdicts cached per node. In an iteration several nodes verify the same rows (sampler, rewards, evaluator).
 MEMORY = 200_000
 
 
@@ -26,7 +26,7 @@ class Item:
     Attributes:
         text: the response.
         answer: reference answer, "" when there is none.
-        metadata: of the prompt.
+        metadata: metadata of the prompt.
     """
 
     text: str
@@ -40,11 +40,11 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The outcome of one item: its reward, whether it is correct, and why not.
+    """The outcome of one item: its reward, whether it is correct, and otherwise the reason.
 
     Attributes:
-        valid: False when the verifier could not decide.
-        keep: False when a second try may decide, as after a network failure; such a verdict is not remembered.
+        valid: False if the verifier could not decide.
+        keep: False if another try may decide, as after a network failure; such a verdict is not cached.
     """
 
     value: float
@@ -78,8 +78,8 @@ class Outputs:
 class VerifierComponent(Component, Verifier):
     """A component that is its own verifier: `run` returns the component itself.
 
-    Verdicts are remembered by (prompt uid, text), so a row that is verified twice costs once. Subclasses implement
-    `verdict` for one item, or `verdicts` where a batch is cheaper than its items.
+    Verdicts are cached by (prompt uid, text), so verifying a row again is free. Subclasses implement `verdict` for one
+    item, or `verdicts` if a batch is cheaper than its items.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -95,13 +95,13 @@ class VerifierComponent(Component, Verifier):
         raise NotImplementedError
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item. Raises only where no item at all can be verified."""
+        """One verdict per item; raises only if no item can be verified."""
         return [self.verdict(item) for item in items]
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         """One reward per trajectory, aligned with it."""
         rows = prompts.index_of(trajectories.prompt_uid).tolist()
-        # Digests in place of texts: some responses are a megabyte long.
+        # Digests instead of texts, because some responses are a megabyte long.
         digests = [
             blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in trajectories.text
         ]
@@ -123,14 +123,14 @@ class VerifierComponent(Component, Verifier):
         )
 
     def _remember(self, new: dict[tuple[int, bytes], Verdict]) -> None:
-        # Failures are kept as well: the same text would hang or raise again.
+        # Failures are cached too, because the same text would hang or raise again.
         self._memory.update({key: verdict for key, verdict in new.items() if verdict.keep})
         while len(self._memory) > MEMORY:
             self._memory.popitem(last=False)
 
 
 def verifier_of(component: Component, place: str) -> Verifier:
-    """Runs a component that takes no inputs, and returns its verifier.
+    """Runs a component without inputs, and returns its verifier.
 
     Raises:
         ConfigError: it returns none; `place` names it.

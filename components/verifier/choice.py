@@ -33,7 +33,7 @@ def short_answer(
     stated: re.Pattern[str],
     read_line: Callable[[str], T | None],
 ) -> T | None:
-    """The answer of a response: in its last \\boxed{}, else after "the answer is", else in its last line.
+    """The answer in a response: in its last \\boxed{}, else after "the answer is", else in its last line.
 
     Args:
         item: the response.
@@ -79,7 +79,7 @@ def letter_of(answer: str, choices: list[str]) -> str | None:
 
 
 def truth_of(answer: str) -> bool | None:
-    """What an answer says; None when it says neither.
+    """Whether an answer means true; None if it means neither true nor false.
 
     >>> truth_of("\\\\text{Yes}."), truth_of("FALSE"), truth_of("maybe")
     (True, False, None)
@@ -103,10 +103,10 @@ class Choice(VerifierComponent):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may be."""
+        """Acceptance of answers outside a box."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is B" or a last line that is one letter; off: such a response is
+        """without a \\boxed{}, accept "the answer is B" or a last line that is one letter; off: such a response is
         wrong"""
 
     config: Config
@@ -130,20 +130,20 @@ class Choice(VerifierComponent):
 
 
 class Boolean(VerifierComponent):
-    """Verifies yes/no and true/false questions. A last line that says both says neither."""
+    """Verifies yes/no and true/false questions. A last line with both words is no answer."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """Where the answer may be."""
+        """Acceptance of answers outside a box."""
 
         free_form: bool = True
-        """without a \\boxed{} take "the answer is yes" or the only such word of the last line; off: such a response is
+        """without a \\boxed{}, accept "the answer is yes" or the only such word of the last line; off: the response is
         wrong"""
 
     config: Config
 
     def verdict(self, item: Item) -> Verdict:
-        """Compares what the response says with the reference."""
+        """Compares the truth value of the response with the reference's."""
         reference = truth_of(item.answer)
         if reference is None:
             return undecided(f"the reference '{item.answer[:40]}' is neither yes nor no")

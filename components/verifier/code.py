@@ -15,7 +15,7 @@ from components.text.code_tests import CodeTest, CodeTests, extract_code, read_t
 from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from pipeline.core.component import Context
 
-# Characters. No solution of a coding problem comes near; longer sources are endless repetitions.
+# Characters. Solutions of coding problems are far shorter; longer sources are endless repetitions.
 MAX_SOURCE = 200_000
 
 
@@ -24,34 +24,34 @@ class Code(VerifierComponent):
 
     A prompt's tests are in its metadata under "tests". The last Python block of a response runs in bubblewrap, with
     limits of time, memory and processes; expected outputs never enter the sandbox. A host that cannot isolate programs
-    is refused. A program that hangs, breaks its limits or ends its sandbox is wrong with that reason; other programs do
-    not notice.
+    is refused. A program that hangs, exceeds its limits or ends its sandbox is wrong with that reason; other programs
+    are not affected.
     """
 
     paper = "2403.07974"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """What is run, and how it counts."""
+        """Tests, reward and sandbox."""
 
         reward: Literal["fraction", "all"] = "fraction"
         """fraction: share of tests passed; all: 1 when every test passes, otherwise 0. Correct always means all"""
         tests: Literal["all", "public", "private"] = "all"
         """which tests of a prompt are run"""
         max_tests: int = 0
-        """tests per problem, taken from the front; 0 takes all"""
+        """number of tests per problem, from the front; 0 uses all"""
         tolerance: float = 1e-6
         """relative above 1, absolute below: how far a decimal number may be off; equal text always passes"""
         limits: Limits = field(default_factory=Limits)
         """per program"""
         workers: int = 0
-        """programs at a time; 0 takes one per core, at most 8"""
+        """programs at a time; 0 means one per core, at most 8"""
         interpreter: str = ""
         """Python that runs the programs; empty: this one, without the packages of its environment"""
         packages: tuple[str, ...] = ()
         """folders with packages that programs may import (such as a site-packages with numpy), mounted read-only"""
         allow_unsandboxed: bool = False
-        """run programs without any isolation where the host cannot isolate; they can then do whatever you can"""
+        """run programs without isolation if the host cannot isolate them; they can then do whatever you can"""
 
         def __post_init__(self) -> None:
             if self.max_tests < 0 or not 0 <= self.workers <= 64:
@@ -107,7 +107,7 @@ class Code(VerifierComponent):
         return Verdict(value=value, correct=False, detail=detail)
 
     def _failure(self, test: CodeTest, result: TestResult, function: str) -> str:
-        """Why a test failed, "" when it passed."""
+        """The reason why a test failed, "" if it passed."""
         if result.reason:
             return result.reason
         tolerance = self.config.tolerance

@@ -29,10 +29,10 @@ class Part:
 
 
 class Composite(Component, Verifier):
-    """Σ weight × reward of several verifiers. Correct means that all deciding parts say so.
+    """Combines several verifiers: the reward is Σ weight × reward, and correct means that all deciding parts agree.
 
-    Each part verifies the whole batch in its own way. A row on which one of them cannot decide is invalid, for a sum
-    with a term missing is another reward. A format is a part too: verifier.regex with compare and decides off. Long
+    Each part verifies the whole batch. A row that any of them cannot decide is invalid, because a sum with a missing
+    term is a different reward. For a format, add a part verifier.regex with compare and decides off. Long
     responses are punished by rewards.overlong.
     """
 

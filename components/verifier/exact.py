@@ -18,11 +18,11 @@ def normalise(answer: str, ignore_case: bool) -> str:
 
 
 class Exact(VerifierComponent):
-    """Verifies by string equality: integers, choices, yes/no. Fails on equal values in other notation."""
+    """Verifies by string equality: integers, choices, yes/no. Equal values in different notation are wrong."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """How strings are compared."""
+        """Comparison of strings."""
 
         ignore_case: bool = True
         """whether "Yes" equals "yes" in the comparison"""

@@ -24,7 +24,7 @@ class External(VerifierComponent):
     Request: {"items": [{"response", "extracted", "answer", "metadata"}]}. Response, in the same order: {"results":
     [{"value": number, "correct": bool, "valid": bool, "detail": text}]}; correct defaults to value ≥ 1, valid to true.
     A batch that fails after all retries is invalid (zero credit) with the reason; it is requested again the next time
-    its rows come.
+    its rows are verified.
     """
 
     metrics = (Metric("failures", "items", "verdicts the server did not return since the run began"),)
@@ -34,7 +34,7 @@ class External(VerifierComponent):
         """The server, its requests and their limits."""
 
         url: str = "http://127.0.0.1:8080/verify"
-        """address that takes POST requests"""
+        """URL for POST requests"""
         headers: dict[str, str] = field(default_factory=dict)
         """sent with every request"""
         batch: int = 32
@@ -44,7 +44,7 @@ class External(VerifierComponent):
         seconds: float = 60.0
         """limit of one request"""
         retries: int = 3
-        """further tries after a failure that may pass (no connection, time-out, HTTP 408, 425, 429, 5xx)"""
+        """further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx)"""
         wait: float = 0.5
         """seconds before the first further try; doubled each time, at most 30"""
 
@@ -64,7 +64,7 @@ class External(VerifierComponent):
         self._client = httpx.Client(limits=httpx.Limits(max_connections=self.config.concurrency))
 
     def run(self) -> Outputs:
-        """Returns the verifier and logs what has failed so far."""
+        """Returns the verifier and logs the number of failures so far."""
         self.context.log(failures=self.failures)
         return super().run()
 
@@ -73,7 +73,7 @@ class External(VerifierComponent):
         self._client.close()
 
     def verdicts(self, items: list[Item]) -> list[Verdict]:
-        """One verdict per item, whatever the server does."""
+        """One verdict per item, also if the server fails."""
         size = self.config.batch
         batches = [items[i : i + size] for i in range(0, len(items), size)]
         with ThreadPoolExecutor(max_workers=self.config.concurrency) as pool:

@@ -22,10 +22,10 @@ _GRACE_SECONDS = 2.0
 class Math(VerifierComponent):
     """Verifies by mathematical equality: numbers, expressions, sets, intervals, equations, units, several answers.
 
-    Answers that differ as text and as exact numbers go to math-verify in child processes, started with the first of
-    them. One that hangs is ended by the kernel; its item is invalid (zero credit) with the reason, and no other item
-    suffers. What math-verify cannot read is compared as text and counted. A unit or percent sign that only one side has
-    is taken as understood; lists match in any order, tuples do not.
+    Answers that differ as text and as exact numbers are compared by math-verify in child processes, started at first
+    use. A comparison that hangs is ended by the kernel; its item is invalid (zero credit) with the reason, and no other
+    item is affected. Answers that math-verify cannot read are compared as text and counted. A unit or percent sign on
+    only one side is optional; lists match in any order, tuples do not.
     """
 
     paper = "math-verify"
@@ -40,15 +40,15 @@ class Math(VerifierComponent):
         """Limits."""
 
         seconds: float = 5.0
-        """hard limit per item by the clock; beyond it the item is invalid"""
+        """hard limit of wall time per item; beyond it the item is invalid"""
         cpu_seconds: float = 0.5
-        """hard limit per item of processor time, which a busy host does not use up; beyond it the item is invalid"""
+        """hard limit of processor time per item, independent of the load of the host; beyond it the item is invalid"""
         workers: int = 0
-        """processes; 0 takes one per core, at most 8"""
+        """number of processes; 0 means one per core, at most 8"""
         memory_gb: float = 4.0
         """address space per process; an item that needs more is invalid"""
         free_form: bool = False
-        """without a \\boxed{} take the last "answer is …", formula or number of the response; off: such a response is
+        """without a \\boxed{}, use the last "answer is …", formula or number of the response; off: such a response is
         wrong"""
 
         def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Math(VerifierComponent):
         self.text_only = 0
 
     def run(self) -> Outputs:
-        """Returns the verifier and logs what its workers met so far."""
+        """Returns the verifier and logs the counts of its workers so far."""
         self.context.log(worker_restarts=self.pool.restarts, killed=self.killed, text_only=self.text_only)
         return super().run()
 

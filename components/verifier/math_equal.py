@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal: as text, as exact numbers, as lists, then by computer algebra.
+"""Compares two mathematical answers: as text, as exact numbers, as lists, then by computer algebra.
 
 Expressions are compared by their values at five points, sets and relations by math-verify. Runs in the worker processes
 of `verifier.math`; needs math-verify, and of this project nothing but `math_text`.
@@ -130,8 +130,10 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?")
 
 
 def _bare(text: str) -> str:
-    """Without units, the base of a number and the name before an equals sign; degrees of angles in radians,
-    inequalities as intervals."""
+    """Removes units, the base of a number and the name before an equals sign.
+
+    Degrees become radians, and inequalities become intervals.
+    """
     text = clean(text)
     text = _UNIT.sub("", text) or text
     text = _BASE.sub(r"\1", text)
@@ -143,7 +145,7 @@ def _bare(text: str) -> str:
 
 
 def _as_interval(text: str) -> str:
-    """a < x ≤ b as (a,b]; anything else as it is."""
+    """Rewrites a < x ≤ b as (a,b]; returns anything else unchanged."""
     text = re.sub(r"\\lt(?![a-z])", "<", re.sub(r"\\gt(?![a-z])", ">", text))
     if ">" in text or re.search(r"\\ge(?![a-z])", text):
         if "<" in text or re.search(r"\\le(?![a-z])", text):
@@ -181,7 +183,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _read(parsed: list[Any]) -> Any:
-    """What math-verify read: an expression, a set, a relation or a matrix; None where it only gives the text back."""
+    """The result of math-verify: an expression, a set, a relation or a matrix; None if it only returned the text."""
     return next((value for value in parsed if not isinstance(value, str)), None)
 
 
@@ -235,7 +237,7 @@ def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
 
 
 def _agree(first: Any, second: Any) -> bool | None:
-    """Whether two expressions have the same values; None where too few points tell.
+    """Whether two expressions have the same values; None if too few points can be compared.
 
     Points where one of them is not real are left out: ln x² and 2 ln x are one answer. Decimal constants are left to
     math-verify, which rounds them.

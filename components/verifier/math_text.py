@@ -80,7 +80,7 @@ _AND_OR = re.compile(
     r"|\\(?:vee|lor|wedge|land)(?![a-z])"
 )
 _NAME_OF_VALUE = re.compile(r"([a-zA-Z])(?:_\{?\d+\}?)?\s*(?:=|\\in(?![a-z]))\s*(?=\S)")
-_FREE_FORM = 4000  # characters: an answer without a box is looked for at the end of a response
+_FREE_FORM = 4000  # characters at the end of a response in which an answer without a box is searched
 _ANSWER_IS = re.compile(r"(?:answer|result|solution)\s*(?:is|are|=|:)\s*:?\s*([^\n]+)", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
 _SENTENCE_END = re.compile(r"(?<=[^.])\.(?:\s|$)")
@@ -125,7 +125,7 @@ def clean(text: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """`clean` without spaces, text commands and braces around one character: what two equal strings share."""
+    """`clean` without spaces, text commands and braces around one character, for comparing strings."""
     text = re.sub(r"\s+", " ", _TEXT.sub(r"\1", clean(text)))
     return re.sub(r"(?<!\\)\{(\w)\}", r"\1", re.sub(r" ?([^a-zA-Z ]) ?", r"\1", text))
 
@@ -149,7 +149,7 @@ def words(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number with what was written around it.
+    """An exact number with its unit and notation.
 
     Attributes:
         value: the number as written.
@@ -230,7 +230,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Whether two quantities are equal; a unit or percent sign that only one of them has is taken as understood."""
+    """Whether two quantities are equal; a unit or percent sign that only one of them has is optional."""
     a, b = gold.value, answer.value
     if gold.percent != answer.percent:
         return _near(gold, a, b) or _near(gold, a / 100 if gold.percent else a, b / 100 if answer.percent else b)

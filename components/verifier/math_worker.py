@@ -1,11 +1,11 @@
-"""One worker of `verifier.math`: JSON lines in, JSON lines out. Of this project it imports the comparison alone.
+"""One worker of `verifier.math`: reads and writes JSON lines. Of this project it imports only the comparison.
 
 Request: {"gold": text, "answer": text}. Reply: {"correct": bool, "text_only": bool} or {"error": reason}. The first
 line out is {"ready": true}. Run as ``python -P math_worker.py MEMORY_GB SECONDS CPU_SECONDS``: without -P this folder's
 math.py would hide the standard library's.
 
-The process that starts imports math-verify once and then only watches a copy of itself (a fork) that responds. Two
-kernel timers end the copy where no Python code can: one of wall-clock and one of processor time. The next copy costs
+The first process imports math-verify once and then only watches a copy of itself (a fork) that responds. Two kernel
+timers, of wall-clock and of processor time, end the copy where Python code cannot be interrupted. The next copy costs
 milliseconds instead of another import.
 """
 
@@ -20,7 +20,7 @@ import signal
 import sys
 from pathlib import Path
 
-# One expression per form that answers take: reading the first of a form costs up to a second, the next ones
+# One expression per form of answers: parsing the first one of a form takes up to a second, later ones take
 # milliseconds.
 _WARM = [
     "\\frac{1}{2}x", "(x+1)(x-2)", "x^2-3x+2", "x^{3}+2x^{2}-5", "2\\sqrt{3}", "\\sqrt{x+1}+2", "\\frac{\\sqrt{3}}{2}",

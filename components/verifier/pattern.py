@@ -1,4 +1,4 @@
-"""Answers read, or formats checked, by a regular expression."""
+"""Reads answers or checks formats by a regular expression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from components.verifier.exact import normalise
 def compile_pattern(pattern: str) -> Any:
     """The compiled pattern, whose dot matches line breaks and whose ^ and $ match at lines.
 
-    The module `regex` is used in place of `re` because its matches take a timeout.
+    The module `regex` is used instead of `re` because its matches support a timeout.
 
     Raises:
         ValueError: the pattern is empty or malformed.
@@ -30,13 +30,13 @@ def compile_pattern(pattern: str) -> Any:
 class Regex(VerifierComponent):
     """Verifies by a regular expression: its last match must equal the reference, or it must just match.
 
-    For answers after fixed words ("#### 42") and for formats ("<think>…</think>"). What is compared is the pattern's
-    first group, or the whole match where it has none. A pattern that backtracks is stopped.
+    For answers after fixed words ("#### 42") and for formats ("<think>…</think>"). The pattern's first group is
+    compared, or the whole match if it has none. A pattern that backtracks too long is stopped.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        """The pattern, and what its match means."""
+        """The pattern, and the use of its match."""
 
         pattern: str = r"####\s*(\S[^\n]*)"
         """regular expression; the dot matches line breaks, ^ and $ match at lines"""

@@ -24,18 +24,18 @@ class WorkerPool:
 
     A worker says {"ready": true} on its first line and then replies line by line. A request that takes longer than
     `seconds`, or ends its worker, gets {"error": reason}; that worker is replaced when a request needs it, and no other
-    request is affected. Workers start with the first requests and are plain child processes: neither threads nor memory
-    of this process are shared, so torch does not mind.
+    request is affected. Workers start with the first requests and are plain child processes that share neither threads
+    nor memory with this process, which is safe with torch.
 
     Attributes:
-        restarts: workers that were lost over a request.
+        restarts: number of workers lost during a request.
     """
 
     def __init__(self, command: Sequence[str], workers: int, seconds: float) -> None:
         self._command = list(command)
         self._workers = workers
         self._seconds = seconds
-        # Last in, first out: few requests start few workers. None is one that is not running.
+        # Last in, first out, so that few requests start few workers. None is a worker that is not running.
         self._idle: LifoQueue[subprocess.Popen[bytes] | None] = LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
@@ -76,7 +76,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own keeps Ctrl-C for this process, which then closes its workers in order.
+        # In a separate session, so that only this process receives Ctrl-C and then closes its workers in order.
         worker = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -89,14 +89,14 @@ class WorkerPool:
         if isinstance(ready, str):
             _end(worker)
             raise RunError(
-                f"a verification worker did not start ({ready}), expected a process that says it is ready; command: "
+                f"a verification worker did not start ({ready}), expected a process that reports ready; command: "
                 f"{' '.join(self._command)}. Run the command by hand to see why, for example a package that is missing."
             )
         return worker
 
 
 def _exchange(worker: subprocess.Popen[bytes], request: dict[str, Any] | None, seconds: float) -> dict[str, Any] | str:
-    """Sends a request, or only waits where there is none. Returns the reply, or why there is none."""
+    """Sends a request, or only waits if it is None. Returns the reply, or the reason why there is none."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What components there are: what each takes, makes and can be set to."""
+"""The catalogue of components: inputs, outputs and settings of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Setting:
     Attributes:
         name: field name; dotted for a field of a nested dataclass.
         type: as shown to a user.
-        default: as Python writes it, "" when it must be given.
+        default: as Python writes it, "" if the setting is required.
         doc: the string below the field.
     """
 
@@ -56,7 +56,7 @@ class Entry:
 
 
 def describe(use: str) -> Entry:
-    """Reads one component, by its registered name or "module:Class"; raises ConfigError when there is none."""
+    """Reads one component, by its registered name or "module:Class"; raises ConfigError if it does not exist."""
     cls = load_class(use)
     if not issubclass(cls, Component):
         raise ConfigError(f"{use} is not a component; derive it from creditgraph.Component.")
@@ -83,7 +83,7 @@ def _settings(config_class: Any, prefix: str = "") -> Iterator[Setting]:
     docs = setting_docs(config_class)
     for f in dataclasses.fields(config_class):
         hint = hints[f.name]
-        # Its fields are what a user sets, so a nested class is shown as they are.
+        # A user sets the fields of a nested class, so they are listed instead of the class.
         if dataclasses.is_dataclass(hint):
             yield from _settings(hint, f"{prefix}{f.name}.")
             continue

@@ -1,7 +1,7 @@
-"""The `creditgraph` command: which subcommands there are, and what an error or an interrupt becomes.
+"""The `creditgraph` command: its subcommands, and the handling of errors and interrupts.
 
 Each command is a module of `pipeline/app/commands` with `SUMMARY`, `configure(parser)` and `main(options)`. The modules
-are imported here, so they import torch and what needs it inside `main`: `--help` is quick.
+are imported here, so they import torch and modules that need it inside `main`, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipeline.core.errors import CreditgraphError, did_you_mean
 
 
 class Command(Protocol):
-    """What a module of `commands` holds."""
+    """The interface of a module of `commands`."""
 
     SUMMARY: str
 
@@ -80,7 +80,7 @@ INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code. User mistakes print a sentence and give 2, an interrupt 130."""
+    """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {n:<12}{c.SUMMARY}" for n, c in COMMANDS.items())))
@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Ranks that lose each other say so themselves; torch would add a page of C++ frames.
+    """Silences torch's C++ stack traces, because ranks that lose each other report it themselves.
 
-    It reads the variable when it is imported, and processes that it starts inherit it.
+    torch reads the variable when it is imported, and processes started here inherit it.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     before = os.environ.get(name)

@@ -25,8 +25,8 @@ class ComponentRun(GraphSession):
     """Builds components and runs each once. Use as a context manager, which closes them.
 
     Args:
-        seed: of random draws.
-        device: where models live.
+        seed: random seed.
+        device: device of models.
         model: folder or hub name, for components that need one.
     """
 
@@ -41,7 +41,7 @@ class ComponentRun(GraphSession):
 
         Args:
             use: registered name or module:Class.
-            settings: of the component.
+            settings: settings of the component.
             inputs: socket → value, or list of values where the socket takes several.
             iteration: part of the key of random streams.
         """
@@ -78,10 +78,10 @@ class ComponentRun(GraphSession):
         return {name: items if sockets[name].is_list else items[0] for name, items in values.items()}
 
     def _read(self, source: str) -> Any:
-        """The batch of a file, or the handle (policy, verifier) that a component gives out."""
+        """The batch of a file, or the handle (policy, verifier) that a component returns."""
         if source not in known_components() and (":" not in source or Path(source).exists()):
             return set_origin(read_payload(Path(source)), source)
-        # A handle is made of at most weights; version 0 are those of the model folder.
+        # A component that returns a handle has at most the input weights; version 0 are those of the model folder.
         sockets = sockets_of(load_class(source)).inputs
         inputs = {name: Weights(version=0) for name, socket in sockets.items() if socket.carries(Weights)}
         outputs, _ = self.run_component(source, {}, inputs)

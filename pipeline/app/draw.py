@@ -1,4 +1,4 @@
-"""Pictures of a graph: mermaid text and a self-contained SVG; and what a page says of a node."""
+"""Pictures of a graph as mermaid text and as a self-contained SVG, and descriptions of nodes for pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.app.draw_layout import Place, lay_out
 from pipeline.core.graph import Graph, Node, Wire
 
-# Words that end or open something in mermaid's own grammar.
+# Keywords of mermaid's grammar.
 _MERMAID_WORD = re.compile("end|graph|flowchart|subgraph|style|class|classdef|click|default|direction|linkstyle")
 
 NODE_HEIGHT = 46.0
@@ -61,7 +61,7 @@ def mermaid(graph: Graph) -> str:
 
 
 def svg(graph: Graph) -> str:
-    """A self-contained SVG, light or dark as the reader's system is."""
+    """A self-contained SVG, light or dark according to the reader's system."""
     return _Picture(graph).render()
 
 
@@ -126,7 +126,7 @@ class _Picture:
         return round(max(text, ports, 96.0))
 
     def _label_end(self, place: Place) -> float:
-        """How far the label of the last port can reach to the right of the node's centre."""
+        """Largest distance between the node's centre and the right end of the last port's label."""
         outputs = self.outputs.get(place.name)
         if not outputs:
             return 0.0

@@ -40,8 +40,8 @@ class Layout:
 def lay_out(widths: Mapping[str, float], edges: Sequence[Edge], delayed: Sequence[Edge]) -> Layout:
     """Lays out nodes (name → width, in topological order) with `edges` within an iteration and `delayed` ones.
 
-    Delayed edges decide no layer; those that happen to point downwards are routed like the others, the rest are left to
-    the caller and have no chain.
+    Delayed edges do not determine layers. Those that point downwards anyway are routed like the others; the rest have
+    no chain and are drawn by the caller.
     """
     depth = _depths(list(widths), edges)
     layout = Layout()

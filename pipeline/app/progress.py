@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display in a terminal, one line per iteration elsewhere."""
+"""The display of a run's progress: a live display in a terminal, one line per iteration elsewhere."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Progress(Observer):
         """Counts an iteration; the final pass has the number of iterations as its index."""
         final = iteration >= self.total
         self.done = min(iteration + 1, self.total)
-        # What an iteration did not log (accuracy between evaluations) stays in view, but no old duration does.
+        # Metrics that an iteration did not log (accuracy between evaluations) remain shown, but durations do not.
         self._latest = {**self._latest, **metrics, "seconds/iteration": metrics.get("seconds/iteration", math.nan)}
         if self._live is None:
             line = self._line(metrics)
@@ -91,7 +91,7 @@ class Progress(Observer):
         return fields
 
     def _eta(self) -> str:
-        # Iterations of an earlier start took no time of this one.
+        # Iterations of an earlier start do not count for the speed of this one.
         ran = self.done - self._first
         if ran <= 0:
             return "-"

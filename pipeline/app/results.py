@@ -14,7 +14,7 @@ from pipeline.run.run_directory import replacing, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What a run reached. None where the run did not log it.
+    """Results of a run; None for values that the run did not log.
 
     Attributes:
         iterations: number of iterations run.
@@ -69,9 +69,9 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
 
 
 def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
-    """What an iteration was spent on: node, or part of the executor → seconds."""
+    """Seconds of an iteration by phase: node, or part of the executor → seconds."""
     clocks = {k.removeprefix("seconds/"): v for k, v in row.items() if k.startswith("seconds/")}
-    # "cpu" is a second clock, and a lane that waits for the other one is inside that one's seconds.
+    # "cpu" is another clock, and waiting for the other lane overlaps with that lane's seconds.
     left_out = ("iteration", "cpu")
     return {
         k: float(v) for k, v in clocks.items() if k not in left_out and not k.startswith("waiting") and is_number(v)

@@ -1,6 +1,6 @@
 """A bounded table of the rollouts of one iteration, for sinks that show tables.
 
-Made of the run's records. Of a record, only the rows that are shown become tensors and texts.
+It is made from the run's records, of which only the rows to show are converted to tensors and texts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class RolloutTables:
     """Makes the tables of a run.
 
     Args:
-        path: of the run directory.
-        graph: of the run.
-        settings: how many.
-        record: what the run records.
+        path: path of the run directory.
+        graph: graph of the run.
+        settings: settings of the tables.
+        record: settings of the records.
     """
 
     def __init__(self, path: Path, graph: Graph, settings: TableSettings, record: RecordSettings) -> None:
@@ -66,7 +66,7 @@ class RolloutTables:
         """Rows of all tables that wait; their records are written when a sink is synced or closed."""
         rows = []
         for iteration in self._waiting:
-            # A table is no reason to end a run: one that cannot be read is logged and left out.
+            # A table must not end a run, so one that cannot be read is logged and left out.
             try:
                 rows += self.rows(iteration)
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -97,7 +97,7 @@ class RolloutTables:
         credit = self._by_uid(Credit, iteration, uids)
         prompts = self._by_uid(Prompts, iteration)
         rows: dict[int, list[Any]] = {}
-        # In the order of the graph, so that a rollout stands under the node that made it and not one that passed it on.
+        # In the order of the graph, so that a rollout is listed under the node that sampled it, not a later one.
         for name in self._outputs(Trajectories):
             batch: Trajectories | None = self._read(name, iteration, uids)
             if batch is None:
@@ -157,7 +157,7 @@ class RolloutTables:
         table = self._table(name, iteration)
         if table is None:
             return None
-        # Cut before it becomes a payload: a batch of long responses is a thousand times what is shown.
+        # Filtered before the conversion to a payload: a batch of long responses is a thousand times larger.
         if uids is not None:
             table = table.filter(pc.is_in(table.column("uid"), value_set=uids))
         return from_arrow(table, name)

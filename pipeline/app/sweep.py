@@ -27,7 +27,7 @@ def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (
     dirs = search_dirs(config_dirs)
     parser = OverridesParser.create()
     choices: list[list[str]] = []
-    # The composed form quotes what hydra's grammar would not read; it may have a search path more at its end.
+    # The composed form quotes values that hydra's grammar cannot read; its last item may be a further search path.
     for text, composed in zip(overrides, hydra_overrides(parse_overrides(overrides, dirs), dirs), strict=False):
         try:
             override = parser.parse_override(composed)

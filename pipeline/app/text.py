@@ -1,4 +1,4 @@
-"""Text on its way to a terminal or a page: of others (models, data, servers), long, or in a table."""
+"""Formats text for a terminal or a page: makes foreign text safe, shortens it, or puts it into a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INVISIBLE = re.compile(r"[^\n\t\x20-\x7e]")
 
 
 def visible(text: Any) -> str:
-    """Text with invisible characters (control, direction) written out, so that they change nothing around them.
+    """Text with invisible characters (control, direction) written out, so that they do not affect other text.
 
     >>> visible("a\\u202eb\\x1b[31m")
     'a[U+202E]b␛[31m'

@@ -25,12 +25,12 @@ class Wandb:
     """Mirrors metrics, rollouts, the graph and, if set, checkpoints to wandb; a continued run keeps its wandb id.
 
     Args:
-        settings: where to, and as what.
+        settings: the section run.wandb.
         run_path: run directory.
         config: resolved configuration.
         graph: drawn once, when the run is new to wandb.
         tables: rollouts to show.
-        iterations: of the run; the final pass logs under this number.
+        iterations: number of iterations of the run; the final pass logs under this number.
 
     Raises:
         RunError: wandb does not start.
@@ -82,15 +82,15 @@ class Wandb:
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Sends one iteration."""
-        # wandb takes no step twice: two per iteration leave the one before a continued run's first iteration to the
-        # final pass.
+        # wandb accepts each step only once. With two steps per iteration, the final pass gets the odd step before that
+        # of a continued run's first iteration.
         self._step = 2 * iteration - (iteration >= self._iterations)
         self._run.log({"iteration": iteration, **metrics}, step=self._step)
         if self._tables:
             self._tables.add(iteration)
 
     def sync(self) -> None:
-        """Sends the tables of what is recorded, and checkpoints that were made since the last call."""
+        """Sends the tables of new records, and checkpoints that were saved since the last call."""
         rows = self._tables.take() if self._tables else []
         if rows:
             self._run.log({"rollouts": self._wandb.Table(columns=list(COLUMNS), data=rows)}, step=self._step)
@@ -116,10 +116,10 @@ class Wandb:
 class TensorBoard:
     """Writes metrics, rollouts (as text) and the graph (as a picture) to event files.
 
-    A continued run replaces what it does again.
+    A continued run overwrites the iterations that it repeats.
 
     Args:
-        folder: of the event files.
+        folder: folder of the event files.
         graph: drawn at the first iteration.
         tables: rollouts to show.
 
@@ -144,7 +144,7 @@ class TensorBoard:
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Writes one iteration."""
         if self._writer is None:
-            # Of a continued run, TensorBoard hides what an earlier part wrote of this iteration and later ones.
+            # In a continued run, TensorBoard hides values of this and later iterations that an earlier part wrote.
             with writing(self._folder):
                 self._writer = self._make(str(self._folder), purge_step=iteration)
             if self._graph is not None and iteration == 0:
@@ -155,7 +155,7 @@ class TensorBoard:
             self._tables.add(iteration)
 
     def sync(self) -> None:
-        """Writes the rollouts of what is recorded, and everything to the disk."""
+        """Writes the rollouts of new records, and flushes everything to the disk."""
         if self._writer is None:
             return
         rows = self._tables.take() if self._tables else []

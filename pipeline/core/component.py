@@ -1,4 +1,4 @@
-"""The contract of a component, and the context it is given.
+"""The contract of a component, and the context that its `setup` receives.
 
     @dataclass(frozen=True, kw_only=True)
     class Outputs:
@@ -19,7 +19,7 @@
         def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         ...
 
-Input sockets are the keyword-only parameters of `run`: `T` is required, `T | None = None` optional, `list[T]` takes
+Input sockets are the keyword-only parameters of `run`: `T` is required, `T | None = None` optional, `list[T]` accepts
 several wires. Output sockets are the fields of the returned dataclass. `same_rows("x")` says that a batch has the rows
 of input `x`; the graph checker follows it through the graph.
 """
@@ -63,7 +63,7 @@ class ModelSpec:
     Attributes:
         path: folder in Hugging Face layout, or a hub name; "tiny" is the embedded model.
         dtype: parameter dtype, "float32" or "bfloat16".
-        max_context: tokens in prompt plus response; 0 takes the model's own limit.
+        max_context: tokens in prompt plus response; 0 means the model's own limit.
         trust_remote_code: passed to transformers.
     """
 
@@ -80,9 +80,9 @@ class Ranks:
     Ranks are divided into contiguous replicas: rank r belongs to replica r // (world // num_replicas).
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this process, from 0.
         world: number of processes.
-        local_rank: of this process on its host; it owns the GPU of that number.
+        local_rank: number of this process on its host; it owns the GPU of that number.
         replica: number of its data-parallel replica.
         num_replicas: number of data-parallel replicas.
 
@@ -117,7 +117,7 @@ class Ranks:
         return self.position == 0
 
     def share(self, count: int) -> slice:
-        """This replica's contiguous part of `count` items; the first replicas take one more where they do not divide.
+        """This replica's contiguous part of `count` items; the first replicas get one more if they do not divide.
 
         >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
         [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
@@ -139,15 +139,15 @@ def identity_sum(x: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class Context:
-    """What a node is given in `setup`. The executor sets `iteration` before each `run`.
+    """The context of a node, passed to `setup`. The executor sets `iteration` before each `run`.
 
     Attributes:
         node: name in the graph; part of the key of every random stream.
         node_index: position in the sorted graph, below 128; part of every uid.
-        seed: of the run.
+        seed: the run's random seed.
         iteration: the iteration being run, from 0.
         iterations: planned number of iterations (for schedules).
-        device: where models live.
+        device: device of models and their tensors.
         model: the model section of the configuration.
         data: source name ("train", "eval") → the data section for it, a plain dict the prompts component reads.
         run_dir: run directory, or None outside a run.
@@ -155,8 +155,8 @@ class Context:
         all_sum: sums a tensor over the ranks with the same position in every replica (for `replica` nodes: over the
             leaders), each of which must call it; returns a new tensor, the same bits everywhere. The identity for one
             replica.
-        metrics: sink the executor empties after each run of the node; use `log`.
-        counts: the names in it that are sums over replicas.
+        metrics: numbers logged by the node, which the executor collects after each run; use `log`.
+        counts: names of the metrics that are summed over replicas.
         trace: the run's timeline; `with context.trace.span("prefill", "generation"):` shows a part of `run` in it.
     """
 
@@ -186,9 +186,11 @@ class Context:
         return self.common_uids(count) + (self.ranks.replica << COUNTER_BITS)
 
     def common_uids(self, count: int) -> Tensor:
-        """int64 [count] ids as of `uids`, but the same on every replica: for rows of which each replica keeps its
-        share."""
-        # The counter starts again in every iteration, so a resumed run gives out the same uids.
+        """int64 [count] ids like those of `uids`, but the same on every replica.
+
+        For rows of which each replica keeps its share.
+        """
+        # The counter restarts in every iteration, so a resumed run assigns the same uids.
         start = self._counter[1] if self._counter[0] == self.iteration else 0
         if start + count > 1 << COUNTER_BITS:
             raise RunError(
@@ -215,7 +217,7 @@ class Context:
 
 
 class Component:
-    """Base of all nodes. Subclasses define `Config`, `run`, and what else they need.
+    """Base of all nodes. Subclasses define `Config` and `run`, and override the other methods as needed.
 
     Class attributes:
         paper: arXiv id or name of the source, "" when there is none.
@@ -223,9 +225,9 @@ class Component:
             "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
             replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they
             overlap with the generation of later iterations.
-        metrics: what `context.log` is called with; docs/metrics.md and the tests read it.
-        final_pass: run once more after the last iteration, on the final weights, with `context.iteration ==
-            context.iterations`.
+        metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
+        final_pass: whether the node runs once more after the last iteration, on the final weights, with
+            `context.iteration == context.iterations`.
     """
 
     paper: ClassVar[str] = ""
@@ -251,7 +253,7 @@ class Component:
 
     @classmethod
     def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
-        """What a node with these settings logs: `metrics`, unless a part chosen in the settings logs more."""
+        """The metrics of a node with these settings: `metrics`, unless a part chosen in the settings logs more."""
         return cls.metrics
 
     def setup(self, context: Context) -> None:
@@ -263,7 +265,7 @@ class Component:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart: a nested dict of tensors, numbers, strings, lists."""
+        """Returns the state that must survive a restart: a nested dict of tensors, numbers, strings, lists."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -271,18 +273,18 @@ class Component:
 
     @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
-        """Replica nodes: what `load_state_dict` gets in replica `replica` of `replicas`.
+        """Replica nodes: returns the state that `load_state_dict` receives in replica `replica` of `replicas`.
 
         Args:
-            states: what the replicas gave that made the checkpoint, in order; a single one where all gave the same.
+            states: states of the replicas that wrote the checkpoint, in order; a single one if all were equal.
         """
         return states[replica if replica < len(states) else 0]
 
     def save_shards(self, folder: Path) -> None:
         """Collective nodes: writes this rank's part of a state that is too large for one process; called on all ranks.
 
-        The folder belongs to a checkpoint that is still being written aside, and is the same for all ranks. What
-        `state_dict` gives is saved besides, by rank 0; `state_dict` is called on all ranks first.
+        The folder belongs to a checkpoint that is still being written under a temporary name, and is the same for all
+        ranks. Rank 0 also saves the result of `state_dict`, which is called on all ranks first.
         """
 
     def load_shards(self, folder: Path) -> None:

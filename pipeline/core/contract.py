@@ -1,4 +1,4 @@
-"""The component contract, checked on one class: what a graph, a recording and a restart rely on.
+"""Checks one class against the component contract, on which graphs, recordings and restarts rely.
 
 `creditgraph check package.module:Class` prints the findings; a component that follows the contract has none.
 """
@@ -23,14 +23,14 @@ from pipeline.core.payloads import Payload
 from pipeline.core.settings import setting_docs, type_text
 from pipeline.core.sockets import Socket, sockets_of
 
-# These load in `setup`, so that a graph can be checked in milliseconds.
+# Components import these in `setup` and not at module level, so that a graph can be checked in milliseconds.
 LATE_IMPORTS = ("transformers", "datasets", "vllm", "sglang", "megatron")
 MAX_INIT_SECONDS = 0.1
 MAX_SUMMARY = 120  # characters; the line is a cell of a table
 
 
 def check_component(cls: type) -> list[str]:
-    """Sentences on what does not follow the contract and what to write instead; [] for a class that follows it.
+    """Returns a sentence for each violation of the contract, with the fix; [] for a class that follows it.
 
     The class is built when its settings all have defaults, but `setup` is not called and no model is loaded.
     """
@@ -146,7 +146,7 @@ def _imports(cls: Any) -> Iterator[str]:
 
 
 def _built(cls: Any) -> Iterator[str]:
-    """What can only be seen on an instance: cheap to build, initial outputs declared, state comes back."""
+    """Checks that need an instance: it is cheap to build, initial outputs are declared, the state can be restored."""
     source = _own_init(cls)
     if source is not None and "config" not in [a.arg for a in source.args.args]:
         yield (
@@ -156,7 +156,7 @@ def _built(cls: Any) -> Iterator[str]:
     try:
         config = cls.Config()
     except (TypeError, ValueError):
-        return  # a required setting: the rest is checked by the component's own tests
+        return  # a setting is required, so no instance can be built here; the component's own tests check the rest
     started = time.perf_counter()
     try:
         component = cls(config)
@@ -190,7 +190,7 @@ def _initial(cls: Any, component: Component) -> Iterator[str]:
         return  # it may need what setup loads
     for name, value in values.items():
         if name not in outputs:
-            yield f".initial gives '{name}', which is no output.{did_you_mean(name, outputs)}"
+            yield f".initial returns '{name}', which is not an output.{did_you_mean(name, outputs)}"
         elif not any(isinstance(value, t) for t in outputs[name].types if isinstance(t, type)):
             yield f".initial: '{name}' is {type(value).__name__}; expected {outputs[name].type_text}."
 
@@ -209,7 +209,7 @@ def _state(cls: Any, component: Component) -> Iterator[str]:
         again.load_state_dict(before)
         after = again.state_dict()
     except Exception as error:
-        yield f".load_state_dict does not take what state_dict gave: {type(error).__name__}: {error}"
+        yield f".load_state_dict does not accept the result of state_dict: {type(error).__name__}: {error}"
         return
     if not bad and not _same(before, after):
         yield ".state_dict after load_state_dict differs from what was loaded; a restart would not continue the run."

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: the place, what is expected, what was found there, the next step."""
+"""Errors that a user can act on: each names the place, the expected and the actual value, and the next step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunError(CreditgraphError):
 
 
 class LostError(RunError):
-    """Something outside the run that it depends on is gone; the executor saves what is finished and ends."""
+    """An external resource of the run is lost; the executor saves the finished iterations and ends."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

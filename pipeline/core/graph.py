@@ -44,7 +44,7 @@ class Graph:
     """A checked graph.
 
     Attributes:
-        nodes: in an order in which every node comes after those it reads within an iteration.
+        nodes: in topological order: every node comes after those it reads within an iteration.
     """
 
     nodes: tuple[Node, ...]
@@ -71,7 +71,7 @@ class Graph:
         return [n.name for n in self.nodes]
 
     def readers(self, name: str) -> list[tuple[Node, str, Wire]]:
-        """(receiving node, its input socket, wire) of every wire that starts at the node."""
+        """Returns (receiving node, its input socket, wire) for every wire that starts at the node."""
         return [(node, socket, wire) for node in self.nodes for socket, wire in node.all_wires if wire.source == name]
 
     @cached_property
@@ -81,7 +81,7 @@ class Graph:
         return [node for node in collective if {"trajectories", "credit"} <= set(node.wires)]
 
     def outputs_of(self, kind: type | UnionType) -> list[Wire]:
-        """Every output that carries this class, in the order of the graph."""
+        """Returns every output that carries this class, in the order of the graph."""
         return [Wire(node.name, output) for node in self.nodes for output in node.outputs_of(kind)]
 
     def ancestors(self, targets: Iterable[str]) -> set[str]:
@@ -100,10 +100,10 @@ class Graph:
         """The largest k of any `@k` wire, 0 without one."""
         return max((w.delay for n in self.nodes for _, w in n.all_wires), default=0)
 
-    # Two lanes suffice: what follows a collective node within an iteration has to wait for it anyway.
+    # Two lanes suffice: nodes that follow a collective node within an iteration have to wait for it anyway.
     @cached_property
     def lanes(self) -> dict[str, Lane]:
-        """Node → lane. Collective nodes, and what depends on them within an iteration, are the learning lane."""
+        """Node → lane. Collective nodes and all nodes that depend on them within an iteration are the learning lane."""
         lanes: dict[str, Lane] = {}
         for node in self.nodes:
             follows = any(lanes[w.source] == "learning" for _, w in node.all_wires if not w.delay)
@@ -112,7 +112,7 @@ class Graph:
 
     @cached_property
     def overlaps(self) -> bool:
-        """Whether generation of an iteration may overlap with the learning of the one before.
+        """Whether the generation lane may run ahead while the learning lane still works on an earlier iteration.
 
         There must be nodes in both lanes, and every wire from the learning lane into the generation lane must be `@2`
         or more.
@@ -134,7 +134,7 @@ def build_graph(description: Mapping[str, Any], place: str = "graph") -> Graph:
     Component classes are imported, but none is built.
 
     Raises:
-        GraphError: with every problem, each with its place, what is expected, what was found and the nearest name.
+        GraphError: lists every problem with its place, the expected and the actual value, and the nearest name.
     """
     entries = description.get("nodes") if isinstance(description, Mapping) else None
     if not isinstance(entries, Mapping) or not entries:

@@ -1,4 +1,4 @@
-"""Handles: what a node gives out that is alive, and what is requested of a policy and returned by it."""
+"""Handles, which are live objects on wires, and the requests and responses of a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.core.payloads import Payload, Prompts, Rewards, Trajectories
 
 
 class Handle(Payload):
-    """Something alive that a node gives out, such as a `Policy`: it cannot be recorded, sent or kept for later."""
+    """A live object that a node returns, such as a `Policy`: it cannot be recorded, sent or kept for later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ThoughtLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling parameters.
 
     Attributes:
         temperature: 0 is greedy (log-probs and entropies are then those of temperature 1).
@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Progress:
-    """What earlier requests with the same seeds have sampled for rows that now go on; empty rows have just begun.
+    """Tokens that earlier requests with the same seeds have sampled for rows that now continue; new rows are empty.
 
     Attributes:
         tokens: Jagged int32, sampled so far.
@@ -72,8 +72,8 @@ class Progress:
 class Requests:
     """A batch of generation requests, one row per sample; equal rows of `tokens` share their prefill.
 
-    With `progress` a row goes on where it was paused, in the midst of its thought and of its random stream: `tokens`
-    stays what came before its first sampled token, and all limits count the whole row.
+    With `progress` a row continues where it was paused, in the middle of its thought and of its random stream:
+    `tokens` remains the text before its first sampled token, and all limits count the whole row.
 
     Attributes:
         tokens: Jagged int32, everything before the first sampled token (prompt, and an inherited prefix if any).
@@ -81,9 +81,9 @@ class Requests:
         sampling: shared by the batch.
         max_tokens: optional int64 [N], per-row response budget that overrides `sampling.max_tokens`.
         max_thoughts: optional int64 [N], per-row limit that overrides `sampling.thoughts.max_thoughts`.
-        progress: optional, what the rows have sampled before; only for policies that `continues` is true of.
-        pause: optional int64 [N], new tokens after which a row that has not ended is left as it is ("paused");
-            likewise.
+        progress: optional, tokens that the rows have sampled before; only for policies whose `continues` is true.
+        pause: optional int64 [N], new tokens after which a row that has not ended is paused; only for policies whose
+            `continues` is true.
     """
 
     tokens: Jagged
@@ -97,13 +97,13 @@ class Requests:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Completions:
-    """Answer to `Requests`, row for row.
+    """Response to `Requests`, row for row.
 
     Attributes:
-        tokens: Jagged int32, sampled tokens (EOS and stop strings included); of a row that went on, the new ones.
+        tokens: Jagged int32, sampled tokens (EOS and stop strings included); only the new ones of a row that continued.
         logprobs, entropies: Jagged float32, see `Trajectories`.
-        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits. Of a
-            row that went on all of its ends, counted from its very first sampled token.
+        thought_ends: Jagged int32, exclusive ends within the sampled tokens; empty rows without thought limits. For a
+            row that continued, all of its ends, counted from its very first sampled token.
         finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts),
             "paused".
         text: decoded sampled tokens, special tokens kept.
@@ -131,7 +131,7 @@ class Policy(Handle, ABC):
     version: int
     tokenizer: Any  # a Hugging Face fast tokenizer
     continues: ClassVar[bool] = False
-    """whether `generate` knows `Requests.progress` and `Requests.pause`"""
+    """whether `generate` supports `Requests.progress` and `Requests.pause`"""
 
     @abstractmethod
     def generate(self, requests: Requests) -> Completions:
@@ -155,7 +155,7 @@ class Policy(Handle, ABC):
             row: int64 [B], trunk of each branch.
             at: int64 [B], 1 to the trunk's length.
             tokens: Jagged int32 [B rows].
-            temperature: of the softmax.
+            temperature: temperature of the softmax.
         """
         return self.score(trunk.slice_rows(torch.zeros_like(at), at, row), tokens, temperature)
 
@@ -168,7 +168,7 @@ class Policy(Handle, ABC):
         """
         raise CreditgraphError(
             f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; expected an engine that can "
-            "attribute a log-prob to its context. Use engine.local, or value.answer_likelihood in place of "
+            "attribute a log-prob to its context. Use engine.local, or value.answer_likelihood instead of "
             "value.gradient_attribution."
         )
 
@@ -182,7 +182,7 @@ class Verifier(Handle, ABC):
 
 
 def known_entropies(entropies: Tensor, reader: str) -> Tensor:
-    """The entropies, or CreditgraphError when an engine left some out (NaN). `reader` names what wants them."""
+    """Returns the entropies; raises CreditgraphError if the engine left some out (NaN). `reader` names the caller."""
     unknown = int(entropies.isnan().sum())
     if unknown:
         raise CreditgraphError(

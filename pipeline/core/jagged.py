@@ -138,7 +138,7 @@ class Jagged:
 
     def cumsum(self) -> Jagged:
         """Inclusive cumulative sums within each row, accumulated in float64 for floats."""
-        # One scan over all rows, from which each row subtracts what stood before it: float64 keeps that exact enough.
+        # One scan over all rows, from which each row subtracts the sum before it; float64 keeps that accurate.
         wide = self.values.to(torch.float64 if self.values.dtype.is_floating_point else torch.int64)
         total = torch.cat([wide.new_zeros(1), wide.cumsum(0)])
         within = total[1:] - total[self.offsets[:-1]][self.row_ids]
@@ -192,7 +192,7 @@ class Jagged:
 
 
 def _dtype_of(rows: Sequence[Any]) -> torch.dtype:
-    # An empty list alone would become float32 and then refuse to join integer rows.
+    # torch makes an empty list float32, which could then not be joined with integer rows.
     for row in rows:
         if isinstance(row, Tensor):
             return row.dtype

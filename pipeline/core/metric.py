@@ -1,4 +1,4 @@
-"""What a logged number means: its name, unit and definition, declared beside the class that logs it."""
+"""Definitions of logged numbers: name, unit and meaning, declared next to the class that logs them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Metric:
     """One definition.
 
     Attributes:
-        name: as passed to `context.log`; <part> stands for what varies.
-        unit: of the number, such as "tokens", "s", "share" (0 to 1), "nats".
+        name: name as passed to `context.log`; <part> is a placeholder for a part that varies.
+        unit: unit of the number, such as "tokens", "s", "share" (0 to 1), "nats".
         text: the definition, one sentence.
 
     >>> Metric("pass_at_<k>", "share", "").fits("pass_at_8")
@@ -31,7 +31,7 @@ class Metric:
         return re.compile(".+".join(re.escape(part) for part in literal))
 
     def fits(self, name: str) -> bool:
-        """Whether a logged name is this one."""
+        """Whether a logged name matches this definition."""
         return self._pattern.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What travels on wires: frozen dataclasses whose tensors no receiver may change.
+"""Payloads, the values on wires: frozen dataclasses whose tensors no receiver may change.
 
 A *batch* has one row per prompt or trajectory and a `uid` that is unique in a run. Fields of a batch are, by their
 value: a `Tensor` whose first dimension is the rows, a `Jagged` with one row per row, a list with one Python value per
@@ -109,7 +109,7 @@ class Trajectories(Batch):
     """Sampled responses.
 
     Attributes:
-        prompt_uid: int64 [N], row of `Prompts` this answers.
+        prompt_uid: int64 [N], uid of the prompt in `Prompts`.
         group: int64 [N], trajectories whose outcomes are compared with each other share it.
         parent: int64 [N], uid of the trajectory whose prefix was inherited, −1 for none.
         prompt_tokens: Jagged int32.
@@ -123,8 +123,8 @@ class Trajectories(Batch):
         finish_reason: "stop", "eos", "length", "thoughts" or "final" per row, see `Completions`.
         text: decoded response, special tokens kept.
         temperature: sampling temperature of the whole batch (1 for greedy); learners compute their log-probs at it.
-        token_versions: Jagged int32 over response tokens, version of the weights that sampled each, of a sampler that
-            carries rollouts over iterations; None where `policy_version` says it all.
+        token_versions: Jagged int32 over response tokens, version of the weights that sampled each token, set by
+            samplers that carry rollouts over iterations; None if `policy_version` holds for all tokens of a row.
     """
 
     prompt_uid: Tensor
@@ -164,7 +164,7 @@ class Rewards(Batch):
         value: float32 [N].
         correct: bool [N].
         valid: bool [N], False where verification failed (exception, time-out, NaN): such a trajectory gets zero credit.
-        detail: per-row reason, "" when there is nothing to say.
+        detail: per-row reason, "" without one.
     """
 
     value: Tensor
@@ -210,12 +210,12 @@ class SegmentValues(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Credit(Batch):
-    """What reaches the objective.
+    """The credit of each token, as the objective reads it.
 
     Attributes:
         advantage: Jagged float32 over response tokens.
         mask: Jagged bool over response tokens, True where the token is trained on.
-        columns: further Jagged columns over response tokens that the objective named in the graph reads.
+        columns: further Jagged columns over response tokens, for objectives that read them.
     """
 
     advantage: Jagged
@@ -225,7 +225,7 @@ class Credit(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenLogprobs(Batch):
-    """What a learner makes of sampled tokens; less the engine's log-probs, the log-ratio between the two.
+    """Log-probs of sampled tokens under the learner; minus the engine's, they are the log-ratio of the two.
 
     Attributes:
         logprobs: Jagged float32 over response tokens [nats], at the batch's temperature; NaN where none was computed.
@@ -236,7 +236,7 @@ class TokenLogprobs(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainReport(Payload):
-    """What one learner iteration did. `metrics` are plain floats, `seconds` per phase."""
+    """Report of one learner iteration. `metrics` are plain floats, `seconds` are per phase."""
 
     metrics: dict[str, float]
     seconds: dict[str, float]
@@ -244,10 +244,10 @@ class TrainReport(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Payload):
-    """What an engine must know of a LoRA adapter besides its tensors: each adapted layer adds B·A · alpha / rank.
+    """Description of a LoRA adapter, in addition to its tensors: each adapted layer adds B·A · alpha / rank.
 
     Attributes:
-        rank: of every layer's pair of matrices A [rank, in] and B [out, rank].
+        rank: rank of every layer's pair of matrices A [rank, in] and B [out, rank].
         alpha: numerator of the scale.
         targets: last parts of the adapted layers' names, such as "q_proj".
     """
@@ -259,9 +259,9 @@ class Adapter(Payload):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights(Payload):
-    """What a learner publishes and an engine loads: HF-named tensors, a folder with them, or neither.
+    """Weights that a learner publishes and an engine loads: HF-named tensors, a folder with them, or neither.
 
-    With neither, they are the weights that the model was loaded with.
+    With neither, they are the weights with which the model was loaded.
 
     Attributes:
         version: number of learner iterations that led to these weights; 0 is the initial model.

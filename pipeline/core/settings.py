@@ -23,7 +23,7 @@ class SettingsError(ValueError):
     """Raised by `__post_init__` of settings that build further settings, such as an objective's `config`.
 
     Args:
-        problems: of `build_config`, their places relative to the settings that raise.
+        problems: sentences from `build_config`, whose places are relative to the settings that raise.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -34,8 +34,8 @@ class SettingsError(ValueError):
 def build_config(config_class: type, values: Mapping[str, Any] | None, place: str) -> tuple[Any, list[str]]:
     """Builds a settings dataclass from plain values.
 
-    Unknown and missing keys, wrong types at any depth and what `__post_init__` objects to are all collected; a user's
-    mistake never raises.
+    Unknown and missing keys, wrong types at any depth and errors of `__post_init__` are all collected; a user's mistake
+    never raises.
 
     Args:
         config_class: a dataclass, possibly with nested dataclasses.
@@ -92,7 +92,7 @@ def _build(config_class: type, values: Any, place: str, problems: list[str]) -> 
         )
         return _FAILED
     fields = {f.name: f for f in dataclasses.fields(config_class) if f.init}
-    # A class is built only when all of its settings are sound, so __post_init__ sees no wrong types.
+    # A class is built only when all of its settings are valid, so __post_init__ sees no wrong types.
     count = len(problems)
     for key in values:
         if key not in fields:
@@ -154,7 +154,7 @@ def _convert_sequence(hint: Any, value: list[Any] | tuple[Any, ...], place: str,
 
 
 def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any:
-    # To pydantic true is 1; to a user who writes it for a number it is a mistake.
+    # pydantic converts true to 1, but a user who writes true for a number has made a mistake.
     if isinstance(value, bool) and not _takes_bool(hint):
         problems.append(f"{place}: expected {type_text(hint)}, got {_shown(value)}.")
         return _FAILED
@@ -206,7 +206,7 @@ def _shown(value: Any) -> str:
 
 
 def place_settings(config_class: Any) -> list[str]:
-    """Dotted names of settings that say where something runs, not what is computed; they may differ on a resume.
+    """Dotted names of settings that determine where something runs, not what is computed; they may change on a resume.
 
     They are the fields with ``field(metadata={"place": True})``; a marked field covers everything below it.
     """
@@ -223,7 +223,7 @@ def place_settings(config_class: Any) -> list[str]:
 def setting_docs(config_class: Any) -> dict[str, str]:
     """Setting → the string below its field, or its line under "Attributes:" in the docstring, read from the source.
 
-    Settings without either are left out; so are classes whose source is not there.
+    Settings without either are omitted, and so are classes whose source is not available.
     """
     docs: dict[str, str] = {}
     bases: list[Any] = [base for base in reversed(config_class.__mro__) if dataclasses.is_dataclass(base)]

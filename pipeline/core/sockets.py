@@ -1,4 +1,4 @@
-"""Sockets of a component class, read from the signature of `run` and the fields of what it returns."""
+"""Sockets of a component class, read from the signature of `run` and the fields of the dataclass it returns."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Socket:
     Attributes:
         name: parameter or field name.
         types: accepted (input) or possible (output) classes.
-        is_list: takes several wires.
-        required: must be wired (outputs: always True).
+        is_list: whether several wires may end here.
+        required: whether it must be wired (always True for outputs).
         same_rows: name of the input whose rows it has, or None.
     """
 
@@ -45,7 +45,7 @@ class Socket:
 
     def accepts(self, output: Socket) -> bool:
         """Whether a wire from `output` may end here (subclasses may)."""
-        return all(any(_fits(given, accepted) for accepted in self.types) for given in output.types)
+        return all(any(_fits(possible, accepted) for accepted in self.types) for possible in output.types)
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ def _read(name: str, hint: Any, required: bool) -> Socket:
     return Socket(name, strip(hint), is_list, required, rows)
 
 
-def _fits(given: Any, accepted: Any) -> bool:
-    if accepted is Any or given is Any:
+def _fits(possible: Any, accepted: Any) -> bool:
+    if accepted is Any or possible is Any:
         return True
-    if isinstance(given, type) and isinstance(accepted, type):
-        return issubclass(given, accepted)
-    return bool(given == accepted)
+    if isinstance(possible, type) and isinstance(accepted, type):
+        return issubclass(possible, accepted)
+    return bool(possible == accepted)
 
 
 @dataclass(frozen=True)

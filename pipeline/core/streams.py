@@ -43,7 +43,7 @@ def counter_uniform(seed: NDArray[np.uint64], counter: NDArray[np.uint64] | int)
 def counter_seed(seed: int, counter: int) -> int:
     """Number `counter` of the stream of a 64-bit seed as a seed itself, 0 to 2**63 - 1.
 
-    Engines with a generator of their own get ``counter_seed(request_seed, t)`` for a request that goes on after t
+    Engines with their own generator receive ``counter_seed(request_seed, t)`` for a request that continues after t
     sampled tokens.
     """
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""How a component reports when it does what; the run's timeline records it."""
+"""The interface through which components report spans of time to the run's timeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Trace:
-    """Spans of one rank, from any of its threads. This one, of a component outside a run, keeps nothing."""
+    """Spans of one rank, from any of its threads. This base class, used outside a run, records nothing."""
 
     def span(
         self,
@@ -19,15 +19,15 @@ class Trace:
         role: str = "",
         node: str = "",
     ) -> AbstractContextManager[Any]:
-        """A context manager around what this thread does; spans nest.
+        """Returns a context manager that records a span of this thread; spans nest.
 
         Args:
-            name: shown in the timeline.
-            phase: such as "generation" or "learning".
-            iteration: by default that of the span around.
-            least: seconds; a shorter span is not written.
-            role: whose clock runs meanwhile, by default what the phase says.
-            node: that this is part of, by default the name.
+            name: name shown in the timeline.
+            phase: phase, such as "generation" or "learning".
+            iteration: iteration; by default that of the enclosing span.
+            least: least duration in seconds; a shorter span is not written.
+            role: role whose clock runs meanwhile; by default that of the phase.
+            node: node to which the span belongs; by default the name.
         """
         return nullcontext()
 
@@ -36,7 +36,7 @@ class Trace:
         return nullcontext()
 
     def write(self, name: str, phase: str, begin: float, end: float, track: str, **details: Any) -> None:
-        """A span with times of `perf_counter`, on a track of its own."""
+        """Writes a span with times of `perf_counter`, on a separate track."""
 
     def watch(self, name: str, probe: Callable[[], dict[str, float]]) -> None:
         """Samples numbers about once a second, as counter tracks; `probe` is called from another thread."""

@@ -12,7 +12,7 @@ from pipeline.core.handles import Handle
 from pipeline.core.payloads import Credit, Prompts, Trajectories
 from pipeline.core.sockets import Node, Socket, Wire
 
-# A batch's rows are those of these outputs, stacked: (node, output, iterations ago).
+# The rows of a batch, as the stacked rows of some outputs: (node, output, iterations ago).
 Origin = tuple[str, str, int]
 Population = tuple[Origin, ...]
 
@@ -119,7 +119,7 @@ class _Populations:
     def _of_output(self, node_name: str, output_name: str) -> Population | None:
         key = (node_name, output_name)
         if key not in self._known:
-            self._known[key] = ((node_name, output_name, 0),)  # what a cycle of delayed wires comes back to
+            self._known[key] = ((node_name, output_name, 0),)  # where a cycle of delayed wires returns to
             self._known[key] = self._follow(node_name, output_name)
         return self._known[key]
 
@@ -163,7 +163,7 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
 
 
 def _other_prompts(node: Node, nodes: Mapping[str, Node], populations: _Populations) -> Iterator[str]:
-    """A node that returns prompts with its trajectories may hold some back, so its readers must use those prompts."""
+    """Checks readers of a node that also returns prompts: it may hold some back, so they must use its prompts."""
     wired = {name: socket for name, socket in node.sockets.inputs.items() if name in node.wires}
     for name in (n for n, s in wired.items() if Prompts in s.types):
         for other in (n for n, s in wired.items() if Trajectories in s.types):

@@ -1,9 +1,9 @@
-"""Checkpoints: nested states as safetensors plus JSON, never pickle; written aside, made durable, then renamed.
+"""Checkpoints: nested states as safetensors plus JSON, never pickle; written to a temporary folder, then renamed.
 
     checkpoints/000011/
         tensors.safetensors   every tensor, "<group>/<number>"
         state.json            the nesting around them
-        shards/<node>/        what collective nodes write from every rank, when they do
+        shards/<node>/        shards that collective nodes write from every rank
         manifest.json         iteration, size and SHA-256 of both files, sizes of the shards
 
 A directory without a sound manifest does not count as a checkpoint.
@@ -69,13 +69,13 @@ class Encoded:
 
 
 def encode(state: Any, place: str, copy: bool = True) -> Encoded:
-    """Takes a nested state apart.
+    """Splits a nested state into a JSON tree and tensors.
 
-    The same tensor met twice is stored once and comes back as one tensor. `copy` snapshots tensors, for states that go
-    on changing before they are written.
+    A tensor that occurs twice is stored once and restored as one tensor. `copy` snapshots tensors, for states that
+    change before they are written.
 
     Raises:
-        RunError: something in it cannot be stored; names where.
+        RunError: a value cannot be stored; the error names its place.
     """
     encoded = Encoded(None)
     seen: dict[tuple[Any, ...], str] = {}
@@ -91,7 +91,7 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
         key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
         if value.numel() and key in seen:
             return seen[key]
-        # Numbers in place of paths, which may hold any character.
+        # Numbers instead of paths, which may contain any character.
         name = str(len(encoded.tensors))
         stored = value.cpu().contiguous()
         shares = stored.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -138,14 +138,14 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Any:
-    """Puts a state together again; tensors are on the CPU."""
+    """Restores a state from its tree and tensors; tensors are on the CPU."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, list):
             return [walk(v) for v in node]
         if not isinstance(node, dict):
             return node
-        # "!" marks what JSON has no form for; plain dicts are lists of pairs, because keys may be numbers.
+        # "!" marks types that JSON lacks; plain dicts are lists of pairs, because keys may be numbers.
         kind = node["!"]
         value = node["v"]
         if kind == "tensor":
@@ -212,7 +212,7 @@ class Checkpoints:
             shutil.rmtree(entry, ignore_errors=True)
 
     def aside(self, iteration: int) -> Path:
-        """Where the state after `iteration` is written before it is renamed."""
+        """The temporary folder for the state after `iteration`."""
         return self.path / f".tmp-{iteration:06d}"
 
     def save(self, iteration: int, groups: Mapping[str, Encoded], shards: Callable[[Path], None] | None = None) -> Path:
@@ -233,7 +233,7 @@ class Checkpoints:
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise _as_os_error(error) from error
-            # A run that was resumed from before may write the same iteration again.
+            # A run that was resumed from an earlier checkpoint may write the same iteration again.
             if final.exists():
                 self._discard(final)
             os.replace(aside, final)
@@ -253,7 +253,7 @@ class Checkpoints:
             try:
                 return load(path)
             except DamagedError as error:
-                logger.warning("%s Skipping it and going back to the one before.", error)
+                logger.warning("%s Skipping it and using the previous one.", error)
         return None
 
     def _write(self, aside: Path, iteration: int, groups: Mapping[str, Encoded]) -> None:
@@ -290,12 +290,12 @@ class Checkpoints:
 
 def numbered(folder: Path) -> list[Path]:
     """The checkpoint directories in a run's checkpoints/ folder, oldest first, damaged ones included."""
-    found = (p for p in folder.iterdir() if p.name.isdigit() and p.is_dir()) if folder.is_dir() else ()
-    return sorted(found, key=lambda p: int(p.name))
+    folders = (p for p in folder.iterdir() if p.name.isdigit() and p.is_dir()) if folder.is_dir() else ()
+    return sorted(folders, key=lambda p: int(p.name))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint directory: iteration, and per file its bytes and, but for shards, its SHA-256.
+    """Reads the manifest of a checkpoint directory: iteration, size of each file, and SHA-256 except for shards.
 
     Raises:
         DamagedError: there is none that can be read.
@@ -319,8 +319,8 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
 
     Args:
         path: the directory.
-        reads: whether to read a group; by default all are.
-        verify: compare checksums; sizes are compared in any case.
+        reads: whether to read a group of this name; by default all groups are read.
+        verify: whether to compare checksums; sizes are always compared.
 
     Raises:
         DamagedError: a file is missing, cut off or changed.
@@ -354,7 +354,7 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """safetensors reports a full disk as text; finds the errno again."""
+    """Restores the errno of a failed write, which safetensors reports as text only."""
     if isinstance(error, OSError):
         return error
     for number in (28, 122, 30, 13):  # ENOSPC, EDQUOT, EROFS, EACCES

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.core.graph import Graph
     from pipeline.run.run_settings import RunSettings
 
-_UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra takes as they are
+_UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
 CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
@@ -57,8 +57,8 @@ class Experiment:
 
 
 def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
-    """Where groups and recipes are looked up: the shipped folder, ./configs of the user, and --config-dir folders."""
-    # The first folder wins, so that nobody's file takes the place of a shipped one of its name.
+    """Returns the folders with groups and recipes: the shipped one, the user's ./configs, and --config-dir folders."""
+    # The first folder wins, so that no file of a user replaces a shipped one of the same name.
     dirs = [CONFIG_DIR]
     here = Path.cwd() / "configs"
     for folder in [here, *(Path(e).expanduser().resolve() for e in extra)]:
@@ -121,7 +121,7 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
 
 
 def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
-    """The same overrides in hydra's grammar: settings may be new keys, because the component's `Config` checks them."""
+    """Returns the overrides in hydra's grammar; settings may be new keys, because a `Config` checks them later."""
     out = []
     has_recipe = any(item.key == "recipe" for item in parsed)
     for item in parsed:
@@ -130,14 +130,14 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
         elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
             out.append(item.text)
         else:
-            # "++" adds the key or replaces it: which settings there are is the component's to say, not the file's.
+            # "++" adds or replaces the key: the component, not the file, determines which settings exist.
             out.append(f"++{item.key}={_quoted(item.value)}")
     paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
     return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
 
 
 def _quoted(value: str) -> str:
-    """The value in hydra's grammar; text with characters that the grammar reserves, such as "=", gets quotes."""
+    """Returns the value in hydra's grammar; text with reserved characters, such as "=", gets quotes."""
     if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
         return value
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
@@ -170,7 +170,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
 
 
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
-    """Adds the recipe's name and, when none was given, a name for the run."""
+    """Adds the recipe's name and, if run.name is not set, a name for the run."""
     recipe = next((o.value for o in parsed if o.key == "recipe"), None)
     values["recipe"] = recipe
     run = values.setdefault("run", {})
@@ -182,7 +182,7 @@ def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]
 
 
 def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The graph with the sections named like nodes merged in, and the problems on the way."""
+    """Returns the graph, with the sections named like nodes merged into it, and the problems of doing so."""
     nodes = values.get("nodes")
     if not isinstance(nodes, dict) or not nodes:
         unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
@@ -192,7 +192,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ]
     problems: list[str] = []
     merged = {name: dict(spec) if isinstance(spec, dict) else spec for name, spec in nodes.items()}
-    # A section named like a node holds settings of that node: that is what learner.optimizer.lr=1e-4 makes.
+    # A section named like a node holds settings of that node; learner.optimizer.lr=1e-4 creates such a section.
     for section, settings in values.items():
         if section in RESERVED:
             continue
@@ -320,10 +320,10 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def resolved_section(section: str, file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file of a choice, with what it refers to (`${…}`) read from the configuration that it is a section of.
+    """Reads the file of a choice and resolves its references (`${…}`) in the configuration it is a section of.
 
     Raises:
-        ConfigError: the file is no YAML mapping, or refers to what is not there.
+        ConfigError: the file is no YAML mapping, or refers to a missing key.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

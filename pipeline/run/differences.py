@@ -1,4 +1,4 @@
-"""How two payloads differ, field by field."""
+"""Differences between two payloads, field by field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.core.payloads import Batch
 
 
 def describe_difference(old: Any, new: Any) -> list[str]:
-    """Sentences on how two payloads differ, field by field; empty when they are bitwise equal."""
+    """Returns the differences of two payloads as sentences, field by field; empty if they are bitwise equal."""
     if isinstance(old, Batch) and isinstance(new, Batch) and type(old) is type(new):
         if not torch.equal(old.uid, new.uid):
             common = set(old.uid.tolist()) & set(new.uid.tolist())

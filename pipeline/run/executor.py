@@ -1,6 +1,6 @@
 """Runs a graph: iterations, two overlapping lanes, records, metrics, checkpoints, resume.
 
-Every value carries the iteration it belongs to, and a wire says which iteration it reads. So the graph fixes which
+Every value carries the iteration it belongs to, and a wire declares which iteration it reads. So the graph fixes which
 policy version samples which rollout; overlapping generation with learning changes when things are computed, never what.
 """
 
@@ -46,11 +46,11 @@ class Executor:
         graph: checked graph.
         settings: the run section.
         model, data: given to every node's context.
-        run: run directory; None on other ranks than 0, and for a run that keeps nothing.
-        path: of the run directory, where rank 0 of several has it open.
-        sinks: further places for metrics; closed with the executor.
-        observer: progress display.
-        team: the processes that run this graph together; each has an executor of its own.
+        run: run directory; None on ranks other than 0, and for a run that writes nothing.
+        path: path of the run directory on ranks that do not have it open.
+        sinks: further sinks for metrics; closed with the executor.
+        observer: receives progress, for a display.
+        team: the processes that run this graph together; each has its own executor.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Executor:
             for runner in self._runners.values():
                 if runner.has_shards:
                     runner.load_shards(checkpoint.path / SHARDS)
-                runner.harvest()  # what `setup` logs and rejects belongs to the first start
-        # From here on as if this attempt had run the iterations before.
+                runner.harvest()  # drops what `setup` logged and rejected: the first start has already reported it
+        # From here on the state is as if this attempt had run the earlier iterations.
         self._values.completed = self._start - 1
         self._snapshots.saved = self._start - 1
         return self._start
@@ -179,7 +179,7 @@ class Executor:
             return Outcome("finished", self._values.completed + 1, final)
 
     def evaluate(self) -> dict[str, float]:
-        """Runs the nodes whose class has `final_pass`, and what they need, on the latest values; returns their metrics.
+        """Runs the nodes with `final_pass`, and those they depend on, on the latest values; returns their metrics.
 
         The iteration is the number of iterations of the run; `@k` wires carry their newest value.
         """
@@ -236,11 +236,11 @@ class Executor:
             logger.warning("closing the run after an error: %s", second)  # must not hide the first one
 
     def _seed_values(self, in_flight: InFlight) -> None:
-        """Puts what `@k` wires read in the first iterations: the checkpoint's values, else the nodes' initial ones."""
+        """Sets the values that `@k` wires read in the first iterations: from the checkpoint, else the initial ones."""
         initial: dict[str, dict[str, Any]] = {}
         restored = set(self._team.from_first(list(in_flight)))
-        # Every rank gets the initial values of collective nodes, whether it reads them or not: making them may take
-        # all ranks.
+        # Every rank computes the initial values of collective nodes, whether it reads them or not, because that may
+        # be a collective operation.
         for (name, output), delay in Values(self.graph.nodes).delays.items():
             if name not in self._runners:
                 continue
@@ -270,18 +270,18 @@ class Executor:
             return
         generation = [n for n in self._view.nodes if lanes[n.name] == "generation"]
         learning = [n for n in self._view.nodes if lanes[n.name] == "learning"]
-        # The learner keeps the main thread: signals arrive there.
+        # The learning lane runs in the main thread, because signals arrive there.
         thread = threading.Thread(target=self._generation_lane, args=(generation,), name="generation", daemon=True)
         thread.start()
         try:
             self._main_lane("learning", learning, others=["generation"])
         except KeyboardInterrupt as error:
-            self._values.fail(error)  # at once: the thread is a daemon
+            self._values.fail(error)  # not joined: the thread is a daemon, so an interrupt ends the process at once
             raise
         except BaseException as error:
             self._values.fail(error)
             thread.join()
-            # The generation lane failed first: its error is the one to show.
+            # The generation lane failed first, so its error is raised.
             if isinstance(error, Stopped) and self._values.error is not None:
                 raise self._values.error from self._values.error.__cause__
             raise
@@ -291,7 +291,7 @@ class Executor:
         lanes = [lane, *others]
         self._mark = perf_counter()
         self._cpu_mark = process_time()
-        self._trace.shares()  # the first call sets their beginning
+        self._trace.shares()  # the first call starts the measurement
         for iteration in self._stops.iterations(lane, self._start):
             self._run_nodes(lane, nodes, iteration)
             self._complete(iteration, lanes)
@@ -348,7 +348,7 @@ class Executor:
         self._values.release(node, iteration)
 
     def _complete(self, iteration: int, lanes: list[str]) -> None:
-        """Waits for the other lane's part of an iteration, then logs the whole."""
+        """Waits for the other lane's part of an iteration, then logs the metrics of both."""
         self._values.wait_until(lambda: all((lane, iteration) in self._reports for lane in lanes))
         begin = perf_counter()
         cpu = process_time()

@@ -1,4 +1,4 @@
-"""The numbers of the run itself, and where all numbers go: metrics.jsonl and other sinks, such as wandb."""
+"""Metrics of the run itself, and the sinks that receive all metrics: metrics.jsonl and others, such as wandb."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from pipeline.core.metric import Metric
 from pipeline.run.run_directory import writing
 
 EXECUTOR_METRICS = (
-    Metric("iteration", "number", "the iteration, from 0; the final pass has the number of iterations"),
-    Metric("seconds/<node>", "s", "wall time of the node's `run`; of several replicas the longest"),
-    Metric("seconds/iteration", "s", "wall time since the iteration before was logged"),
-    Metric("seconds/cpu", "s", "processor time of this process, all threads, in `seconds/iteration`; no phase of it"),
+    Metric("iteration", "number", "the iteration, from 0; for the final pass, the number of iterations"),
+    Metric("seconds/<node>", "s", "wall time of the node's `run`; the longest of several replicas"),
+    Metric("seconds/iteration", "s", "wall time since the previous iteration was logged"),
+    Metric(
+        "seconds/cpu",
+        "s",
+        "processor time of this process, all threads, during `seconds/iteration`; not one of its phases",
+    ),
     Metric(
         "seconds/executor",
         "s",
-        "wall time of the executor between nodes, and of writing the metrics of the iteration before",
+        "wall time of the executor between nodes, and of writing the metrics of the previous iteration",
     ),
-    Metric("seconds/checkpoint", "s", "wall time of the checkpoint that the iteration before made"),
+    Metric("seconds/checkpoint", "s", "wall time of the checkpoint after the previous iteration"),
     Metric("seconds/waiting_<lane>", "s", "wall time in which a lane (generation, learning) waited for the other one"),
     Metric(
         "utilisation/engine",
         "share",
-        "time since the iteration before in which the engine took weights, generated or scored",
+        "time since the previous iteration in which the engine loaded weights, generated or scored",
     ),
     Metric("utilisation/learner", "share", "time in which the learner ran"),
     Metric("utilisation/credit", "share", "time in which verifiers, rewards and credit nodes ran"),
@@ -48,7 +52,7 @@ class WandbSettings:
     project: str = "creditgraph"
     """project name"""
     entity: str = ""
-    """user or team; "" takes the account's default"""
+    """user or team; "" means the account's default"""
     checkpoints: bool = False
     """also keep every checkpoint as an artifact; offline, each is copied to wandb's staging folder"""
 
@@ -66,7 +70,7 @@ class TableSettings:
     """Tables of rollouts for wandb and TensorBoard."""
 
     every: int = 10
-    """iterations between tables, of those that are recorded; 0 writes none"""
+    """iterations between tables, counting recorded ones only; 0 writes none"""
     rows: int = 16
     """rollouts per table, evenly spaced over those of the iteration"""
 
@@ -76,13 +80,13 @@ class TableSettings:
 
 
 class Sink(Protocol):
-    """Takes one iteration's metrics at a time, from one thread."""
+    """Receives the metrics of one iteration at a time, from one thread."""
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Records the metrics of an iteration."""
 
     def sync(self) -> None:
-        """Makes everything logged so far durable; what was recorded so far is written by then."""
+        """Makes everything logged so far durable; it is called after the records so far were written."""
 
     def close(self) -> None:
         """Ends the sink."""
@@ -123,7 +127,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file; a half-written line and what is no row are left out, and no file has no rows."""
+    """Reads the rows of a .jsonl file; skips half-written lines and lines that are no row; [] if there is no file."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
@@ -159,7 +163,7 @@ def cut_lines(path: Path, last_iteration: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinities as None, what JSON lacks as text."""
+    """Converts a value for JSON: NaN and infinities become None, other types that JSON lacks become text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

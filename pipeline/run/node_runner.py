@@ -1,4 +1,4 @@
-"""One node of a running graph: builds its component, runs it, checks what it returns, collects what it logs."""
+"""One node of a running graph: builds its component, runs it, checks its outputs and collects its metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.run.timeline.spans import phase_of
 
 
 class ContractError(CreditgraphError):
-    """A component does not keep to its own declaration."""
+    """A component does not follow its own declaration."""
 
 
 class NodeFailure(RuntimeError):
@@ -30,7 +30,7 @@ class NodeFailure(RuntimeError):
 
 @dataclass
 class NodeReport:
-    """What a node logged in one iteration.
+    """Metrics and rejected rows of one node in one iteration.
 
     Attributes:
         metrics: complete name ("node/name", "seconds/node") → number.
@@ -47,7 +47,7 @@ class NodeReport:
 
 @dataclass
 class LaneReport:
-    """What one lane did in one iteration: node → report, and the seconds the lane itself took and waited."""
+    """Report of one lane in one iteration: node → report, and the seconds that the lane itself worked and waited."""
 
     nodes: dict[str, NodeReport] = field(default_factory=dict)
     overhead: float = 0.0
@@ -65,7 +65,7 @@ class NodeRunner:
         self.phase = phase_of(node)
 
     def setup(self) -> None:
-        """Builds the component and lets it load its models and files."""
+        """Builds the component and calls its `setup`."""
         with self._named("setup"), self.context.trace.span(self.node.name, "setup"):
             self.component = self.node.cls(self.node.config)
             self.component.setup(self.context)
@@ -82,7 +82,7 @@ class NodeRunner:
             return encode(state, f"{self.node.name}: state_dict()", copy) if state else None
 
     def load(self, state: dict[str, Any]) -> None:
-        """Gives a state back to the component."""
+        """Restores the component's state."""
         with self._named("load_state_dict()"):
             self.component.load_state_dict(state)
 
@@ -92,13 +92,13 @@ class NodeRunner:
         return self.node.placement == "collective" and self.node.cls.save_shards is not Component.save_shards
 
     def save_shards(self, folder: Path) -> None:
-        """Lets the component write this rank's part into its folder below `folder`."""
+        """Has the component write this rank's part into its folder below `folder`."""
         with self._named("save_shards()"):
             (folder / self.node.name).mkdir(parents=True, exist_ok=True)
             self.component.save_shards(folder / self.node.name)
 
     def load_shards(self, folder: Path) -> None:
-        """Gives the component its folder below `folder`, when a checkpoint has one."""
+        """Has the component read its folder below `folder`, if the checkpoint has one."""
         if (folder / self.node.name).is_dir():
             with self._named("load_shards()"):
                 self.component.load_shards(folder / self.node.name)
@@ -118,9 +118,9 @@ class NodeRunner:
         return self._checked(result, iteration)
 
     def harvest(self) -> NodeReport:
-        """Takes what the node logged since the last call.
+        """Returns the metrics and rejected rows since the last call.
 
-        It is called when its readers have run, because a handle that it returned may log too.
+        It is called after the node's readers have run, because a handle that it returned may log too.
         """
         name = self.node.name
         context = self.context
@@ -146,7 +146,7 @@ class NodeRunner:
                 f"{', '.join(sockets) or 'None'}. "
                 "Return an instance of the dataclass that run is annotated with."
             )
-        # The graph was checked by what classes declare; only here does it show whether a component keeps to it.
+        # The graph check relies on declarations; whether a component follows its own can only be checked here.
         outputs = {}
         for name, socket in sockets.items():
             value = getattr(result, name)
@@ -161,7 +161,7 @@ class NodeRunner:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Puts node and place in front of what goes wrong inside; a user's mistake stays one."""
+        """Prefixes errors raised inside with node and place; errors of the user keep their type."""
         place = f"{self.node.name} ({self.node.use}), {what}"
         try:
             yield
@@ -173,11 +173,11 @@ class NodeRunner:
 
 
 def set_origin(value: Any, origin: str) -> Any:
-    """Marks a payload with the output it came from; one that another node passes on is copied, without its tensors."""
+    """Marks a payload with the output it came from; a payload of another node is copied first, sharing its tensors."""
     if not isinstance(value, Payload) or value.origin == origin:
         return value
     if value.origin:
-        # A handle is an object with state; a copy would be another one.
+        # A handle is an object with state, so a copy would be a different handle.
         if isinstance(value, Handle):
             return value
         value = copy.copy(value)

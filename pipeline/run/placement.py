@@ -53,7 +53,7 @@ class RankView:
         return self._collectives[self._lane_of[node]]
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
-        """What a node gets; a collective node the batches of all replicas."""
+        """Returns the inputs of a node; for a collective node, the batches of all replicas."""
         if node.placement != "collective" or self.ranks.world == 1:
             return values.gather(node, iteration)
 
@@ -71,14 +71,14 @@ class RankView:
         return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
 
     def recorded(self, node: Node, value: Any) -> Any:
-        """What rank 0 records of an output: a batch of all replicas, else its own value. Every leader calls it."""
+        """Returns the value that rank 0 records: a batch of all replicas, else its own value. Every leader calls it."""
         if not self.many or node.placement == "collective" or not _is_sendable(value):
             return value
         parts = self.collectives(node.name).to_first(value)
         return None if parts is None else set_origin(join(parts), value.origin)
 
     def merge(self, reports: dict[str, NodeReport]) -> dict[str, NodeReport]:
-        """On rank 0 the reports, merged with those of all replicas' `replica` nodes; elsewhere the argument.
+        """Returns, on rank 0, the reports merged with those of all replicas' `replica` nodes; elsewhere the argument.
 
         Every leader calls it.
 
@@ -98,7 +98,7 @@ class RankView:
     # Checkpoints
 
     def states(self, snapshots: Mapping[str, Encoded]) -> dict[str, Encoded]:
-        """On rank 0 the states of all replicas: "node.NAME", and "node.NAME@replica" where a replica's differs.
+        """Returns, on rank 0, all replicas' states: "node.NAME", and "node.NAME@replica" where a replica's differs.
 
         Every leader calls it.
         """
@@ -116,7 +116,7 @@ class RankView:
         return dict(snapshots) | others
 
     def in_flight(self, values: list[tuple[str, str, int, Any]]) -> dict[str, Encoded]:
-        """On rank 0 the values on `@k` wires: group "values", and "values@replica" for those of other replicas.
+        """Returns, on rank 0, the values on `@k` wires: group "values", and "values@replica" for other replicas.
 
         Every leader calls it.
         """
@@ -153,16 +153,16 @@ class RankView:
     def values_of(self, groups: dict[str, Any]) -> InFlight:
         """Values in flight for this replica.
 
-        When the number of replicas has changed, the first one gets the batches of all, the others no rows.
+        If the number of replicas has changed, the first one gets the batches of all, and the others get no rows.
         """
         held: InFlight = dict(groups.get("values", {}))
         others = [groups[f"values@{r}"] for r in range(1, len(groups)) if f"values@{r}" in groups]
-        made = 1 + len(others)
+        saved_replicas = 1 + len(others)
         for key, value in held.items():
             if key[0] not in self.graph or self.graph[key[0]].placement == "collective":
                 continue
             parts = [value, *(o[key] for o in others)]
-            if made == self.ranks.num_replicas:
+            if saved_replicas == self.ranks.num_replicas:
                 held[key] = parts[self.ranks.replica]
             elif isinstance(value, Batch):
                 whole = join(parts)

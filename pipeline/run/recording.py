@@ -2,8 +2,8 @@
 
 A row of a batch is a row of the table. A tensor is a column, a `Jagged` a list column over the same memory, a list of
 strings a string column, a list of other JSON values a string column of JSON text, and named columns ("columns.returns")
-one list column each. What belongs to the whole batch, the class and the tensor types are in the schema's metadata under
-"creditgraph". pandas, DuckDB and `datasets` read the files as they are.
+one list column each. Values of the whole batch, the class and the tensor types are in the schema's metadata under
+"creditgraph". pandas, DuckDB and `datasets` can read the files.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class RecordSettings:
 
 
 def to_arrow(payload: Any) -> pa.Table:
-    """A payload as a table. Tensors on the CPU are not copied (but bool and half-precision ones).
+    """A payload as a table. Tensors on the CPU are not copied, except for bool and half precision.
 
     Raises:
-        DataError: a field that has no column form; names it.
+        DataError: a field cannot be a column; the error names it.
     """
     if not isinstance(payload, Payload) or isinstance(payload, Handle | Weights):
         raise DataError(f"{_place(payload)}: a {type(payload).__name__} is a handle and cannot be recorded.")
@@ -75,7 +75,7 @@ def to_arrow(payload: Any) -> pa.Table:
 
 
 def from_arrow(table: pa.Table, place: str = "table") -> Any:
-    """The payload a table was made of.
+    """Restores the payload from its table.
 
     Raises:
         DataError: the table was not made by `to_arrow`, or by another version of it.
@@ -96,7 +96,7 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
         cls = payload_class(note["class"])
     except RunError as error:
         raise DataError(f"{place}: {error}") from None
-    # A field that has gone since is ignored, so that older records can be read.
+    # A field that the class no longer has is ignored, so that older records can be read.
     known = {f.name for f in dataclasses.fields(cls)}
     values = {name: _unpack(name, how, table) for name, how in note["fields"].items() if name in known}
     missing = [
@@ -115,7 +115,7 @@ def from_arrow(table: pa.Table, place: str = "table") -> Any:
 
 
 def write_payload(path: Path, payload: Payload) -> None:
-    """Writes one Parquet file aside and renames it."""
+    """Writes one Parquet file under a temporary name and renames it."""
     table = to_arrow(payload)
     texts = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
     with replacing(path, durable=False) as aside:
@@ -126,7 +126,7 @@ def write_payload(path: Path, payload: Payload) -> None:
 
 
 def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """One Parquet file; quicker to start than `pq.read_table`, which imports the dataset machinery."""
+    """Reads one Parquet file; starts faster than `pq.read_table`, which imports the dataset machinery."""
     with pq.ParquetFile(file) as open_file:
         return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
@@ -152,7 +152,7 @@ def read_payload(path: Path) -> Any:
 
 
 class Recorder:
-    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a thread of its own.
+    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread.
 
     An error of the writer is raised by the next call. Handles (Policy, Verifier) and Weights leave a small JSON note
     instead.
@@ -176,7 +176,7 @@ class Recorder:
         return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._chosen
 
     def put(self, node: str, output: str, iteration: int, value: Any) -> None:
-        """Hands a value to the writer, when it is one to record."""
+        """Queues a value for the writer, if it is to be recorded."""
         name = f"{node}.{output}"
         if not self.wants(node, output, iteration):
             return
@@ -188,12 +188,12 @@ class Recorder:
             self._queue.put(lambda: self._write(name, iteration, value))
 
     def flush(self) -> None:
-        """Waits until everything handed over is written."""
+        """Waits until all queued values are written."""
         self._queue.join()
         self._check()
 
     def close(self) -> None:
-        """Writes what is left and ends the thread."""
+        """Writes the remaining values and ends the thread."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""One node of a finished run again, on its recorded inputs."""
+"""Runs one node of a finished run again, on its recorded inputs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipeline.run.session import GraphSession
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What running one node of a run again gives.
+    """Result of running one node of a run again.
 
     Attributes:
-        recorded: outputs as the run recorded them, those that it did.
-        outputs: those of now.
-        metrics: what the node logged now.
+        recorded: the outputs that the run recorded.
+        outputs: the outputs of this replay.
+        metrics: the metrics of this replay.
     """
 
     recorded: dict[str, Any]
@@ -39,8 +39,8 @@ class Replayed:
 class Replay(GraphSession):
     """Rebuilds single nodes of a finished run and the values they read.
 
-    Batches come from the run's records. Handles (Policy, Verifier) are made anew by their nodes, weights come from the
-    nearest checkpoint at or below the iteration; `notes` says where a value is not exactly that of the run.
+    Batches come from the run's records. Handles (Policy, Verifier) are created again by their nodes, weights come from
+    the nearest checkpoint at or below the iteration; `notes` lists values that may differ from those of the run.
     """
 
     def __init__(self, path: Path, changes: Mapping[str, Any] | None = None) -> None:
@@ -56,9 +56,9 @@ class Replay(GraphSession):
 
         Args:
             name: node of the run's graph.
-            iteration: whose inputs it reads.
+            iteration: iteration of the inputs.
             settings: changed settings of the node.
-            iterations: planned length of the run, where the node shall see another one.
+            iterations: planned length of the run as the node sees it; by default that of the run.
         """
         self.iterations = self.experiment.run.iterations if iterations is None else iterations
         node = self.graph[name]
@@ -76,10 +76,10 @@ class Replay(GraphSession):
         return Replayed({k: v for k, v in recorded.items() if v is not None}, outputs, metrics)
 
     def supply(self, wire: Wire, iteration: int) -> Any:
-        """A recorded value, a handle made anew, or the weights of the nearest checkpoint.
+        """Returns a recorded value, a newly created handle, or the weights of the nearest checkpoint.
 
         Raises:
-            RunError: the value was not recorded; says what was.
+            RunError: the value was not recorded; the error lists the recorded iterations.
         """
         node = self.graph[wire.source]
         output = node.sockets.outputs[wire.output]
@@ -90,7 +90,7 @@ class Replay(GraphSession):
             again = self.again(node.name, iteration, iterations=self.iterations)
             self.give(node.name, iteration, again.outputs)
             return again.outputs[wire.output]
-        # Weights are never recorded, and there is no record of what comes before the first iteration.
+        # Weights are never recorded, and values from before the first iteration are not recorded either.
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)
@@ -118,8 +118,8 @@ class Replay(GraphSession):
         return set_origin(read_payload(file), f"{node}.{output}") if file.exists() else None
 
     def _load_state(self, runner: NodeRunner, after: int) -> None:
-        """Gives a component its state after an iteration, from the nearest checkpoint at or below it."""
-        # By the class, not by what it holds now: a backlog is empty in a fresh component, but not in the checkpoint.
+        """Loads a component's state after an iteration, from the nearest checkpoint at or below it."""
+        # The class decides, not the present state: a backlog is empty in a fresh component, but not in the checkpoint.
         if type(runner.component).state_dict is Component.state_dict or after < 0:
             return
         at = max((number for number in self.checkpoints() if number <= after), default=-1)

@@ -69,9 +69,9 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A name to write to, which becomes `path` at the end: a reader sees the old or the new file, never half of it.
+    """Yields a temporary name to write to, which is renamed to `path`: a reader sees the old or the new file, whole.
 
-    After an error the old file is there as before. `durable` files survive a power cut.
+    After an error the old file is unchanged. `durable` files survive a power failure.
     """
     aside = path.with_name(f".tmp-{path.name}")
     with writing(path):
@@ -106,11 +106,11 @@ def check_run(path: Path) -> None:
 
 
 def take_lock(path: Path, instead: str) -> int:
-    """Locks a file for this process and writes its name into it; the lock ends with the process, however that ends.
+    """Locks a file for this process and writes the process into it; the lock ends with the process, however that ends.
 
     Args:
-        path: the file, in the directory that it is the lock of; made where there is none.
-        instead: what a user who cannot wait does, for the sentence.
+        path: the lock file, in the directory that it protects; created if missing.
+        instead: alternative to waiting, for the error sentence.
 
     Returns:
         A file descriptor; closing it gives the lock back.
@@ -146,7 +146,7 @@ def take_lock(path: Path, instead: str) -> int:
 
 @contextmanager
 def locked(path: Path, instead: str) -> Iterator[None]:
-    """`take_lock`, given back at the end."""
+    """Holds `take_lock` within the context."""
     handle = take_lock(path, instead)
     try:
         yield
@@ -155,7 +155,7 @@ def locked(path: Path, instead: str) -> Iterator[None]:
 
 
 def lock_holder(path: Path) -> str:
-    """Who has locked a file, as "process 12 on host since …"; "" without a lock, or on a file system without locks."""
+    """The holder of a lock, as "process 12 on host since …"; "" without one, or on a file system without locks."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -244,7 +244,7 @@ class RunDirectory:
         # Through YAML once, so that tuples and lists compare equal.
         changes = []
         for name, old, new in differences(earlier or {}, yaml.safe_load(yaml.safe_dump(config))):
-            # Of a section that only one side has, each setting is named where some of them are free to change.
+            # If only one side has a section, its settings are listed one by one when some of them are free to change.
             if any(p.startswith(f"{name}.") for p in places) and "absent" in (old, new):
                 changes += differences({} if old == "absent" else old, {} if new == "absent" else new, name)
             else:

@@ -1,4 +1,4 @@
-"""The `run` section of a configuration, and what a run tells those who started or watch it."""
+"""The `run` section of a configuration, and the observer that receives a run's progress."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RunSettings:
     root: str = "runs"
     """folder that holds run directories"""
     iterations: int = 100
-    """iterations to run in all; raising it later continues a finished run"""
+    """total number of iterations; raising it later continues a finished run"""
     seed: int = 0
     """key of every random stream"""
     device: str = "auto"
-    """where models live: cpu, cuda, cuda:1; auto takes CUDA when torch sees it"""
+    """device of models: cpu, cuda, cuda:1; auto means CUDA if torch sees it"""
     threads: int = 1
-    """torch threads on a CPU; 0 leaves torch's own choice (two that compete were seen to be 10 to 20 times slower than
-    one)"""
+    """torch threads on a CPU; 0 keeps torch's own choice (two threads that compete for a core were measured to be 10 to
+    20 times slower than one)"""
     overlap: bool = True
     """generate later iterations during learning where the wires allow it; the results are the same"""
     timeout: float = 1800.0
@@ -42,13 +42,13 @@ class RunSettings:
     record: RecordSettings = field(default_factory=RecordSettings)
     """which outputs are written as Parquet"""
     trace: TraceSettings = field(default_factory=TraceSettings)
-    """when each rank did what"""
+    """timeline of all ranks"""
     wandb: WandbSettings = field(default_factory=WandbSettings)
     """mirroring to Weights & Biases"""
     tensorboard: TensorboardSettings = field(default_factory=TensorboardSettings)
     """mirroring to TensorBoard"""
     tables: TableSettings = field(default_factory=TableSettings)
-    """rollouts shown in both"""
+    """tables of rollouts in both"""
 
     def __post_init__(self) -> None:
         if self.name in ("", ".", "..") or not self.name.isprintable():
@@ -83,7 +83,7 @@ def resolve_device(name: str, local_rank: int | None = None) -> str:
 
 
 class Observer:
-    """Receives progress, for a display; this one shows nothing. `node_started` may come from either lane's thread."""
+    """Receives progress, for a display; this one shows nothing. Either lane's thread may call `node_started`."""
 
     def node_started(self, node: str, iteration: int) -> None:
         """A node begins an iteration."""

@@ -1,4 +1,4 @@
-"""Part of a graph, outside a run: what replay, `creditgraph credit` and creditbench have in common."""
+"""Runs part of a graph outside a run; the base of replay, `creditgraph credit` and creditbench."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Tagged = tuple[str, str, int]  # node, output, iteration
 
 
 class GraphSession:
-    """Nodes of one graph, built when a value of theirs is requested, and run on the values their wires carry.
+    """Nodes of one graph, built when one of their values is requested, and run on the values of their wires.
 
         with GraphSession(experiment, weights=weights) as session:
             credit = session.value(Wire("advantage", "credit"), iteration=0)
 
-    Subclasses say where values come from that this session does not compute: see `supply`.
+    Subclasses override `supply` to provide values that this session does not compute.
 
     Args:
         experiment: the graph, and the run, model and data sections.
         seed: key of every random stream; by default the experiment's.
-        weights: carried by every delayed `Weights` wire; by default the learner's initial ones.
-        uids_from_top: numbers nodes from the highest index down, so that the rows of this session can be given to
+        weights: value of every delayed `Weights` wire; by default the learner's initial weights.
+        uids_from_top: numbers nodes from the highest index down, so that the rows of this session can be passed to
             another session of a similar graph without sharing a uid with its rows.
 
     Attributes:
-        graph: of the experiment.
+        graph: graph of the experiment.
         iterations: planned length of the run, as the nodes see it.
-        notes: what differs from the run, as sentences for the user.
+        notes: differences from the run, as sentences for the user.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class GraphSession:
         self._all_runners: list[NodeRunner] = []
 
     def give(self, node: str, iteration: int, outputs: Mapping[str, Any]) -> None:
-        """Takes these as the outputs of a node, which is then not run."""
+        """Sets the outputs of a node, which is then not run."""
         self._values.update({(node, output, iteration): value for output, value in outputs.items()})
 
     def outputs(self, node: str, iteration: int) -> dict[str, Any]:
-        """Those of a node's outputs that are known by now."""
+        """Returns the outputs of a node that are known so far."""
         return {o: v for (name, o, tag), v in self._values.items() if (name, tag) == (node, iteration)}
 
     def value(self, wire: Wire, iteration: int) -> Any:
-        """What a wire carries into an iteration; runs what is needed for it."""
+        """Returns the value of a wire in an iteration; runs the nodes needed for it."""
         key = (wire.source, wire.output, iteration - wire.delay)
         if key not in self._values:
             self._values[key] = self.supply(wire, key[2])
         return self._values[key]
 
     def supply(self, wire: Wire, iteration: int) -> Any:
-        """A value that is not known yet: a delayed one from before the session, else what running the node returns."""
+        """Computes a value that is not known yet: the initial one of a delayed wire, else the node's output."""
         if wire.delay:
             return self.initial(wire)
         return self.run(self.graph[wire.source], iteration)[wire.output]

@@ -20,7 +20,7 @@ States = dict[str, Encoded]  # "node.NAME" → state
 
 
 class Snapshots:
-    """Takes a lane's states when it ends an iteration, and writes checkpoints of both lanes' states.
+    """Takes snapshots of a lane's states at the end of an iteration, and writes checkpoints of both lanes' states.
 
     All nodes of a lane have run the same iterations when they are taken, so each is one side of a consistent cut.
 
@@ -45,7 +45,7 @@ class Snapshots:
         self._checkpoints = checkpoints
         self._every = every
         self._due: dict[tuple[str, int], States] = {}
-        # Of every recent iteration, without the large collective nodes: what a run whose servers are lost still saves.
+        # States of recent iterations, without the large collective nodes, for a run whose servers are lost.
         self._recent: dict[tuple[str, int], States] = {}
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -69,18 +69,22 @@ class Snapshots:
         return self._checkpoints is not None and self._every > 0 and (iteration + 1) % self._every == 0
 
     def take(self, lane: str, nodes: list[Node], iteration: int) -> None:
-        """At the end of a lane's iteration; the generation lane copies, as it runs on while the checkpoint is saved."""
+        """Takes the states at the end of a lane's iteration.
+
+        The generation lane copies them, because it continues while the checkpoint is saved.
+        """
         due = self._states(nodes, copy=lane == "generation") if self.is_due(iteration) else None
         light = self._states([n for n in nodes if n.placement != "collective"], copy=True)
         with self._values.changed:
             self._recent[lane, iteration] = light
-            self._recent.pop((lane, iteration - self._graph.max_delay - 3), None)  # no lane is further ahead of another
+            # No lane is further ahead of the other.
+            self._recent.pop((lane, iteration - self._graph.max_delay - 3), None)
             if due is not None:
                 self._due[lane, iteration] = due
                 self._values.changed.notify_all()
 
     def take_last(self, lane: str, nodes: list[Node], iteration: int) -> None:
-        """After a lane's last iteration, when no checkpoint was due."""
+        """Takes the states after a lane's last iteration, if no checkpoint was due."""
         if (lane, iteration) not in self._due:
             states = self._states(nodes, copy=False)
             with self._values.changed:
@@ -93,8 +97,8 @@ class Snapshots:
         Returns the seconds it took, without those of waiting for the other lane.
 
         Args:
-            iteration: whose end it is.
-            lanes: that have run it, or are about to.
+            iteration: the iteration that has ended.
+            lanes: the lanes that have run it, or are about to.
             flush: makes records and metrics durable first, so that a checkpoint is never newer than they are.
         """
         if self._checkpoints is None:
@@ -114,12 +118,12 @@ class Snapshots:
         return perf_counter() - begin
 
     def save_finished(self, flush: Callable[[], None]) -> None:
-        """Saves the last finished iteration of a run that cannot go on, unless the learner has gone beyond it."""
+        """Saves the last finished iteration of a run that cannot continue, unless the learner is already beyond it."""
         last = self._values.completed
         collective = [n for n in self._graph.nodes if n.placement == "collective"]
         beyond = any(self._runners[n.name].context.iteration != last for n in collective)
         if self._view.ranks.world > 1 or last <= self.saved or beyond:
-            return  # the newest checkpoint stands
+            return  # the newest checkpoint remains the latest state
         lanes = [lane for lane, iteration in self._recent if iteration == last]
         for lane in lanes:
             self._due[lane, last] = self._recent[lane, last]
@@ -135,7 +139,7 @@ class Snapshots:
         return {f"node.{name}": state for name, state in states.items() if state is not None}
 
     def _save_shards(self, folder: Path) -> None:
-        """Every rank writes its parts, between the creation of the folder and the manifest."""
+        """Has every rank write its shards, after the folder was created and before the manifest is written."""
         sharded = [runner for runner in self._runners.values() if runner.has_shards]
         if sharded:
             self._view.team.barrier()

@@ -1,4 +1,4 @@
-"""How a run ends: signals, the last iteration that all lanes and ranks agree on, and the outcome."""
+"""The end of a run: signals, the last iteration that all lanes and ranks agree on, and the outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Status = Literal["finished", "interrupted", "preempted"]
 EXIT_CODES: dict[Status, int] = {"finished": 0, "interrupted": 130, "preempted": 75}
 SIGNALS: dict[int, Status] = {signal.SIGINT: "interrupted", signal.SIGTERM: "preempted", signal.SIGUSR1: "preempted"}
 
-# In rising order: ranks that received different signals agree on the largest.
+# In ascending order: ranks that received different signals agree on the largest.
 _REASONS: tuple[Status | None, ...] = (None, "preempted", "interrupted")
 _NEXT_STEP: dict[Status, str] = {
     "interrupted": "press Ctrl-C again to stop now",
@@ -33,7 +33,7 @@ _NEXT_STEP: dict[Status, str] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How `Executor.run` ended.
+    """The outcome of `Executor.run`.
 
     Attributes:
         status: "finished", "interrupted" (Ctrl-C) or "preempted" (SIGTERM, SIGUSR1).
@@ -129,7 +129,7 @@ class Stops:
         self._values.changed.notify_all()
 
     def _agree(self, start: int) -> None:
-        """Once per iteration, in the main lane: if any rank has a reason to stop, all stop after the same iteration."""
+        """If any rank has a reason to stop, makes all stop after the same iteration; called once per iteration."""
         if self._team.ranks.world == 1 or self._last is not None:
             return
         with self._trace.waiting("other ranks"):

@@ -1,4 +1,4 @@
-"""What travels on the wires of a running graph: values tagged with their iteration, shared by the two lanes."""
+"""The values on the wires of a running graph, tagged with their iteration and shared by the two lanes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def as_inputs(node: Node, by_socket: dict[str, list[Any]]) -> dict[str, Any]:
 class Values:
     """Values by (node, output, iteration). Reading waits until the value exists or a lane has failed.
 
-    `nodes` are those that run on this rank; what they read from others does not come this way.
+    `nodes` are those that run on this rank; values that they read from other ranks are not kept here.
 
     A value read only within its iteration is dropped after its last reader. One read with `@k` is kept until `complete`
-    says that iteration + k is over, checkpoint included, so that the values in flight at any cut are at hand.
+    reports the end of iteration + k, checkpoint included, so that every checkpoint can save the values in flight.
     """
 
     def __init__(self, nodes: Sequence[Node], trace: Trace = NO_TRACE) -> None:
@@ -58,7 +58,7 @@ class Values:
         self._waited: defaultdict[int, float] = defaultdict(float)
 
     def put(self, node: str, output: str, iteration: int, value: Any) -> None:
-        """Stores a value and wakes whoever waits for it; a value that no node reads is not kept."""
+        """Stores a value and wakes the threads that wait for it; a value that no node reads is not kept."""
         readers = self._readers[node, output]
         if readers:
             with self.changed:
@@ -91,7 +91,7 @@ class Values:
                         del self._left[key], self._values[key]
 
     def complete(self, iteration: int) -> None:
-        """Everything of `iteration` is done and, where due, checkpointed."""
+        """Marks `iteration` as done and, if due, checkpointed."""
         with self.changed:
             self.completed = iteration
             for key in [k for k in self._values if k[2] + self.delays.get(k[:2], 0) <= iteration]:

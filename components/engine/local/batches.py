@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.core.jagged import Jagged
 
-# Numbers of one [rows, vocabulary] block in float32; larger batches are worked through in blocks of rows.
+# Elements of one [rows, vocabulary] block in float32; larger batches are processed in blocks of rows.
 BLOCK = 1 << 24
 
 
@@ -56,7 +56,7 @@ class ScoringBatch(NamedTuple):
 
 
 def scoring_batches(context: Jagged, tokens: Jagged, limit: int) -> Iterator[ScoringBatch]:
-    """All rows with tokens to score, the shortest first, in tables of at most `limit` tokens (one row at least)."""
+    """Yields all rows with tokens to score, the shortest first, in tables of at most `limit` tokens (or one row)."""
     total = context.lengths + tokens.lengths
     order = torch.argsort(total)
     order = order[tokens.lengths[order] > 0]

@@ -15,7 +15,7 @@ from pipeline.core.jagged import Jagged
 
 # Places of one attention mask [rows, branch tokens, all tokens]; a longer row goes alone.
 MASK_ELEMENTS = 1 << 26
-# Tokens from which on a batch of its own costs less than padding.
+# From this number of tokens on, a separate batch costs less than padding.
 WORTH_A_PASS = 1024
 
 
@@ -70,8 +70,8 @@ def score_branches(
 ) -> tuple[Scores, int]:
     """Scores the tokens of branches after what comes before them in their trunks.
 
-    A branch token attends to the trunk before its branch and to its own branch; positions continue from there. A trunk
-    is run as far as its last branch point, and a branch without its last token, which predicts nothing.
+    A branch token attends to the trunk before its branch and to its own branch; positions continue those of the trunk.
+    A trunk is run up to its last branch point, and a branch without its last token, which predicts nothing.
 
     Returns:
         log-probs and entropies of `branches.tokens`, and the number of tokens that went through the model.
@@ -108,7 +108,7 @@ def score_branches(
 def _run(decoder: LeanDecoder, branches: Branches) -> tuple[Tensor, Tensor]:
     """Hidden states [B·(T + S), C] of one batch, and the place in them that predicts each of its tokens.
 
-    Branches are ordered by `row`; their tokens stand one after the other in the S slots of their trunk.
+    Branches are ordered by `row`; their tokens follow each other in the S slots of their trunk.
     """
     trunk, host, at, tokens = branches
     device = decoder.device
@@ -139,7 +139,7 @@ def _run(decoder: LeanDecoder, branches: Branches) -> tuple[Tensor, Tensor]:
 def _parts(reach: list[int], inner: list[int], batch_tokens: int) -> list[slice]:
     """Cuts trunks, sorted by branch tokens, into batches within the limits of padded tokens and attention mask.
 
-    A batch that is worth a pass of its own is also cut where padding would make up more than half of it.
+    A batch that is large enough for a separate pass is also cut where padding would be more than half of it.
     """
     parts: list[slice] = []
     start = longest = real = 0

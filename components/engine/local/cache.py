@@ -28,7 +28,7 @@ class GroupCache:
         self.positions = lengths[group]  # int64 [B], of each row's next token
         self.filled = 0  # tokens that every row has sampled
         entries = len(self._prompt)
-        # Zeros, because a masked weight of 0 times what happens to lie in memory could be NaN.
+        # Zeros, because a masked weight of 0 times uninitialised memory could be NaN.
         self.keys = like.new_zeros(layers, entries, heads, dim, self.prompt_columns)
         self.values = like.new_zeros(layers, entries, heads, self.prompt_columns, dim)
         self.mask: Tensor | None = None  # additive [E, columns] where prompts are of different lengths
@@ -54,7 +54,7 @@ class GroupCache:
         entry = place // self._members
         member = place % self._members
         heads = len(self._heads)
-        # Row-and-head order [B, H] of what lies in entry order [E, H, M], and back; empty places repeat row 0.
+        # Indices from entry order [E, H, M] to row-and-head order [B, H] and back; empty places repeat row 0.
         self._from_entries = ((entry[:, None] * heads + self._heads) * self._members + member[:, None]).reshape(-1)
         back = place.new_zeros(self.keys.shape[1] * heads * self._members)
         back[self._from_entries] = torch.arange(len(self._from_entries), device=place.device)
@@ -99,7 +99,7 @@ class GroupCache:
         self._values[:, moved, :, : self.filled] = self._values[:, source, :, : self.filled]
         self.positions = self.positions[index]
         place = self._place[index]
-        # Prompts whose rows have all ended would still be multiplied with.
+        # Prompts whose rows have all ended would still take part in the matrix products.
         used = torch.bincount(place // self._members, minlength=self.keys.shape[1]) > 0
         if 2 * int(used.sum()) <= len(used):
             self.keys = self.keys[:, used]

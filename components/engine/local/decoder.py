@@ -1,4 +1,4 @@
-"""What generation and scoring need of a model, and an implementation through transformers' own forward."""
+"""The interface of a model for generation and scoring, and an implementation through transformers' own forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Decoder(Protocol):
     device: torch.device
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes new weights, complete and checked, by Hugging Face name."""
+        """Loads new weights, complete and checked, by Hugging Face name."""
         ...
 
     def prefill(self, prompts: Jagged, group: Tensor, room: int) -> Tensor:
@@ -87,7 +87,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes new weights by name."""
+        """Loads new weights by name."""
         own = self.model.state_dict()
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

@@ -31,7 +31,7 @@ from pipeline.core.payloads import Weights
 class LocalEngine(Engine):
     """Samples and scores with any transformers causal language model, in this process, on CPU or GPU.
 
-    Equal prompts are prefilled once, rows that end leave the batch, and large batches are cut into waves. Qwen2, Qwen3,
+    Equal prompts are prefilled once, ended rows leave the batch, and large batches are split into waves. Qwen2, Qwen3,
     Llama and Mistral run on a lean decoder that is compared with transformers' forward in `setup`; every other model
     runs through that forward. A policy handle is valid until the engine loads the next weights.
     """
@@ -47,13 +47,13 @@ class LocalEngine(Engine):
         """Settings."""
 
         max_rows: int = 512
-        """rows decoded at once; more rows go in waves (same results)"""
+        """rows decoded at once; more rows are split into waves (same results)"""
         max_batch_tokens: int = 524288
-        """tokens (prompt plus response budget) whose cache is held at once; lower it when memory runs out"""
+        """tokens (prompt plus response budget) cached at once; lower it if memory runs out"""
         score_tokens: int = 16384
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
-        """lean: fast forward of some models; transformers: the model's own; auto: lean where its logits are the same"""
+        """lean: fast forward of some models; transformers: the model's own; auto: lean if its logits are the same"""
         attributions: bool = False
         """keeps a second copy of the weights on the lean decoder, for gradients (value.gradient_attribution)"""
 
@@ -81,7 +81,7 @@ class LocalEngine(Engine):
         self._twin: tuple[Any, int] | None = None
 
     def run(self, *, weights: Weights) -> Outputs:
-        """Loads weights (without tensors and path: the model's own) and returns a policy of their version."""
+        """Loads weights (the model's own if they have no tensors and no path); returns a policy of their version."""
         start = time.perf_counter()
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
@@ -119,7 +119,7 @@ class LocalEngine(Engine):
 
 
 class LocalPolicy(EnginePolicy):
-    """Handle on a `LocalEngine` holding the weights of one version."""
+    """Handle on a `LocalEngine` with the weights of one version."""
 
     engine: LocalEngine
 
@@ -207,7 +207,7 @@ def choose_decoder(model: Any, choice: str, context: int) -> Decoder:
     if not reason:
         lean = LeanDecoder(model, context)
         difference = largest_difference(lean, model)
-        # bfloat16 keeps 8 bits, so rounding in another order shows at about 1 % of the largest logit.
+        # bfloat16 keeps 8 bits, so a different order of rounding changes logits by about 1 % of the largest one.
         tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
         if difference <= tolerance:
             return lean
@@ -225,7 +225,7 @@ def largest_difference(lean: LeanDecoder, model: Any) -> float:
     tokens = (torch.arange(2 * length, device=device).view(2, -1) * 7919 + 13) % lean.vocab_size
     expected = model(input_ids=tokens, use_cache=False).logits[:, -2:].float()
     prompts = Jagged.from_rows([tokens[0, :-1].cpu(), tokens[1, :-1].cpu()]).to(device)
-    # The last two logits: one of the prefill, one of a step.
+    # The last two logits: one from the prefill, one from a step.
     logits = [lean.prefill(prompts, torch.arange(2, device=device), 1), lean.step(tokens[:, -1])]
     lean.release()
     difference = (torch.stack(logits, 1).float() - expected).abs().max() / expected.abs().max()

@@ -1,4 +1,4 @@
-"""The generation loop: waves of rows, one token per row and step, rows leave when they end.
+"""The generation loop: waves of rows, one token per row and step; rows leave the batch when they end.
 
 All rows of a wave have made the same number of steps, so the step, plus what a row had sampled before, is the counter
 of the row's random stream. A row's tokens depend on its own prompt, seed and limits only, never on other rows or on how
@@ -25,11 +25,11 @@ from pipeline.core.streams import counter_uniform
 
 RUNNING, EOS, STOP, FINAL, THOUGHTS, LENGTH, PAUSED = range(7)
 REASONS = ("", "eos", "stop", "final", "thoughts", "length", "paused")
-# Rows leave the batch once this share of it has ended.
+# Rows leave the batch once this share of it has ended, because removing rows copies parts of the cache.
 LEAVE_SHARE = 0.04
-# On an accelerator each look at what has ended waits for the device, so it is taken every few steps.
+# On an accelerator each check for ended rows waits for the device, so it is done every few steps.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
-_UNIFORM_BLOCK = 32
+_UNIFORM_BLOCK = 32  # steps whose random numbers are drawn at once
 
 
 class Generated(NamedTuple):
@@ -89,7 +89,7 @@ class _Ends:
         self._never = self._budget.new_zeros(count, dtype=torch.bool)
 
     def step(self, taken: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """After the `taken`-th token: int64 [B], why a row ended (0: it goes on); bool [B], whether a thought ended."""
+        """After the `taken`-th token: int64 [B], why a row ended (0: not ended); bool [B], whether a thought ended."""
         hit = self._never if self._stop is None else self._stop.advance(tokens)
         # Later reasons take precedence over earlier ones.
         reason = (self._budget <= taken) * LENGTH
@@ -122,7 +122,7 @@ class _Ends:
 
 
 def _replay(matcher: Matcher, opened: Jagged, device: torch.device) -> None:
-    """Shows a matcher the tokens of open thoughts, so that it finds strings that began before the row was paused."""
+    """Feeds a matcher the tokens of open thoughts, so that it matches strings that began before the row was paused."""
     table, mask = left_padded(opened)
     table = table.to(device)
     mask = mask.to(device)
@@ -132,7 +132,7 @@ def _replay(matcher: Matcher, opened: Jagged, device: torch.device) -> None:
 
 
 class _Step(NamedTuple):
-    """What one step gives each row of the batch, each [B]; also tables of many steps, [rows, steps].
+    """Results of one step for each row of the batch, each [B]; also tables of many steps, [rows, steps].
 
     Attributes:
         tokens: int64.
@@ -214,7 +214,7 @@ class _Call:
         for taken in range(1, room + 1):
             offset = (taken - 1) % _UNIFORM_BLOCK
             if offset == 0:
-                # Random numbers of many steps at once; a row that continues counts from the tokens it had.
+                # Random numbers of many steps at once; a continued row starts counting at its number of earlier tokens.
                 counters = np.arange(taken - 1, taken - 1 + _UNIFORM_BLOCK, dtype=np.uint64)
                 here = place.numpy()
                 block = counter_uniform(seeds[here, None], drawn[here, None] + counters)
@@ -257,7 +257,7 @@ def generate(
 ) -> tuple[Generated, int]:
     """Samples every row of the requests; also returns the number of prefilled tokens.
 
-    Rows that may get no token come back empty with reason "length". Thought ends are those of whole rows.
+    Rows that may get no token are returned empty with reason "length". Thought ends are those of whole rows.
     """
     begun = Begun.of(requests, limits)
     call = _Call(decoder, requests, limits, begun, text, forbidden)

@@ -27,7 +27,7 @@ from pipeline.core.jagged import Jagged
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-_PREFILL_TOKENS = 1 << 14
+_PREFILL_TOKENS = 1 << 14  # padded prompt tokens per forward pass
 
 
 class _Linear(NamedTuple):
@@ -47,7 +47,7 @@ class _Layer(NamedTuple):
 
 
 def unsupported(model: Any) -> str:
-    """Why a transformers model cannot be run by `LeanDecoder`, "" when it can."""
+    """The reason why `LeanDecoder` does not support a transformers model, "" if it does."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"model type '{config.model_type}' is not one of {', '.join(MODEL_TYPES)}"
@@ -63,7 +63,7 @@ def unsupported(model: Any) -> str:
 
 
 class LeanDecoder:
-    """See the module's text. Owns its weights: the transformers model may be dropped afterwards.
+    """See the module docstring. Copies the weights, so the transformers model may be dropped afterwards.
 
     Args:
         model: a supported transformers model.
@@ -135,7 +135,7 @@ class LeanDecoder:
     def _turns(self, length: int) -> Tensor:
         """cos + i·sin of positions 0 … length − 1: complex64 [length, D/2]."""
         if len(self._turn) < length:
-            # A power of two, so that growing is rare; transformers' own module knows about frequency scaling.
+            # A power of two, so that growing is rare; transformers' own module applies frequency scaling.
             size = min(max(1 << (length - 1).bit_length(), 256), max(self._context, length))
             positions = torch.arange(size, device=self.device)[None]
             cos, sin = self._rotary(torch.zeros(1, device=self.device), positions)
@@ -158,7 +158,7 @@ class LeanDecoder:
         if qkv.dtype == torch.float32:
             torch.view_as_complex(pairs).mul_(turn)
         else:
-            # There are no complex numbers of 16 bits.
+            # torch has no 16-bit complex type.
             pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * turn))
         return qkv
 

@@ -79,7 +79,7 @@ def truncate(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def chosen(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, float32 [B], of given tokens [B] under softmax(logits / temperature), logits [B, V]."""
+    """Log-probs and entropies, float32 [B], of tokens [B] under softmax(logits / temperature), logits [B, V]."""
     logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature

@@ -39,7 +39,7 @@ def score(decoder: Decoder, context: Jagged, tokens: Jagged, temperature: float,
         decoder: the model.
         context: int32 [N rows], at least one token in each row that has tokens to score.
         tokens: int32 [N rows].
-        temperature: of the softmax; 0 counts as 1, as in generation.
+        temperature: temperature of the softmax; 0 counts as 1, as in generation.
         batch_tokens: padded tokens per forward pass; a longer row goes alone.
     """
     logprobs = torch.zeros(len(tokens.values))
@@ -61,7 +61,7 @@ def attribute(model: Any, context: Jagged, tokens: Jagged, temperature: float, b
     Args:
         model: a transformers causal language model; only its input embeddings get gradients.
         context, tokens: Jagged int32 [N rows]; a row without tokens gets zeros.
-        temperature: of the softmax; 0 counts as 1.
+        temperature: temperature of the softmax; 0 counts as 1.
         batch_tokens: padded tokens per pass; a longer row goes alone.
     """
     out = torch.zeros(len(context.values))

@@ -1,4 +1,4 @@
-"""What a call of `generate` samples: where rows begin that may have been paused, and the waves they are cut into."""
+"""The rows that a call of `generate` samples: where paused rows continue, and the waves into which rows are split."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pipeline.core.jagged import Jagged
 
 @dataclass(frozen=True)
 class Begun:
-    """Where rows are that may have sampled before.
+    """The state of rows at the beginning of a call; they may have sampled before.
 
     Attributes:
-        contexts: Jagged int32 [N], prompt and what was sampled.
+        contexts: Jagged int32 [N], prompt and sampled tokens.
         taken: int64 [N], tokens sampled.
         thoughts: int64 [N], thoughts closed.
         opened: Jagged int32 [N], tokens of the open thought.
         room: int64 [N], tokens the row may still get.
-        pause: int64 [N], new tokens after which it is left as it is, or None.
+        pause: int64 [N], new tokens after which the row is paused, or None.
         ends: Jagged int32 [N], thought ends so far, or None.
     """
 

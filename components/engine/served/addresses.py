@@ -1,4 +1,4 @@
-"""Where servers are: addresses, the file that lists them, free ports, and the GPUs of servers to be started."""
+"""Addresses of servers, the file that lists them, free ports, and the GPUs of servers to be started."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server is.
+    """The address of a server.
 
     Attributes:
-        url: "http://host:port"; "" for one that is to be started.
-        identity: served model name that it must report, "" to take any.
-        name: in messages, for example "server 1".
-        log: its log file, "" when it is not known.
-        pid: of the process that guards it, 0 when it is not known.
+        url: "http://host:port"; "" for a server that is to be started.
+        identity: served model name that it must report, "" to accept any.
+        name: name in messages, for example "server 1".
+        log: its log file, "" if not known.
+        pid: id of the process that guards it, 0 if not known.
         listed_in: rendezvous file that lists it, "" for none.
-        gpus: CUDA_VISIBLE_DEVICES of a server that is to be started, "" to leave the variable alone.
+        gpus: CUDA_VISIBLE_DEVICES of a server that is to be started, "" to leave the variable unchanged.
     """
 
     url: str
@@ -45,13 +45,13 @@ class Address:
 def find_servers(
     settings: ServerSettings, place: str = "engine", replica: int = 0, gpus: Sequence[Sequence[str]] = ()
 ) -> list[Address]:
-    """The servers that the settings name; raises ConfigError for both addresses and a rendezvous.
+    """Returns the servers of the settings; raises ConfigError if they have both addresses and a rendezvous.
 
     Args:
-        settings: where the servers are.
+        settings: settings of the servers.
         place: node name, for messages.
-        replica: data-parallel replica that starts servers of its own; part of their names from the second on.
-        gpus: of each server to be started, from `share_gpus`; empty on a CPU.
+        replica: data-parallel replica that starts its own servers; part of their names from the second on.
+        gpus: GPUs of each server to be started, from `share_gpus`; empty on a CPU.
     """
     if settings.addresses and settings.rendezvous:
         raise ConfigError(
@@ -87,7 +87,7 @@ def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
 def read_rendezvous(path: Path, seconds: float) -> list[Address]:
     """The servers in an `engines.json`, waiting up to `seconds` for it; raises RunError when there are none.
 
-    A path that does not end in .json is a folder, in which each start of a job has a file of its own.
+    A path that does not end in .json is a folder with one file per start of a job.
     """
     if path.suffix != ".json":
         path = path / f"{os.environ.get(ATTEMPT) or BY_HAND}.json"
@@ -113,7 +113,7 @@ def read_rendezvous(path: Path, seconds: float) -> list[Address]:
 
 
 def relocated(address: Address) -> Address | None:
-    """The new address of a server that was started again elsewhere, from its rendezvous file; None without news."""
+    """The new address of a server that was restarted elsewhere, from its rendezvous file; None if it is unchanged."""
     if not address.listed_in:
         return None
     try:
@@ -158,7 +158,7 @@ def share_gpus(servers: int, each: int, gpus: Sequence[str], ranks: Ranks | None
     process that is alone leaves GPU 0 to its learner where there are enough others.
 
     Args:
-        servers: of this rank.
+        servers: number of servers of this rank.
         each: GPUs of one server (tensor parallel).
         gpus: all that this process sees, as CUDA_VISIBLE_DEVICES would name them.
         ranks: this process among all of the run.
@@ -187,7 +187,7 @@ def share_gpus(servers: int, each: int, gpus: Sequence[str], ranks: Ranks | None
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
+    """Names of the GPUs that this process sees, in the format of CUDA_VISIBLE_DEVICES."""
     import torch
 
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -1,7 +1,7 @@
-"""What differs between kinds of inference server: a `Dialect` starts one kind and implements its HTTP interface.
+"""The protocol that hides differences between inference servers: a `Dialect` starts one kind and speaks its HTTP API.
 
-The pool, the processes and the weight channel know servers only through this protocol, so a new kind of server is one
-class.
+The pool, the processes and the weight channel use servers only through this protocol, so supporting a new kind of
+server takes one class.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Take = Callable[[RowResponse, bool], bool]
 
 
 class ServerError(CreditgraphError):
-    """A server that returned an error, or something that is no response, or nothing."""
+    """A server that returned an error, a malformed response, or nothing."""
 
 
 class RefusedError(ServerError):
-    """A request that the server understood and refuses (status 4xx): the request is at fault, not the server."""
+    """A request that the server refuses (status 4xx): the request is wrong, not the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class ServedModel:
 
     Attributes:
         path: folder or hub name.
-        dtype: of the weights, as torch names it.
+        dtype: torch's name of the dtype of the weights.
         context_length: most tokens in prompt plus response.
         vocab_size: number of logit columns.
-        forbidden: ids of columns that are no token of the tokenizer, never drawn.
+        forbidden: ids of columns without a token in the tokenizer, which are never drawn.
         eos: ids that end a response.
         device: "cpu" or "cuda".
         trust_remote_code: passed to the engine.
@@ -62,10 +62,10 @@ class ServedModel:
 
 
 class Dialect(Protocol):
-    """One kind of server. Methods take an `httpx.AsyncClient` whose base URL is the server's address.
+    """One kind of server. The `httpx.AsyncClient` that methods receive has the server's address as base URL.
 
     Every method may raise `ServerError` (an error status, no JSON, a missing field) or `httpx.HTTPError` (no response);
-    the pool decides what follows. `take` may raise `BadResponse`, which passes through.
+    the pool handles both. `take` may raise `BadResponse`, which is propagated.
     """
 
     def launch(self, port: int, identity: str) -> Launch:
@@ -77,7 +77,7 @@ class Dialect(Protocol):
         ...
 
     async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
-        """Samples one row and hands it over; with `request.stream` in parts, and only as long as `take` needs more.
+        """Samples one row and passes it to `take`; with `request.stream` in parts, until `take` needs no more.
 
         Closing the connection ends the request at the server.
 
@@ -91,15 +91,15 @@ class Dialect(Protocol):
         ...
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Stops sampling: "finish" returns when running requests have ended, "abort" ends them with that reason."""
+        """Pauses sampling: "finish" returns when running requests have ended, "abort" ends them with that reason."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Samples again after `pause`; harmless without one."""
+        """Resumes sampling after `pause`; does nothing without one."""
         ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights into a paused server, drops what its caches hold of older ones, and sets its version."""
+        """Loads the weights into a paused server, drops its caches, and sets its version."""
         ...
 
     async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
@@ -107,7 +107,7 @@ class Dialect(Protocol):
         ...
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
-        """A number that grows while the server samples (tokens so far), or None where it reports none."""
+        """A number that grows while the server samples (tokens so far), or None if it reports none."""
         ...
 
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class Dialect(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what this process holds for the servers."""
+        """Releases the resources that this process holds for the servers."""
         ...
 
 
@@ -134,7 +134,7 @@ def as_arguments(options: Mapping[str, Any], negate: bool = False) -> list[str]:
 async def call(
     client: httpx.AsyncClient, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> Any:
-    """One request with a JSON body; the JSON of a 200 response ({} for an empty one). Raises ServerError otherwise."""
+    """Sends a JSON request; returns the JSON of a 200 response ({} for an empty one), otherwise raises ServerError."""
     response = await client.request(method, path, json=body, params=query)
     check_status(f"{method} {path}", response)
     if not response.content:
@@ -156,7 +156,7 @@ def check_status(what: str, response: httpx.Response) -> None:
 
 @contextmanager
 def parsing(what: str) -> Iterator[None]:
-    """Turns what reading a malformed response raises into a ServerError."""
+    """Converts exceptions from reading a malformed response to a ServerError."""
     try:
         yield
     except CreditgraphError:
@@ -175,20 +175,20 @@ async def read_stream(
     take: Take,
     end: Callable[[], Awaitable[None]],
 ) -> int | None:
-    """Posts a request and hands over the parts of its response, which come as server-sent events.
+    """Posts a request and passes the parts of its response, which are server-sent events, to `take`.
 
-    A response that is ended early is still read to its last event, which alone shows that it was not cut off.
+    A response that is ended early is still read to its last event, because only that shows that it was not cut off.
 
     Args:
-        client, path, body: of the request.
+        client, path, body: client, path and JSON body of the request.
         read: an event (JSON text) as a part, whether it is the last, and the version of the weights.
         take: see `Take`.
-        end: has the server end the request.
+        end: ends the request at the server.
 
     Returns:
         The version in the last event.
     """
-    more = True  # whether `take` wants more
+    more = True  # whether `take` needs more parts
     last = False
     version: int | None = None
     async with aclosing(_events(client, path, body)) as events:
@@ -214,7 +214,7 @@ async def _events(client: httpx.AsyncClient, path: str, body: Mapping[str, Any])
 
 
 async def result_of(future: Future[T]) -> T:
-    """The result of a thread's work, which goes on when this task is cancelled."""
+    """Awaits work in a thread; the work continues if this task is cancelled."""
     return await asyncio.shield(asyncio.wrap_future(future))
 
 

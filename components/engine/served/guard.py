@@ -1,13 +1,13 @@
-"""Runs one server process and ends it, with everything it started, as soon as the process that started it is gone.
+"""Runs one server process and ends it, with all its children, as soon as the process that started it is gone.
 
     python guard.py --parent PID [--remove PATH]… [--orphaned PATH]… -- COMMAND…
 
 A server is a tree of processes that share memory files in /dev/shm. This script is their common ancestor (a subreaper,
 so that orphans come to it): it ends the tree when its standard input closes, when its parent is no longer PID, on
 SIGTERM, or when the server itself ends; then it removes the tree's shared memory and the paths of `--remove`, and those
-of `--orphaned` unless "stop" was written before, which is how a run that continues ends a server. Nothing is left even
-if the run is killed with SIGKILL. Linux only (prctl, /proc). It is run by path, so it imports the standard library and
-nothing else.
+of `--orphaned` unless "stop" was written before, which is how a run that continues ends a server. Nothing remains even
+if the run is killed with SIGKILL. Linux only (prctl, /proc). It is run by path, so it imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.3
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS = 2.0  # between two scans of /proc for shared memory, which are too slow for every poll
 GRACE_SECONDS = 5.0
-# Only names that servers give to memory of their own; weight files, which servers share, have other ones.
+# Only names of memory that belongs to one server; weight files, which servers share, have other names.
 _SHARED_MEMORY = re.compile(r"/dev/shm/(?:psm_|sem\.|sglang_|torch_|nccl-)[^\s/]+")
 
 
@@ -88,7 +88,7 @@ def _reap() -> dict[int, int]:
 
 
 def _wait(server: int, parent: int, stopping: list[bool], memory: set[str]) -> tuple[int | None, bool]:
-    """Returns when the server has ended (its exit code) or must end (None); and whether the run is gone."""
+    """Waits until the server has ended (returns its exit code) or must end (None); also whether the run is gone."""
     looked = 0.0
     received = b""
     while not stopping and os.getppid() == parent:
@@ -108,7 +108,7 @@ def _wait(server: int, parent: int, stopping: list[bool], memory: set[str]) -> t
 
 
 def _end(server: int, code: int | None, memory: set[str]) -> int | None:
-    """Ends the whole tree, politely first; the server's exit code, if it was seen."""
+    """Ends the whole tree, first with SIGTERM; returns the server's exit code, if known."""
     own = os.getpid()
     deadline = time.monotonic() + GRACE_SECONDS
     memory |= shared_memory(descendants(own))
@@ -122,7 +122,7 @@ def _end(server: int, code: int | None, memory: set[str]) -> int | None:
         if not left:
             return code
         if code is not None:
-            deadline = min(deadline, time.monotonic() + 1.0)  # what outlives the server got no signal
+            deadline = min(deadline, time.monotonic() + 1.0)  # processes that outlive the server received no signal
         time.sleep(0.05)
     while left := descendants(own):
         memory |= shared_memory(left)

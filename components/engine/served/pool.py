@@ -1,8 +1,8 @@
 """A pool of inference servers: routing, back-pressure, retries elsewhere, weight updates.
 
 A prompt goes to one server, so that its group shares the prefix cache there, as long as that server is not much busier
-than another. A response counts once and only if it is sound: a server that fails, hangs or returns nonsense costs
-retries, never rows. A server gets requests only while it holds the weights that the pool was last given.
+than another. Only valid responses count: a server that fails, hangs or returns nonsense causes retries, and no row is
+lost. A server gets requests only while it holds the newest weights of the pool.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _TICK_SECONDS = 0.5
 
 
 class AllServersLost(LostError):
-    """No server of a pool is left; nothing of the iteration is learned from yet."""
+    """All servers of a pool are lost; no weights were changed in the iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """What is done with requests of one kind.
+    """How requests of one kind are sent and checked.
 
     Attributes:
         send: sends a request of the given id; returns the weights version that the server reports, raises BadResponse
             for an unsound response.
         done: whether the row needs no further request.
-        undo: takes the row of a response that does not count.
+        undo: called with the row of a response that does not count.
     """
 
     send: Callable[[httpx.AsyncClient, Any, str], Coroutine[Any, Any, int | None]]
@@ -63,12 +63,12 @@ class _Task:
 
 
 class ServerPool:
-    """Servers as one blocking interface. Its event loop has a thread of its own; several threads may call at a time.
+    """Servers behind one blocking interface. The event loop has its own thread; several threads may call at a time.
 
     Args:
-        dialect: how to start servers and speak to them.
-        settings: of the pool.
-        addresses: of the servers; those without URL are started here.
+        dialect: how to start servers and communicate with them.
+        settings: settings of the pool.
+        addresses: addresses of the servers; those without URL are started here.
         folder: run directory: logs go below it, and the rendezvous file into it.
         place: node name, for messages.
         remove: folders that are removed when this process is gone, however it ended (weight files).
@@ -141,10 +141,10 @@ class ServerPool:
 
         Args:
             requests: one per row.
-            feed: takes a row, the next part of its response, and whether it is the last; returns True when the row has
-                ended and raises BadResponse for an unsound part.
-            reset: takes a row whose parts do not count: its response was cut off, or is not to be trusted. The request
-                is then sent elsewhere.
+            feed: called with a row, the next part of its response, and whether it is the last; returns True when the
+                row has ended and raises BadResponse for an invalid part.
+            reset: called with a row whose parts do not count: its response was cut off, or is not valid. The request is
+                then sent to another server.
         """
         ended: set[int] = set()
 
@@ -163,7 +163,7 @@ class ServerPool:
         self._call(self._send_all(requests, _Task(send=send, done=ended.__contains__, undo=undo)))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
-        """Sends requests until each has a sound response; these in order."""
+        """Sends requests until each has a valid response; returns the responses in order."""
         responses: dict[int, ScoreResponse] = {}
 
         async def send(client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> int | None:
@@ -175,7 +175,7 @@ class ServerPool:
         return [responses[request.row] for request in requests]
 
     def take_counters(self) -> dict[str, float]:
-        """What happened since the last call: requests, retries, aborted, servers_lost, seconds_update."""
+        """Counts since the last call: requests, retries, aborted, servers_lost, seconds_update."""
         counters = dict(self._counters)
         self._counters.clear()
         losses = sum(server.losses for server in self.servers)
@@ -234,7 +234,7 @@ class ServerPool:
         usable = [server for server in self.servers if server.state in ("starting", "ready", "updating")]
         failures = await asyncio.gather(*(self._load(server, update) for server in usable), return_exceptions=True)
         if any(failures):
-            # What went wrong on this side is the cause, and no other server would fare better.
+            # An error on this side is the cause, and would occur with every other server too.
             pending: tuple[Future[Any] | None, ...] = (update.written, update.expected)
             for work in pending:
                 if work is not None:
@@ -261,7 +261,7 @@ class ServerPool:
         await _all([asyncio.create_task(self._send(request, homes, task)) for request in requests])
 
     async def _send(self, request: _AnyRequest, homes: dict[int, Server], task: _Task) -> None:
-        """Sends one request until a server returns a sound response."""
+        """Sends one request until a server returns a valid response."""
         wrong: list[Server] = []
         while True:
             server = await self._choose(request.group, homes, wrong)
@@ -271,6 +271,7 @@ class ServerPool:
                 reported = await server.request(lambda client, request_id: task.send(client, request, request_id))
                 self._check_version(server, reported, version)
             except Interrupted:
+                # The server was lost, not the request wrong, so this does not count towards `retries`.
                 self._counters["retries"] += 1
                 task.undo(request.row)
                 continue
@@ -308,7 +309,7 @@ class ServerPool:
 
     def _failed(self, request: _AnyRequest, wrong: list[Server], error: Exception) -> Exception:
         if isinstance(error, BadResponse) and len({server.index for server in wrong}) == len(self.servers):
-            return error  # every server returns it: it is the weights or the request, and the sentence says which
+            return error  # every server returns it, so the cause is the weights or the request; the error says which
         names = ", ".join(sorted({server.name for server in wrong}))
         return RunError(
             f"node '{self.place}', row {request.row}: expected a sound response within {self.settings.retries} retries "
@@ -337,14 +338,14 @@ class ServerPool:
             await self._changed()
 
     async def _changed(self) -> None:
-        """Returns when a server has room or changed its state."""
+        """Waits until a server has room or changed its state."""
         future = self._loop.create_future()
         self._waiting.append(future)
         try:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self._wake(1)  # it was woken for a place that it will not take
+                self._wake(1)  # it was woken for a free place that it will not use
             elif future in self._waiting:
                 self._waiting.remove(future)
             raise

@@ -1,4 +1,4 @@
-"""One server process that this process starts: its log, how it ended, and the guard that ends it with the run."""
+"""A server process started by this process: its log, its exit status, and the guard that ends it with the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG_BYTES = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a server process is started.
+    """Command and environment of a server process.
 
     Attributes:
         command: argument list; a part "{host}" becomes the address to listen on.
@@ -37,9 +37,9 @@ class ServerProcess:
 
     Args:
         launch: what to start.
-        log: file that takes its output; appended to.
+        log: file to which its output is appended.
         remove: folders of the run that the guard removes should the run end without stopping the server.
-        host: address to listen on, in place of "{host}" in the command.
+        host: address to listen on, which replaces "{host}" in the command.
     """
 
     def __init__(self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1") -> None:
@@ -52,7 +52,7 @@ class ServerProcess:
                 environment.pop(name, None)
             else:
                 environment[name] = value.replace("{scratch}", str(self.scratch))
-        # Isolated: neither the user's folders nor ours may hide a module of the standard library.
+        # Isolated, so that neither the user's folders nor ours hide a module of the standard library.
         guard = [sys.executable, "-I", "-S", str(GUARD), "--parent", str(os.getpid()), "--remove", str(self.scratch)]
         for path in remove:
             guard += ["--orphaned", str(path)]
@@ -71,7 +71,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard."""
+        """Process id of the guard."""
         return self._process.pid
 
     @property
@@ -80,7 +80,7 @@ class ServerProcess:
         return self._process.poll() is None
 
     def status(self) -> str:
-        """How it ended, for messages."""
+        """Exit status of the server, for messages."""
         code = self._process.poll()
         if code is None:
             return "is running"
@@ -91,7 +91,7 @@ class ServerProcess:
         return f"exited with code {code}"
 
     def output(self) -> str:
-        """What this process wrote to its log (the last 64 KiB)."""
+        """The last 64 KiB that this server wrote to its log."""
         return read_log(self.log, self._start)
 
     def stop(self) -> None:

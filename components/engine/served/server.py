@@ -1,4 +1,4 @@
-"""One server of a pool: its process, its connection, its weights, and how it comes back after a fault."""
+"""One server of a pool: its process, its connection, its weights, and its recovery after a fault."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 Send = Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, T]]
 """Sends a request of the given id over a client."""
 State = Literal["starting", "ready", "updating", "lost", "gone"]
-START_TRIES = 3  # for a port that another process takes between our look and the server's
+START_TRIES = 3  # another process may use the port between our check and the server's start
 LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request grows with its number of connections
-BREAKER = 3  # failures in a row that take a server out
+BREAKER = 3  # consecutive failures after which a server is taken out of the pool
 CHECK_SECONDS = 10.0  # for one health check or version query
 ABORT_SECONDS = 2.0
 RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
@@ -41,22 +41,22 @@ _FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, Val
 
 
 class Interrupted(Exception):
-    """The server was taken out while it had the request; send it elsewhere."""
+    """The server was taken out of the pool while it had the request; send it to another server."""
 
 
 @dataclass(eq=False)
 class Server:
-    """A server and all that the pool knows of it. Everything here runs on the pool's event loop.
+    """A server and its state in the pool. All methods run on the pool's event loop.
 
     Attributes:
         index: number of the server, from 0.
-        dialect: how to speak to it.
-        settings: of the pool.
+        dialect: how to communicate with it.
+        settings: settings of the pool.
         logs: folder of log files.
         remove: folders to be removed when the run is gone.
         current: returns the update that the server must hold before it gets requests, or None before the first one.
         changed: called after every change of state.
-        address: where it is; the URL is "" before it was started.
+        address: its address; the URL is "" before it was started.
         own: whether this process starts it.
         difference: largest difference in the last probe [nats].
     """
@@ -157,7 +157,7 @@ class Server:
     def _new_client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.address.url,
-            # A long response is no fault: health checks detect servers that hang.
+            # No read timeout: a long response is no fault, and health checks detect servers that hang.
             timeout=httpx.Timeout(None, connect=CHECK_SECONDS),
             # Servers close idle connections after 5 s by default, counted from when they responded, which may be long
             # before we read it.
@@ -173,7 +173,7 @@ class Server:
             await client.aclose()
 
     async def _until_ready(self, deadline: float) -> str:
-        """Returns "", or why the process ended if another start may help."""
+        """Waits for the server; returns "", or the reason why the process ended if another start may help."""
         last = "not ready"
         while True:
             if self.process is not None and not self.process.running:
@@ -281,7 +281,7 @@ class Server:
     # Faults
 
     def lose(self, reason: str, restart: bool) -> None:
-        """Takes the server out, has its requests sent elsewhere, and starts bringing it back."""
+        """Takes the server out of the pool, has its requests sent to others, and starts to recover it."""
         if self.state in ("lost", "gone"):
             return
         self.reason = reason
@@ -332,7 +332,7 @@ class Server:
                 wait = min(wait * 2, RETRY_SECONDS)
 
     async def _check_health(self) -> None:
-        """Takes the server out when its process ends, when its health checks fail, or when it makes no progress."""
+        """Takes the server out if its process ends, its health checks fail, or it makes no progress."""
         healthy = moved = time.monotonic()
         last_progress = -1.0
         interval = min(2.0, self.settings.hang_seconds / 4)
@@ -384,7 +384,7 @@ class Server:
             if task is not None:
                 task.cancel()
         if ids and self.process is None:
-            with contextlib.suppress(*_FAULTS):  # it may be gone, and then so are its requests
+            with contextlib.suppress(*_FAULTS):  # if the server is gone, so are its requests
                 await asyncio.wait_for(self.dialect.abort(self.client, ids), ABORT_SECONDS)
         await self._stop_process()
         await self._disconnect()

@@ -1,4 +1,4 @@
-"""The servers of an engine: their pool, the channel that takes weights to them, and other replicas that use them."""
+"""The servers of an engine: their pool, the channel for weights, and other replicas that use the same servers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipeline.core.payloads import Weights
 
 
 class Servers:
-    """An engine's model in servers (a `Backend`), whatever their kind.
+    """An engine's model in servers of any kind (a `Backend`).
 
     Args:
-        context: of the engine's node.
-        dialect: of its servers.
-        settings: where they are.
+        context: context of the engine's node.
+        dialect: dialect of its servers.
+        settings: settings of the servers.
     """
 
     def __init__(self, context: Context, dialect: Dialect, settings: ServerSettings) -> None:
@@ -42,7 +42,7 @@ class Servers:
         if torch.device(context.device).type == "cuda" and self._own:
             gpus = share_gpus(settings.servers, settings.tensor_parallel, visible_gpus(), ranks)
         addresses = find_servers(settings, context.node, ranks.replica, gpus)
-        # Replicas that start servers of their own share the run directory, and perhaps a host.
+        # Replicas that start their own servers share the run directory, and perhaps a host.
         pool = settings.pool
         if pool.port and self._own:
             pool = dataclasses.replace(pool, port=pool.port + ranks.replica * settings.servers)
@@ -63,7 +63,7 @@ class Servers:
         context.trace.watch(context.node, self.pool.in_flight)
 
     def restore(self) -> bool:
-        """Servers always get whole weights, since what they had before is not known."""
+        """Returns False: servers always get whole weights, because their previous weights are not known."""
         return False
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
@@ -103,19 +103,19 @@ class Servers:
             self._context.all_sum(torch.zeros(1))
 
     def sample(self, rows: Rows) -> None:
-        """Each row is one request, which ends with the row."""
+        """Sends one request per row, which ends with the row."""
         self.pool.generate(rows.start(), rows.feed, rows.reset)
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
-        """Each row goes to whichever server has its context."""
+        """Sends each row to the server that has its context cached."""
         return self.pool.score(requests)
 
     def addresses(self) -> list[Address]:
-        """Where the servers are."""
+        """The addresses of the servers."""
         return [server.address for server in self.pool.servers]
 
     def take_counters(self) -> dict[str, float]:
-        """What the pool has counted since the last call."""
+        """The pool's counts since the last call."""
         self._context.log(servers_ready=self.pool.num_ready())
         return self.pool.take_counters()
 

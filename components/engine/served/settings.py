@@ -10,27 +10,27 @@ from components.engine.channel import PLACE, ChannelSettings
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """How a pool treats its servers."""
+    """Time limits, back-pressure and retries of a pool of servers."""
 
     host: str = "127.0.0.1"
-    """address that servers listen on; whoever reaches it can change their weights, so name one of a closed network
+    """address that servers listen on; anyone who can reach it can change their weights, so use a private network
     only"""
     port: int = 0
-    """port of the first server, the others follow; 0 takes free ones"""
+    """port of the first server, the others follow; 0 uses free ports"""
     start_seconds: float = 600.0
-    """until a server that is started must respond"""
+    """seconds until a started server must respond"""
     update_seconds: float = 300.0
-    """until a server must have loaded new weights"""
+    """seconds until a server must have loaded new weights"""
     hang_seconds: float = 60.0
-    """a server without a good health check for so long is lost; its requests are sent elsewhere"""
+    """seconds without a good health check after which a server is lost; its requests are sent to other servers"""
     stall_seconds: float = 600.0
-    """a server that has requests but neither samples nor responds for so long is lost"""
+    """seconds after which a server is lost that has requests but neither samples nor responds"""
     max_in_flight: int = 256
     """requests at one server at a time; further ones wait in this process"""
     retries: int = 4
     """wrong or missing responses to one request before the run stops"""
     restarts: int = 3
-    """how often a server that this run started is started again"""
+    """how often a server that this run started is restarted"""
     in_flight: Literal["finish", "abort"] = "finish"
     """requests that run when weights change: finish on the old weights, or abort and send again under the new ones"""
 
@@ -45,22 +45,22 @@ class PoolSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where the servers of an engine are, and how they are used; base of the settings of vLLM and SGLang."""
+    """Servers of an engine and their use; base of the settings of vLLM and SGLang."""
 
     servers: int = field(default=0, metadata=PLACE)
     """server processes to start on this host; 0 with neither addresses nor rendezvous runs the engine in this
     process"""
     addresses: tuple[str, ...] = field(default=(), metadata=PLACE)
-    """host:port of servers that are running already, in place of starting some"""
+    """host:port of running servers, instead of starting some"""
     rendezvous: str = field(default="", metadata=PLACE)
-    """engines.json that lists servers which something else starts (SLURM steps, another run), waited for"""
+    """engines.json with servers that are started elsewhere (SLURM steps, another run); the engine waits for the file"""
     tensor_parallel: int = 1
     """GPUs over which the engine in this process, or each server that is started, shards the model"""
     max_rows: int = 256
     """rows decoded at once, per server; more wait for room"""
     stream_tokens: int = 8
-    """tokens in each message of a server about a row whose text may end it; fewer cost more work, more are sampled
-    in vain"""
+    """tokens in each message of a server about a row whose text may end it; fewer tokens need more messages, more
+    tokens are sampled beyond the end"""
     probe: bool = True
     """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
     pool: PoolSettings = field(default_factory=PoolSettings, metadata=PLACE)

@@ -1,4 +1,4 @@
-"""Whether an SGLang server holds the weights of some files, by the hashes of its `/weights_checker` (SGLang 0.5.23)."""
+"""Checks by hash that an SGLang server holds the weights of some files, with `/weights_checker` (SGLang 0.5.23)."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def names_to_skip(names: Sequence[str], sample: Sequence[str]) -> list[str]:
     """SGLang's names of weights that hold no sampled tensor, so that the server need not hash them."""
     hashed = {parts_of(name)[0] for name in sample}
     others = {parts_of(name)[0] for name in names} - hashed
-    # The server skips by substring: a part of a name that is to be hashed must not be listed.
+    # The server skips by substring, so a part of a name that is to be hashed must not be listed.
     return sorted(other for other in others if not any(other in name for name in hashed))
 
 
 def held_checksum(
     update: Update, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]], dtype: torch.dtype, cuda: bool
 ) -> str | None:
-    """`update.checksum` if the server's hashes are those of the files, otherwise what differs; None if none compares.
+    """Returns `update.checksum` if the server's hashes match the files, else the difference; None if none compares.
 
     Args:
-        update: whose sample is compared.
+        update: the update whose sample is compared.
         tensors: the tensors of its files.
         ranks: SGLang weight name → hash, per tensor-parallel rank. Of several ranks only weights that each holds whole
             are compared.
-        dtype: of the server's weights.
-        cuda: whether the server hashes on a GPU, which is another hash.
+        dtype: dtype of the server's weights.
+        cuda: whether the server hashes on a GPU, with a different hash function.
     """
     in_files = sample_checksum(tensors, update.sample)
     if in_files != update.checksum:

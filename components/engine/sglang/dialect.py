@@ -1,4 +1,4 @@
-"""How an SGLang server (0.5.23) is started and spoken to."""
+"""Starts SGLang servers (0.5.23) and implements their HTTP API."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
 }
 _CPU_CACHE_TOKENS = 65536
-# SGLang keeps two places of the context for itself; a row may fill all of ours.
+# SGLang reserves two positions of the context; a row may fill all of ours.
 _CONTEXT_MARGIN = 8
 _POLL_SECONDS = 0.02
 
 
 def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, Any]:
-    """SGLang's server arguments, as its `Engine` takes them."""
+    """SGLang's server arguments, in the format of its `Engine`."""
     cpu = model.device == "cpu"
     options: dict[str, Any] = {
         "model_path": model.path,
@@ -83,7 +83,7 @@ def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, 
         # Health checks that generate a token would wait for all requests.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        # A connection that the server closes just when it is used again would look like a fault.
+        # A connection that the server closes just when it is reused would look like a fault.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         # No folder of the user may hide a module of SGLang's.
         "PYTHONSAFEPATH": "1",
@@ -100,8 +100,8 @@ class SGLangDialect:
     --enable-deterministic-inference.
 
     Args:
-        settings: of the engine.
-        model: what the servers serve.
+        settings: settings of the engine.
+        model: the served model.
     """
 
     def __init__(self, settings: SGLangSettings, model: ServedModel) -> None:
@@ -128,7 +128,7 @@ class SGLangDialect:
         return Launch(command=[*command, *process.arguments], environment=engine_variables(self._settings, self._model))
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
-        """Whether its HTTP and scheduler processes respond. A scheduler that loads weights is busy, not gone."""
+        """Whether its HTTP and scheduler processes respond; a scheduler that loads weights counts as responding."""
         await call(client, "GET", "/health")
         url = str(client.base_url)
         if url in self._busy:
@@ -175,16 +175,17 @@ class SGLangDialect:
 
     @asynccontextmanager
     async def _ended(self, client: httpx.AsyncClient, request_id: str) -> AsyncIterator[None]:
-        """SGLang goes on when a connection closes, so a request that is given up is ended by name."""
+        """Ends a request by its id, because SGLang continues a request after its connection is closed."""
         try:
             yield
         except (asyncio.CancelledError, BadResponse):
+            # A failure to abort must not hide the original error.
             with contextlib.suppress(Exception):
                 await asyncio.shield(asyncio.wait_for(self.abort(client, [request_id]), 1.0))
             raise
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """Stops sampling. SGLang's own pause polls requests once a second, so they are ended or awaited first."""
+        """Pauses sampling. SGLang's own pause polls requests once a second, so they are ended or awaited first."""
         while await self._requests(client):
             if in_flight == "abort":
                 await call(client, "POST", "/abort_request", wire.abort_body(None))
@@ -192,7 +193,7 @@ class SGLangDialect:
         await call(client, "POST", "/pause_generation", {"mode": "abort"})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
-        """Samples again."""
+        """Resumes sampling."""
         await call(client, "POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
@@ -289,14 +290,14 @@ class SGLangDialect:
 
 
 async def _succeed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
-    """A request whose response must say "success"."""
+    """Sends a request whose response must say "success"."""
     reply = await call(client, "POST", path, body)
     if not isinstance(reply, dict) or reply.get("success") is not True:
         raise ServerError(f"POST {path}: expected success, got {reply}.")
 
 
 async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> Any:
-    """Result of the second once both are done; the first failure is raised without waiting for the other."""
+    """Returns the result of the second once both are done; raises the first failure without waiting for the other."""
     try:
         done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
         for task in done:

@@ -27,7 +27,7 @@ class SGLangEngine(ExternalEngine):
 
     A group shares its prompt through the prefix cache. Log-probs are those at the sampling temperature and before
     truncation, as engine.local gives them. Entropies, and scores at other temperatures than 1, need the whole
-    vocabulary's log-probs from SGLang, so there are none (NaN) for vocabularies above `entropy_vocab`. Seeds count,
+    vocabulary's log-probs from SGLang, so they are NaN for vocabularies above `entropy_vocab`. Seeds have an effect,
     because SGLang runs in its deterministic mode.
     """
 
@@ -38,7 +38,7 @@ class SGLangEngine(ExternalEngine):
         """Settings."""
 
     config: Config
-    # Below, SGLang is greedy.
+    # Below the lower limit, SGLang samples greedily.
     temperatures = (1e-5, math.inf)
 
     def setup(self, context: Context) -> None:
@@ -55,5 +55,5 @@ class SGLangEngine(ExternalEngine):
         super().setup(context)
 
     def dialect(self, model: ServedModel) -> SGLangDialect:
-        """How to start SGLang's servers and speak to them."""
+        """How to start SGLang's servers and communicate with them."""
         return SGLangDialect(self.config, model)

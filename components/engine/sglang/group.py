@@ -16,21 +16,21 @@ _NUMBERS = count()
 
 
 def new_group_name() -> str:
-    """A name that no other group of this process or of a server has; both sides meet under it."""
+    """A name that no other group of this process or of a server has; both sides join the group by it."""
     return f"creditgraph-{os.getpid()}-{next(_NUMBERS)}"
 
 
 class UpdateGroup:
-    """Rank 0 of a group whose other ranks are a server's. Made while the server joins; blocks until it has.
+    """Rank 0 of a group whose other ranks are a server's. The constructor blocks until the server has joined.
 
-    One group per server: a dead server then blocks no other one. The group is built as SGLang builds its side
-    (`sglang.srt.utils.common.init_custom_process_group`), independent of other groups of this process.
+    There is one group per server, so that a dead server blocks no other one. The group is built as SGLang builds its
+    side (`sglang.srt.utils.common.init_custom_process_group`), independent of other groups of this process.
 
     Args:
-        name: of the group, see `new_group_name`.
-        address, port: where this process listens for the others.
+        name: name of the group, see `new_group_name`.
+        address, port: address on which this process listens for the others.
         backend: "gloo" or "nccl"; NCCL needs GPUs that differ between this process and the server.
-        ranks: of the server.
+        ranks: number of the server's ranks.
         timeout: seconds for meeting, and for each broadcast.
     """
 

@@ -13,11 +13,11 @@ class ProcessSettings:
     """Settings of SGLang's processes."""
 
     python: str = ""
-    """interpreter of the environment that has SGLang, which needs one of its own; "" is this one"""
+    """Python interpreter of the environment with SGLang, which needs a separate one; "" is this interpreter"""
     environment: dict[str, str] = field(default_factory=dict)
-    """variables for server processes, added to this process's own"""
+    """environment variables of server processes, added to those of this process"""
     arguments: tuple[str, ...] = ()
-    """further arguments of sglang.launch_server; they come last, so they win"""
+    """further arguments of sglang.launch_server; they come last, so they override others"""
     cache_tokens: int = 0
     """tokens whose keys and values a server holds; 0: what fits its share of memory (65,536 on a CPU)"""
     threads: int = 1

@@ -29,7 +29,7 @@ def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> di
 
     Args:
         request: what to sample; `seed` counts only with --enable-deterministic-inference.
-        request_id: to abort it by.
+        request_id: id by which it can be aborted.
         top_logprobs: the vocabulary size, for entropies, or 0 for none.
     """
     sampling: dict[str, Any] = {
@@ -85,7 +85,7 @@ def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, int | None
 
 
 def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bool, int | None]:
-    """What an event (JSON) of a streamed reply adds to `taken` tokens, whether it is the last, and the version.
+    """Reads an event (JSON) of a streamed reply: the part after `taken` tokens, whether it is the last, the version.
 
     Servers with --incremental-streaming-output send only what is new, others all so far. Raises ServerError as above.
     """
@@ -110,7 +110,7 @@ def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> 
 
 def _reason(finish: Any) -> FinishReason:
     kind = finish["type"]
-    # A matched token id is an end-of-text token, a matched string a stop string.
+    # A matched token id is an end-of-text token; a matched string is a stop string.
     if kind == "stop" and isinstance(finish.get("matched"), int):
         return "eos"
     if kind not in _REASONS:
@@ -155,7 +155,7 @@ def version_number(text: object) -> int | None:
 
 
 def _version_of(meta: Mapping[str, Any]) -> int | None:
-    """Version of the weights that sampled; should it have changed meanwhile, the first one, which the pool refuses."""
+    """Version of the weights that sampled; if it changed meanwhile, the first one, which the pool rejects."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
     return version_number(spans[0]["version"])
 

@@ -1,4 +1,4 @@
-"""vLLM's HTTP servers (0.32): how they are started and spoken to.
+"""Starts vLLM servers (0.32) and implements their HTTP API.
 
 Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
 those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
-_TOGETHER_SECONDS = 0.005
+_TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
 _GENERATE = "/inference/v1/generate"
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_FLOOR = -9999.0  # in place of NaN and −∞ among the log-probs of sampled tokens
+_FLOOR = -9999.0  # vLLM's JSON has this instead of NaN and −∞ in log-probs of sampled tokens
 _REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
@@ -65,7 +65,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
     options: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
-        # A row that fills the context is scored as a prompt, and vLLM wants room for one token after a prompt.
+        # A row that fills the context is scored as a prompt, and vLLM requires room for one token after a prompt.
         "max_model_len": model.context_length + 1,
         "trust_remote_code": model.trust_remote_code,
         "max_num_seqs": settings.max_rows,
@@ -90,7 +90,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
 
 @dataclass
 class _Known:
-    """What this process remembers of a server."""
+    """The state that this process keeps for a server."""
 
     adapter: str = ""  # that requests ask for
     ending: list[str] = field(default_factory=list)  # requests to be ended together
@@ -100,8 +100,8 @@ class VllmDialect:
     """`Dialect` of vLLM.
 
     Args:
-        settings: of the engine.
-        model: what the servers serve.
+        settings: settings of the engine.
+        model: the served model.
     """
 
     def __init__(self, settings: VllmSettings, model: ServedModel) -> None:
@@ -127,7 +127,7 @@ class VllmDialect:
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # A connection that the server closes just when it is used again would look like a fault.
+            # A connection that the server closes just when it is reused would look like a fault.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             "VLLM_RPC_BASE_PATH": "{scratch}",
             # The extension is imported from here; a user's own folder `components` must not hide it.
@@ -140,8 +140,8 @@ class VllmDialect:
             options["weight_transfer_config"] = '{"backend": "nccl"}'
         if self._model.device == "cpu":
             if self._settings.tensor_parallel == 1:
-                # No process of its own for the worker, with which the engine would exchange every step by spinning.
-                # vLLM has one to set OpenMP's variables, which are set here.
+                # No separate process for the worker, because the engine would exchange every step with it by spinning.
+                # vLLM starts one to set OpenMP's variables, which are set here instead.
                 options["distributed_executor_backend"] = _IN_ENGINE_CORE
             # By themselves, servers would bind to the same core.
             environment |= {
@@ -152,7 +152,7 @@ class VllmDialect:
         return Launch(command=[*command, *self._settings.arguments], environment=environment)
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
-        """/health, and the served model name."""
+        """Checks /health and the served model name."""
         await call(client, "GET", "/health")
         if identity:
             names = await _model_names(client)
@@ -207,7 +207,7 @@ class VllmDialect:
             return self._response(choice), _version(choice)
 
     def read_event(self, event: str) -> tuple[RowResponse, bool, int | None]:
-        """What an event of a streamed reply adds, whether it is the last, and then the version; raises ServerError."""
+        """Reads an event of a streamed reply: the next part, whether it is the last, and then the version."""
         with parsing(f"POST {_GENERATE}, '{event[:200]}'"):
             (choice,) = json.loads(event)["choices"]
             last = choice.setdefault("finish_reason", None) is not None
@@ -238,7 +238,7 @@ class VllmDialect:
             return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version(reply["choices"][0]))
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
-        """/pause, which also empties the prefix cache."""
+        """Calls /pause, which also empties the prefix cache."""
         mode = "wait" if in_flight == "finish" else "abort"
         await call(client, "POST", "/pause", query={"mode": mode, "clear_cache": "true"})
 
@@ -289,7 +289,7 @@ class VllmDialect:
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """/abort_requests."""
         if request_ids:
-            # The server puts this before the ids that it is given.
+            # The server prefixes the ids of requests with this.
             names = [f"generate-tokens-{request_id}" for request_id in request_ids]
             await call(client, "POST", "/abort_requests", {"request_ids": names})
 
@@ -326,7 +326,7 @@ class VllmDialect:
             await self.abort(client, ids)
 
     async def _load_adapter(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Registers the adapter under its own name, by which vLLM's prefix cache knows it, in place of those there."""
+        """Replaces the registered adapters by this one; its new name distinguishes them in vLLM's prefix cache."""
         await _workers(client, "creditgraph_restore")
         for name in await _model_names(client):
             if name.startswith(PREFIX):
@@ -366,7 +366,7 @@ async def _model_names(client: httpx.AsyncClient) -> list[str]:
 
 
 async def _post_text(client: httpx.AsyncClient, path: str, **body: str) -> None:
-    """A request whose response is a sentence."""
+    """Sends a request whose response is plain text."""
     response = await client.post(path, json=body)
     if response.status_code == 404 and "lora" not in response.text.lower():
         raise ServerError(
@@ -382,7 +382,7 @@ def _entropy(entry: Mapping[str, Any]) -> float:
 
 
 def _version(choice: Mapping[str, Any]) -> int | None:
-    """Of the weights that gave a response; None for one that ended before its first token."""
+    """Version of the weights that sampled a response; None for one that ended before its first token."""
     versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
     if not versions and choice["finish_reason"] == "abort":
         return None

@@ -37,9 +37,9 @@ class InProcess:
     """vLLM in this process (a `Backend`), on the model's own weights at first.
 
     Args:
-        context: of the engine's node.
-        settings: of the engine.
-        model: what it serves.
+        context: context of the engine's node.
+        settings: settings of the engine.
+        model: the model to load.
     """
 
     def __init__(self, context: Context, settings: VllmSettings, model: ServedModel) -> None:
@@ -114,7 +114,7 @@ class InProcess:
         return sample_checksum(tensors, names), state
 
     def _load_adapter(self, weights: Weights) -> tuple[str, dict[str, Any]]:
-        """Loads an adapter under an id of its own, by which the prefix cache knows it, in place of the one before."""
+        """Replaces the adapter by a new one, whose new id distinguishes them in the prefix cache."""
         from vllm.lora.request import LoRARequest
 
         assert self.channel is not None, "made where adapters are taken"
@@ -129,8 +129,11 @@ class InProcess:
         return update.checksum, state
 
     def sample(self, rows: Rows) -> None:
-        """One request per row. Where text may end a row, its tokens are watched as they come, and the request ends with
-        the row: thoughts need no request of their own, and vLLM need not decode."""
+        """Sends one request per row.
+
+        If text may end a row, its tokens are checked while they are sampled, and the request ends with the row. So
+        thoughts need no separate requests, and vLLM need not decode.
+        """
         waiting: dict[str, int] = {}
         with self._running(waiting) as steps:
             for request in rows.start():
@@ -236,6 +239,7 @@ class InProcess:
 
         if self.channel is not None:
             self.channel.close()
+        # The engine core may have failed already; its memory and process group must be released in any case.
         with contextlib.suppress(Exception):
             self.core.engine_core.shutdown()
         self.core = None

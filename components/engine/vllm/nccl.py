@@ -1,6 +1,6 @@
 """Weights from GPU to GPU: NCCL broadcast to a vLLM server through vLLM's weight-transfer engine, in packed buckets.
 
-Each server has a group of its own (this process is rank 0, the server's workers follow), so a lost server blocks no
+Each server has a separate group (this process is rank 0, the server's workers follow), so a lost server blocks no
 other one, and a server that comes back joins a new group. Not yet run on a GPU.
 """
 
@@ -24,7 +24,7 @@ class FileSource(WeightSource):  # type: ignore[misc]
     """The tensors of an update's files, moved to `device` one by one.
 
     Args:
-        device: of the tensors that are broadcast.
+        device: device of the tensors that are broadcast.
     """
 
     def __init__(self, device: str) -> None:

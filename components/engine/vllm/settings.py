@@ -7,18 +7,17 @@ from typing import Literal
 
 from components.engine.served.settings import ServerSettings
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be started for
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """The learner's LoRA adapters; `configs/engine/vllm.yaml` takes both settings from the node `learner`."""
+    """The learner's LoRA adapters; `configs/engine/vllm.yaml` copies both settings from the node `learner`."""
 
     publish: Literal["merged", "adapter"] = "merged"
-    """what the learner publishes; with merged the engine starts without LoRA, and merges an adapter that it gets all
-    the same"""
+    """what the learner publishes; with merged, the engine starts without LoRA and merges any adapter it receives"""
     rank: int = 0
-    """largest rank of the adapters that are taken without merging"""
+    """largest rank of adapters that are loaded without merging"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank <= _RANKS[-1] and self.publish == "adapter":
@@ -26,7 +25,7 @@ class AdapterSettings:
 
     @property
     def max_rank(self) -> int:
-        """The rank that vLLM is started for, one of those it knows; 0: it starts without LoRA."""
+        """The largest rank for which vLLM is started, one of those it supports; 0: it starts without LoRA."""
         return next(r for r in _RANKS if r >= self.rank) if self.publish == "adapter" and self.rank else 0
 
 
@@ -35,7 +34,7 @@ class VllmSettings(ServerSettings):
     """Settings of vLLM, in servers or in this process."""
 
     kv_cache_gb: float = 1.0
-    """gigabytes of KV cache; on a GPU 0 takes what gpu_memory leaves"""
+    """gigabytes of KV cache; on a GPU, 0 means the memory that gpu_memory leaves"""
     gpu_memory: float = 0.5
     """share of the GPU's memory for weights and KV cache; the learner needs the rest"""
     enforce_eager: bool = True
@@ -43,9 +42,9 @@ class VllmSettings(ServerSettings):
     cpu_threads: int = 1
     """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
     sleep: bool = False
-    """gives weights and KV cache memory back between calls (in this process and on a GPU only; ignored otherwise)"""
+    """release the memory of weights and KV cache between calls (only in this process and on a GPU; else ignored)"""
     arguments: tuple[str, ...] = ()
-    """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they win"""
+    """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they override others"""
     lora: AdapterSettings = field(default_factory=AdapterSettings)
     """LoRA adapters as the learner publishes them"""
 

@@ -1,7 +1,7 @@
 """`python -m components.engine.vllm.start …`: vLLM's API server; on a CPU it forks, so that imports happen once.
 
-vLLM spawns engine core and worker on CPUs, and each imports everything anew: some 40 to 80 s on two cores, against 15
-to 27 s forked. Forking is safe there because nothing has started threads or a device before. On GPUs vLLM's own way is
+vLLM spawns engine core and worker on CPUs, and each imports everything again: 40 to 80 s on two cores, compared with
+15 to 27 s forked. Forking is safe there because no thread or device has been started before. On GPUs vLLM's default is
 kept.
 """
 
@@ -24,7 +24,7 @@ _USERS = (
 
 
 def fork_everywhere() -> None:
-    """Has every module of vLLM that starts processes fork them."""
+    """Makes every module of vLLM that starts processes fork them."""
     import vllm.utils.system_utils as system
 
     chosen = system.get_mp_context

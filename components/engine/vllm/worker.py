@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: log-probs and entropies of the sampling distribution, and loading of new weights.
+"""Code that runs in vLLM's workers: log-probs and entropies of the sampling distribution, and loading of new weights.
 
 vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
 entropies. `ExactSampler` gives both quantities of softmax(logits / temperature), before truncation, for sampled and for
-prompt tokens. A request for one log-prob besides the sampled token's gets, in its place, minus the entropy,
+prompt tokens. A request for one log-prob in addition to the sampled token's gets minus the entropy instead,
 under an id that is not the sampled one (or for two: over HTTP, vLLM counts the sampled token's own among them). Written
 for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
 """
@@ -24,14 +24,14 @@ from vllm.v1.sample.sampler import Sampler
 from components.engine.weight_files import sample_checksum, wait_for
 from components.models.weights import read_file
 
-_GREEDY = 1e-5
+_GREEDY = 1e-5  # vLLM samples greedily below this temperature
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]
     """vLLM's sampler, with log-probs and entropies at the sampling temperature and before truncation.
 
     Args:
-        base: the runner's sampler, which goes on to draw the tokens.
+        base: the runner's sampler, which still draws the tokens.
         forbidden: bool [V], columns that are no token and never drawn (they stay in the softmax), or None.
     """
 
@@ -66,7 +66,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         if num_logprobs:
             ids.append((token_ids + 1) % logprobs.shape[1])
             values.append((logprobs.exp() * logprobs).nansum(-1))
-        # Ranks are part of the form of an output and cost a pass over the vocabulary; they are not used.
+        # The output must have ranks, but nobody uses them and computing them costs a pass over the vocabulary.
         return LogprobsTensors(torch.stack(ids, 1).to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
 
     @staticmethod
@@ -107,7 +107,7 @@ class WorkerExtension:
     creditgraph_own: bool = True  # whether it holds the model's own weights, on which adapters build
 
     def creditgraph_install(self, forbidden: Sequence[int]) -> None:
-        """Puts `ExactSampler` in place; `forbidden` ids are never drawn."""
+        """Installs `ExactSampler`; `forbidden` ids are never drawn."""
         runner = self.model_runner
         if not hasattr(runner, "_get_prompt_logprobs_dict"):
             raise RuntimeError("creditgraph: expected the model runner of VLLM_USE_V2_MODEL_RUNNER=0, got another one.")
@@ -137,13 +137,13 @@ class WorkerExtension:
         runner._get_prompt_logprobs_dict = types.MethodType(each_at_its_temperature, runner)
 
     def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor], sample: Sequence[str]) -> dict[str, Any]:
-        """Loads Hugging Face tensors; the state after it, with the checksum of the tensors `sample`."""
+        """Loads Hugging Face tensors; returns the state after it, with the checksum of the tensors `sample`."""
         return self._creditgraph_load(version, iter(tensors.items()), sample)
 
     def creditgraph_load_files(
         self, version: int, files: Sequence[str], sample: Sequence[str], wait_seconds: float
     ) -> dict[str, Any]:
-        """Loads safetensors files, each as soon as it is there, within `wait_seconds`; the state after it."""
+        """Loads safetensors files, each as soon as it exists, within `wait_seconds`; returns the state after it."""
         deadline = time.monotonic() + wait_seconds
 
         def pairs() -> Iterator[tuple[str, Tensor]]:
@@ -166,8 +166,8 @@ class WorkerExtension:
                 yield name, tensor
 
         self.creditgraph_reload(passing())
-        # What the engine holds under the same name and form is the better witness; fused and packed tensors are not
-        # kept.
+        # Tensors that the engine holds under the same name and shape are the better evidence; fused and packed ones are
+        # not kept under their names.
         for name, parameter in self.model_runner.model.named_parameters():
             tensor = arrived.get(name)
             if tensor is not None and (tensor.shape, tensor.dtype) == (parameter.shape, parameter.dtype):
@@ -188,7 +188,7 @@ class WorkerExtension:
         refresh_tied(self.model_runner.model)
 
     def creditgraph_restore(self) -> None:
-        """Before an adapter comes: the model's own weights again, from its files, if others took their place."""
+        """Reloads the model's own weights from its files, if others were loaded; called before an adapter is added."""
         self.creditgraph_loaded = (-1, "")
         if not self.creditgraph_own:
             self.reload_weights()
@@ -196,7 +196,7 @@ class WorkerExtension:
             self.creditgraph_own = True
 
     def creditgraph_adapter(self, version: int) -> dict[str, Any]:
-        """After an adapter was added: the state, with the checksum of the one that vLLM read last and holds."""
+        """Returns the state after an adapter was added, with the checksum of the one that vLLM read last and holds."""
         held, checksum = WitnessedAdapter.last
         if held not in self.list_loras():
             raise RuntimeError("creditgraph: expected vLLM to hold the adapter that it read last, but it does not.")
@@ -205,7 +205,7 @@ class WorkerExtension:
 
 
 def refresh_tied(model: Any) -> None:
-    """Packs a tied output head again: on CPUs it has a packed copy of the embedding, which a reload leaves alone."""
+    """Packs a tied output head again: on CPUs it has a packed copy of the embedding, which a reload does not update."""
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(model.config, "tie_word_embeddings", False):
         head.quant_method.process_weights_after_loading(head)

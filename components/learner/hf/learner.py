@@ -49,7 +49,7 @@ class HFLearner(PolicyLearner):
         self.backend = HFBackend(context, self.model, self.optimizer, max_context)
 
     def weights(self) -> Weights:
-        """The whole model, or its adapters when `lora.publish` says so."""
+        """The whole model, or its adapters with `lora.publish=adapter`."""
         if self.config.lora.publish == "adapter":
             tensors, adapter = self.model.published_adapter()
             return Weights(version=self.version, tensors=tensors, adapter=adapter)
@@ -79,10 +79,10 @@ class HFBackend(Backend):
     """A transformers model on one device, and AdamW.
 
     Args:
-        context: of the learner's node.
+        context: context of the learner's node.
         model: the model.
-        optimizer: over its trained parameters.
-        max_context: tokens the model takes.
+        optimizer: optimizer of its trained parameters.
+        max_context: longest sequence the model supports, in tokens.
     """
 
     def __init__(self, context: Context, model: LearnerModel, optimizer: Optimizer, max_context: int) -> None:
@@ -93,13 +93,13 @@ class HFBackend(Backend):
         self.packs = model.packs
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
-        """One micro-batch after the other."""
+        """Scores one micro-batch after the other."""
         if reference:
             return [self.model.reference_logprobs(batch, temperature) for batch in batches]
         return [self.model.logprobs(batch, temperature)[0] for batch in batches]
 
     def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:
-        """Gradients stay in the parameters, or in their float32 copies."""
+        """Accumulates gradients in the parameters, or in their float32 copies."""
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
         for number, batch in enumerate(batches):
             share = loss(number, *self.model.logprobs(batch, temperature))
@@ -109,9 +109,9 @@ class HFBackend(Backend):
         return total
 
     def update(self) -> Update:
-        """Sums gradients over replicas first."""
+        """Sums gradients over replicas, then updates."""
         return self.optimizer.step(None if self.context.all_sum is identity_sum else self.context.all_sum)
 
     def skip_update(self) -> Update:
-        """Drops gradients."""
+        """Advances the schedule and drops gradients."""
         return self.optimizer.skip()

@@ -26,9 +26,9 @@ class LearnerModel:
     Args:
         model: a transformers causal LM on its device.
         lora: adapters; None or rank 0 for full fine-tuning.
-        recompute: activations computed again in the backward pass; see `LearnerSettings`.
-        keep_reference: keep what is needed to score with the initial weights.
-        seed: of the adapters' initial values.
+        recompute: activations recomputed in the backward pass; see `LearnerSettings`.
+        keep_reference: whether to keep the initial weights for scoring.
+        seed: random seed of the adapters' initial values.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LearnerModel:
 
 
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
-    """Last hidden states [tokens, D]. Through a model that does not take packed sequences the rows go one by one."""
+    """Last hidden states [tokens, D]; rows are computed one by one if the model does not support packed sequences."""
     bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
     packed = {"packed": batch.layout} if packs else {}
     out = []
@@ -159,7 +159,7 @@ def _is_tied(model: Any) -> bool:
 
 
 def _packs(model: Any) -> bool:
-    """Switches the model to packed attention and tests it on three rows; restores its own attention when that fails."""
+    """Switches the model to packed attention and tests it on three rows; restores its own attention if that fails."""
     own = model.config._attn_implementation
     device = str(next(model.parameters()).device)
     vocab = model.get_input_embeddings().weight.shape[0]

@@ -1,7 +1,7 @@
 """Attention, rotary angles and norms for megatron-core layers on packed sequences and shared-prefix trees.
 
 The attention itself is that of components.learner.packing.attention, so packed batches mean the same for every learner.
-What is added here is how its layout travels through megatron-core, and how it is sharded over context-parallel ranks.
+This module passes its layout through megatron-core, and shards it over context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pipeline.core.jagged import Jagged
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
-    """A layout on its way to the attention of each layer, also when activations are recomputed.
+    """Passes a layout to the attention of each layer, also when activations are recomputed.
 
-    megatron-core hands its packed parameters through unread unless `qkv_format` is "thd", for which it would turn
-    positions itself.
+    megatron-core passes its packed parameters on unread unless `qkv_format` is "thd", for which it would apply rotary
+    embeddings itself.
     """
 
     qkv_format: str = "creditgraph"
@@ -37,7 +37,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RankInputs:
-    """What one rank feeds its chunks for one packed batch.
+    """Input of one rank's model chunks for one packed batch.
 
     Attributes:
         input_ids, position_ids: int64 [1, s], this context-parallel rank's tokens.
@@ -53,13 +53,13 @@ class RankInputs:
 
 
 def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) -> RankInputs:
-    """Pads a packed batch to a multiple of `tensor` · `context` tokens and takes one context-parallel rank's slice.
+    """Pads a packed batch to a multiple of `tensor` · `context` tokens and returns one context-parallel rank's slice.
 
     Args:
-        batch: of this replica.
+        batch: packed batch of this replica.
         tensor: ranks that share the tokens between matrix products (1 without sequence parallel).
         context: context-parallel ranks.
-        context_rank: which of them.
+        context_rank: number of this one.
     """
     ids = batch.input_ids
     positions = batch.position_ids
@@ -85,7 +85,7 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
 
 
 def _append(layout: PackedLayout, places: Tensor) -> PackedLayout:
-    """The layout with one more row, of padding, which nothing looks at."""
+    """The layout with one more row, of padding, to which no token attends."""
     lengths = torch.cat([layout.lengths, layout.lengths.new_tensor([len(places)])])
     if layout.keys is None:
         return make_layout(lengths)
@@ -94,7 +94,7 @@ def _append(layout: PackedLayout, places: Tensor) -> PackedLayout:
 
 
 def _cut(layout: PackedLayout, start: int, stop: int) -> PackedLayout:
-    """The rows' parts among the tokens [start, stop); a row's later part continues its earlier one."""
+    """The parts of rows among the tokens [start, stop); a row's later part continues its earlier one."""
     own = torch.arange(layout.total, device=layout.lengths.device) if layout.keys is None else layout.keys
     keys = Jagged.from_lengths(own, layout.starts + layout.lengths)
     before = layout.lengths.cumsum(0) - layout.lengths
@@ -137,7 +137,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedParams | None = None,
     ) -> Tensor:
-        """Without a layout, plain causal attention."""
+        """Computes attention; without a layout, plain causal attention."""
         if self.group.size() > 1:
             # Each rank keeps its own queries and sees the keys and values of all: the backward pass sums and scatters
             # their gradients.
@@ -156,7 +156,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
 
 
 class LayerRopeAttention(SelfAttention):  # type: ignore[misc]
-    """Self-attention that takes its layer's of several rotary formulas."""
+    """Self-attention that selects its layer's rotary formula of several."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """`rotary_pos_emb` is [s, 1, formulas, D]."""
@@ -165,7 +165,7 @@ class LayerRopeAttention(SelfAttention):  # type: ignore[misc]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm as a megatron-core layer: its own wrapper refuses sequence parallel."""
+    """torch's RMSNorm as a megatron-core layer, because megatron-core's own wrapper refuses sequence parallel."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -175,7 +175,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedGPTModel(GPTModel):  # type: ignore[misc]
-    """GPTModel with rotary angles from `position_ids`, returning the last hidden states in place of logits."""
+    """GPTModel with rotary angles from `position_ids`, returning the last hidden states instead of logits."""
 
     inverse_frequencies: Tensor
     """[formulas, D / 2]; OLMo-3 has one for layers with a sliding window and one for the others"""
@@ -196,5 +196,5 @@ class PackedGPTModel(GPTModel):  # type: ignore[misc]
         return decoder_input, rotary, None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # The output head is applied a chunk of tokens at a time (see head.py).
+        # The output head is applied a chunk of tokens at a time (see components/learner/logprobs.py).
         return hidden_states

@@ -1,4 +1,4 @@
-"""What `learner.megatron` computes with: this rank's part of a model, and megatron-core's optimiser over it."""
+"""The backend of `learner.megatron`: this rank's part of a model, and megatron-core's optimiser of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MegatronBackend(Backend):
     """This rank's part of a model, and its optimiser. The last pipeline stage has the losses and log-probs.
 
     Args:
-        context: of the learner's node.
+        context: context of the learner's node.
         config: settings of the learner.
     """
 
@@ -81,12 +81,12 @@ class MegatronBackend(Backend):
             save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Takes back what `save` wrote, at this or another layout; returns its state."""
+        """Loads a checkpoint of `save`, at this or another layout; returns its state."""
         with megatron_on_cpu():
             return load_shards(folder, self.model.chunks, self.optimizer)
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
-        """On the last stage, the log-probs of all micro-batches; nothing on the others."""
+        """Returns the log-probs of all micro-batches on the last stage; an empty list on the others."""
         model = self.reference if reference else self.model
         assert model is not None
 
@@ -98,7 +98,7 @@ class MegatronBackend(Backend):
             return run_schedule(model.chunks, model.forward, list(batches), consume, self.context.device, train=False)
 
     def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:
-        """Gradients are summed over replicas at the end."""
+        """Accumulates gradients, and sums them over replicas at the end."""
 
         def consume(number: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             share = loss(number, *self.model.logprobs(hidden, batch, temperature))
@@ -115,20 +115,20 @@ class MegatronBackend(Backend):
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=self.context.device)
 
     def update(self) -> Update:
-        """Decided by the gradient norm over all ranks."""
+        """Updates unless the gradient norm over all ranks is not finite."""
         with megatron_on_cpu():
             return self.optimizer.step()
 
     def skip_update(self) -> Update:
-        """Gradients are cleared before the next passes."""
+        """Advances the schedule; gradients are cleared before the next passes."""
         return self.optimizer.skip()
 
     def sum(self, value: Tensor) -> Tensor:
-        """Summed over replicas on the last stage, which knows it, then sent to the others."""
+        """Sums over replicas on the last stage, which has the value, and sends the sum to the others."""
         return from_last_stage(self.context.all_sum(value) if is_last_stage() else value)
 
     def values(self, meters: Meters) -> dict[str, float]:
-        """Those of the last stage; the others have none."""
+        """The metrics of the last stage, the only one that has any, on all stages."""
         values: dict[str, float] = objects_from_last_stage(super().values(meters) if is_last_stage() else {})
         return values
 

@@ -1,8 +1,8 @@
 """From a transformers configuration to megatron-core's GPTModel chunks, on top of mbridge's tables of tensor names.
 
-Of mbridge only the tables and the merging of tensors are used. Its own building, loading and saving want
-TransformerEngine and CUDA, read `rope_theta` where transformers 5 keeps `rope_parameters`, hang all ranks when one
-cannot read its file, and write the weight tying of one model into a table shared by all.
+Only mbridge's tables and its merging of tensors are used. Its own building, loading and saving require
+TransformerEngine and CUDA, read `rope_theta` where transformers 5 has `rope_parameters`, hang all ranks if one cannot
+read its file, and write the weight tying of one model into a table shared by all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class LocalBridge:
-    """What differs from mbridge's bridges; mixed into the one of the model's family by `make_bridge`."""
+    """Differences from mbridge's bridges; `make_bridge` mixes it into the bridge of the model's family."""
 
     hf_config: Any
     config: Any
@@ -37,8 +37,7 @@ class LocalBridge:
         super().__init__(hf_config, **kwargs)  # type: ignore[call-arg]
 
     def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
-        # Local layers keep norms by themselves; TransformerEngine fuses them with the matrix after them, as mbridge
-        # expects.
+        # Local layers have separate norms; TransformerEngine fuses them with the next matrix, as mbridge expects.
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         names: list[str] = super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc]

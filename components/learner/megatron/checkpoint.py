@@ -1,4 +1,4 @@
-"""Distributed checkpoints of megatron-core: every rank writes its shards, any other layout reads them.
+"""Distributed checkpoints of megatron-core: every rank writes its shards, and any other layout can read them.
 
 Weights and optimizer state are stored under their global names and shapes, so a checkpoint of one TP × PP × DP is read
 at another. torch's AdamW, which megatron-core falls back to without TransformerEngine and Apex, needs three repairs for
@@ -31,7 +31,7 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
     Args:
         folder: empty or missing; the caller renames its parent when all ranks are done.
         chunks: GPTModels of this rank, not wrapped.
-        optimizer: over them.
+        optimizer: optimizer of the chunks.
         state: numbers and strings that are equal on all ranks.
     """
     if torch.distributed.get_rank() == 0:
@@ -43,7 +43,7 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
 
 
 def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Takes back what `save_shards` wrote, at this or another layout; all ranks must call it. Returns `state`.
+    """Loads a checkpoint of `save_shards`, at this or another layout; all ranks must call it. Returns `state`.
 
     Raises RunError for a folder that is missing, cut short, or of another architecture.
     """
@@ -110,7 +110,7 @@ def _fill_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _copy_into(part: Any, model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """In place of a method that wants a saved `step` per parameter, which no checkpoint has."""
+    """Replaces a method that requires a saved `step` per parameter, which no checkpoint has."""
     group, place = part.model_param_group_index_map[model_param]
     main = part.optimizer.param_groups[group]["params"][place]
     with torch.no_grad():

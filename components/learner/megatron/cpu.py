@@ -1,9 +1,9 @@
-"""megatron-core without CUDA: its calls for a CUDA device get the CPU.
+"""megatron-core without CUDA: redirects its calls for a CUDA device to the CPU.
 
 megatron-core 0.16 names CUDA in some thirty places that a CPU run reaches: `device="cuda"`,
 `torch.cuda.current_device()`, `tensor.type() == "torch.cuda.FloatTensor"`, states of the CUDA generator. While
-`megatron_on_cpu` is open these calls get the CPU, and only when they come from a module of megatron; the CUDA calls of
-all other code fail as ever. With a CUDA device present it does nothing.
+`megatron_on_cpu` is active these calls get the CPU, but only if they come from a module of megatron; CUDA calls of all
+other code still fail. With a CUDA device it does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Open it around the construction of a model, a training step, an optimiser or checkpoint call and an export."""
+    """Must be active during construction of a model, a training step, an optimiser or checkpoint call and an export."""
     if torch.cuda.is_available():
         yield
         return

@@ -19,11 +19,10 @@ from pipeline.core.payloads import Weights
 class MegatronLearner(PolicyLearner):
     """The training step of `learner.hf` on a model sharded over ranks: the same losses, gradients and metrics.
 
-    One replica of the model takes tensor_parallel × pipeline_parallel × context_parallel ranks, neighbours in rank; the
-    other ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
-    mini-batch, in micro-batches that go through the pipeline together; the objective runs on the last stage, on
-    log-probs of whole trajectories.
-    Trains all parameters: megatron-core has no LoRA of its own, and `learner.hf` has.
+    One replica of the model uses tensor_parallel × pipeline_parallel × context_parallel consecutive ranks; the other
+    ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
+    mini-batch, in micro-batches that pass through the pipeline together; the objective runs on the last stage, on
+    log-probs of whole trajectories. All parameters are trained: megatron-core has no LoRA; use `learner.hf` for it.
     """
 
     metrics = (
@@ -44,7 +43,7 @@ class MegatronLearner(PolicyLearner):
         return int(config.model_size)
 
     def setup(self, context: Context) -> None:
-        """Loads this rank's part of the model and makes the optimiser; all ranks together."""
+        """Loads this rank's part of the model and makes the optimiser; all ranks call it."""
         super().setup(context)
         with warnings.catch_warnings():
             # On import megatron-core warns a dozen times of two optional packages.
@@ -55,17 +54,17 @@ class MegatronLearner(PolicyLearner):
         self.backend: MegatronBackend = MegatronBackend(context, self.config)
 
     def weights(self) -> Weights:
-        """All ranks take part in the export; the leader of each replica keeps a snapshot for its engine."""
+        """Exports the weights; all ranks call it, and the leader of each replica keeps a snapshot for its engine."""
         leader = self.context.ranks.leader
         tensors = {name: tensor.to("cpu") for name, tensor in self.backend.export() if leader}
         return Weights(version=self.version, tensors=tensors if leader else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The version; the rest is in the shards."""
+        """Returns the version; all other state is in the shards."""
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuses the state of another learner; `load_shards` brings the weights."""
+        """Raises RunError for the state of another learner; `load_shards` restores weights and version."""
         if set(state) != {"version"}:
             raise RunError(
                 "learner.megatron: expected the shards of learner.megatron in the checkpoint, got "

@@ -33,7 +33,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     # Attention scores only: little time, and the one activation that grows with the square of the length where no flash
     # kernel runs.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    # Every layer keeps its input only: least memory, about a third more time.
+    # Every layer keeps only its input: least memory, about a third more time.
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -66,15 +66,15 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
     ) -> MegatronModel:
-        """A model with undefined weights, which `load` fills. `init_parallel` comes first.
+        """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
         Args:
             path: model folder, hub name or "tiny".
             layout: that of `init_parallel`.
-            dtype: of the parameters.
-            recompute: activations computed again in the backward pass.
-            device: of the parameters.
-            hf_config: a transformers configuration to use in place of the one at `path`.
+            dtype: dtype of the parameters.
+            recompute: activations recomputed in the backward pass.
+            device: device of the parameters.
+            hf_config: a transformers configuration to use instead of the one at `path`.
         """
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
@@ -132,7 +132,7 @@ class MegatronModel:
         return hidden
 
     def inputs(self, batch: PackedBatch) -> RankInputs:
-        """What this rank feeds its chunks for a batch."""
+        """The input of this rank's chunks for a batch."""
         if batch not in self._inputs:
             shares = self.layout.tensor_parallel if self.layout.sequence_parallel else 1
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
@@ -175,7 +175,7 @@ class MegatronModel:
             hidden = hidden.flatten(0, 1)
             if self.layout.context_parallel > 1:
                 return batch.by_row(*self._of_all_contexts(hidden, batch, temperature))
-            # Padding to whole shares stands at the end, where nothing is predicted from.
+            # Padding to whole shares is at the end, and predicts nothing.
             chosen = batch.predicting(hidden[: batch.tokens])
             return batch.by_row(*token_logprobs(chosen, batch.next_tokens, self._head(), temperature))
 

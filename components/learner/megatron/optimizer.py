@@ -1,8 +1,8 @@
 """AdamW of megatron-core with the settings, the schedule and the skipped steps of `components.learner.optimizer`.
 
 megatron-core keeps float32 main weights for narrower parameters, sums gradients over data-parallel replicas in float32
-and, as the distributed optimizer, splits main weights and moments over them. Left to itself it would decay norms and
-biases (its own multipliers act only through its own scheduler) and take a step on a NaN; both are done here.
+and, as the distributed optimizer, shards main weights and moments over them. By default it would decay norms and biases
+(its multipliers act only through its own scheduler) and take a step on a NaN; this class prevents both.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class MegatronOptimizer:
 
     Args:
         chunks: wrapped by `data_parallel`.
-        settings: of AdamW and the schedule.
+        settings: settings of AdamW and the schedule.
         total_steps: planned optimiser steps, for the schedule.
-        dtype: of the parameters.
-        distributed: split main weights and moments over replicas.
+        dtype: dtype of the parameters.
+        distributed: whether to shard main weights and moments over replicas.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MegatronOptimizer:
         self.set_weight_decay()
 
     def set_weight_decay(self) -> None:
-        """Applies the multipliers of the parameter groups, which a loaded checkpoint brings along."""
+        """Sets the weight decay of each parameter group from the settings; loading a checkpoint overwrites it."""
         for group in self.inner.param_groups:
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
 

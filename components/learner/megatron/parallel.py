@@ -1,4 +1,4 @@
-"""Whether a model fits a layout, and megatron-core's process groups for it."""
+"""Checks that a model fits a layout, and makes megatron-core's process groups for it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipeline.core.errors import ConfigError
 
 
 def check_layout(layout: ParallelLayout, config: Any, path: str) -> None:
-    """Raises ConfigError with every reason why a model is not supported or cannot be sharded so.
+    """Raises ConfigError with every reason why a model is not supported or cannot be sharded in this layout.
 
     The vocabulary is never a reason: it is padded.
 
     Args:
         layout: the sizes.
         config: transformers' configuration of the model.
-        path: of the model, for the error.
+        path: path of the model, for the error.
     """
     problems = check_architecture(config) or _misfits(layout, config)
     if problems:
@@ -61,12 +61,12 @@ def _misfits(layout: ParallelLayout, config: Any) -> list[str]:
 
 
 def init_parallel(layout: ParallelLayout, seed: int = 0) -> None:
-    """megatron-core's process groups over the present torch.distributed world, in place of those of another layout.
+    """Makes megatron-core's process groups in the present torch.distributed world, replacing those of another layout.
 
     The ranks of a replica are neighbours: replica = rank // layout.model_size.
     """
     if not dist.is_initialized():
-        # A run of one process starts no group, and megatron-core wants one.
+        # A run of one process has no process group, and megatron-core requires one.
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
@@ -85,8 +85,8 @@ def init_parallel(layout: ParallelLayout, seed: int = 0) -> None:
         # A second set of groups for CPU tensors, which the first already carries without CUDA.
         create_gloo_process_groups=torch.cuda.is_available(),
     )
-    # Nothing here draws from these streams (no dropout, weights are loaded), but megatron-core wants them to exist. On
-    # a CPU its "CUDA" generator is the default one, which is left as it was.
+    # These streams are not used (no dropout, weights are loaded), but megatron-core requires them. On a CPU its "CUDA"
+    # generator is the default one, whose state is restored.
     keep = contextlib.nullcontext() if torch.cuda.is_available() else torch.random.fork_rng(devices=[])
     with megatron_on_cpu(), keep:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

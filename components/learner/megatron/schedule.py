@@ -1,8 +1,8 @@
 """Micro-batches through the pipeline: 1F1B and interleaved schedules of megatron-core, and forward-only passes.
 
 Micro-batches have any lengths: stages send each other the shape first. Replicas may run different numbers
-of them, since gradients meet only after the last; the interleaved schedule wants a multiple of the pipeline size and is
-filled up with one-token micro-batches of weight zero, and so is a replica without rows.
+of them, since gradients are summed only after the last; the interleaved schedule requires a multiple of the pipeline
+size and is filled up with one-token micro-batches of weight zero, and so is a replica without rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Consume = Callable[[int, PackedBatch, Tensor], tuple[Tensor, Any]]
 
 
 def filler(device: str) -> PackedBatch:
-    """A micro-batch of one input token, to be given weight zero."""
+    """A micro-batch of one input token, whose loss has weight zero."""
     token = Jagged.from_rows([[0]], torch.int64).to(device)
     return pack(token, token, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def num_fillers(count: int, pipeline: int, virtual: int) -> int:
-    """Micro-batches to add to `count` so that the schedule takes them.
+    """Number of micro-batches to add to `count` so that the schedule accepts them.
 
     >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)]
     [2, 1, 0, 1]
@@ -61,8 +61,8 @@ def run_schedule(
         batches: micro-batches of this replica, the same on all its ranks.
         consume: on the last stage, (index of the micro-batch, micro-batch, hidden states) → (loss, data). Not called
             for fillers.
-        device: of the fillers.
-        train: accumulate gradients and finalise them over all ranks; otherwise run without gradient.
+        device: device of the fillers.
+        train: whether to accumulate gradients and finalise them over all ranks; otherwise runs without gradient.
 
     Returns:
         on the last stage the data, in order; elsewhere nothing.
@@ -131,7 +131,7 @@ def mean_and_maximum(value: float) -> tuple[float, float]:
 
 
 class ComputeClock:
-    """In place of the timers of megatron-core's schedules: adds up the forward and backward passes of this rank.
+    """Replaces the timers of megatron-core's schedules: adds up the forward and backward passes of this rank.
 
     On a GPU passes are measured by events of the stream, so waiting for another stage's tensors does not count.
 

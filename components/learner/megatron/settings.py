@@ -10,12 +10,12 @@ from components.learner.settings import LearnerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How many ranks share one model."""
+    """Numbers of ranks that share one model."""
 
     tensor_parallel: int = 1
     """ranks that each matrix is sharded over; must divide the attention heads"""
     pipeline_parallel: int = 1
-    """ranks that the stack of layers is sharded over; where they do not divide evenly the first ranks have one more"""
+    """ranks that the stack of layers is sharded over; if layers do not divide evenly, the first ranks have one more"""
     virtual_pipeline: int = 1
     """chunks of layers per pipeline rank: smaller bubbles, more communication"""
     context_parallel: int = 1
@@ -47,7 +47,7 @@ class ParallelLayout:
     def stages(self, layers: int) -> list[int]:
         """Layers of each stage in order; where they do not divide evenly, the first have one more.
 
-        The last stage has the output head to compute besides.
+        The last stage also computes the output head.
 
         >>> ParallelLayout(pipeline_parallel=2).stages(3)
         [2, 1]

@@ -1,6 +1,6 @@
-"""Weights in and out: this rank's shards of Hugging Face tensors, and whole tensors from all ranks' shards.
+"""Loads this rank's shards of Hugging Face tensors, and exports whole tensors from all ranks' shards.
 
-A rank reads the tensors of its own stage, one at a time, and keeps its shard; export gathers one parameter at a time.
+A rank reads the tensors of its stage, one at a time, and keeps its shard; export gathers one parameter at a time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def whole_shapes(hf_config: Any) -> dict[str, Shape]:
     return shapes
 
 
-# --- in ---
+# --- loading ---
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def _sharded_dim(parameter: Tensor) -> int | None:
     return getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
 
 
-# --- out ---
+# --- export ---
 
 
 @torch.no_grad()
@@ -167,7 +167,7 @@ def gather(bridge: Any, own: list[Part]) -> Iterator[tuple[str, Tensor]]:
 def _to_hf(bridge: Any, name: str, shards: list[Tensor], dim: int | None) -> Iterator[tuple[str, Tensor]]:
     whole = shards[0]
     if len(shards) > 1:
-        stub = torch.empty(0)  # mbridge reads the sharded dimension off a parameter
+        stub = torch.empty(0)  # mbridge reads the sharded dimension from attributes of a parameter
         stub.tensor_model_parallel = True  # type: ignore[attr-defined]
         stub.partition_dim = dim  # type: ignore[attr-defined]
         whole = bridge._weight_merge_across_tp(name, shards, stub)

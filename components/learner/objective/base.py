@@ -1,4 +1,4 @@
-"""The base class of objectives, and their inputs. Nothing here knows a model or a process group."""
+"""The base class of objectives, and their inputs. Nothing here depends on a model or a process group."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class LossInputs:
         mask: bool, True where the token is trained on.
         group: int64 [rows].
         old_entropies: float32, entropy of the sampling distribution.
-        entropies: float32, entropy of the current distribution, with gradient; None where it is not known (in
-            `prepare`).
+        entropies: float32, entropy of the current distribution, with gradient; None in `prepare`.
         reference_logprobs: float32, log-probs under the frozen reference model, or None without a KL term.
         columns: per-token columns that the credit carried, or that `prepare` added.
     """
@@ -78,10 +77,10 @@ class Objective:
     """Base of objectives: a loss per response token from log-probs and credit.
 
     A subclass defines `terms`, a `Config` when it has settings, and `prepare` when it needs statistics of the whole
-    rollout batch. Everything else is the learner's: masks, denominators, KL penalty, entropy bonus, mini-batches.
+    rollout batch. The learner does everything else: masks, denominators, KL penalty, entropy bonus, mini-batches.
 
     Class attributes:
-        metrics: what `terms` adds to its meters.
+        metrics: definitions of the metrics that `terms` adds to its meters.
         has_trace: whether a token's loss depends on earlier tokens through a trace, on which `entropy_mask` can act.
     """
 
@@ -109,7 +108,7 @@ class Objective:
         """Loss of each response token, to be minimised: float32 [total]. Masked tokens are ignored, even NaN.
 
         Args:
-            inputs: of some rows, each a whole trajectory.
-            meters: takes the metrics.
+            inputs: inputs of some rows, each a whole trajectory.
+            meters: collects the metrics.
         """
         raise NotImplementedError

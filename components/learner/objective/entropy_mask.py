@@ -1,4 +1,4 @@
-"""Which tokens have high entropy: H_t ≥ τ, τ the k-th largest entropy of the scope, k = ⌈keep·n⌉ (ties are all kept).
+"""Mask of tokens with high entropy: H_t ≥ τ, τ the k-th largest entropy of the scope, k = ⌈keep·n⌉ (ties are kept).
 
 Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy
 tokens out of the eligibility trace (our reading). H is the entropy of the sampling distribution; n counts trained
@@ -32,7 +32,7 @@ class EntropyMask:
     keep: float = 1.0
     """share of trained tokens kept; 1 switches the mask off, 0.2 is the 80/20 rule"""
     scope: Literal["batch", "sequence", "group"] = "batch"
-    """over which tokens the threshold is taken"""
+    """tokens over which the threshold is determined"""
     where: Literal["trace", "trace_and_loss", "loss"] = "trace"
     """S-trace masks the history ("trace"), 80/20 the loss"""
     denominator: Literal["all", "kept"] = "all"
@@ -43,7 +43,7 @@ class EntropyMask:
             raise ValueError(f"expected 0 < keep ≤ 1 (1 keeps all tokens), got {self.keep}.")
 
     def check(self, use: str, has_trace: bool) -> None:
-        """Raises ValueError when the mask cannot act on objective `use` as it says."""
+        """Raises ValueError if objective `use` does not support `where`."""
         if self.keep == 1:
             return
         if self.where == "trace" and not has_trace:
@@ -95,11 +95,11 @@ def high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) -
         return mask.clone()
     chosen = entropies[mask]
     where = scope[mask]
-    # Sorted by scope, and within it by falling entropy; the threshold stands at place ⌈keep·n⌉ − 1.
+    # Sorted by scope, and within it by descending entropy; the threshold is at place ⌈keep·n⌉ − 1.
     order = torch.argsort(chosen, descending=True, stable=True)
     order = order[torch.argsort(where[order], stable=True)]
     sizes = torch.bincount(where, minlength=int(scope.max()) + 1)
     starts = Jagged.from_lengths(chosen, sizes).offsets[:-1]
-    # 1e-9 off, so that rounding does not raise an exact product.
+    # Minus 1e-9, so that rounding does not raise an exact product.
     last = (starts + torch.ceil(sizes.double() * keep - 1e-9).long().clamp(min=1) - 1).clamp(max=len(chosen) - 1)
     return entropies >= chosen[order][last][scope]

@@ -25,7 +25,7 @@ class GSPO(Objective):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Clip):
-        """Where ratios are clipped, and whose advantage scales a token's gradient."""
+        """Bounds of the ratio, and whose advantage scales a token's gradient."""
 
         clip_low: float = 3e-4
         """ratios below 1 − clip_low lose their gradient where the advantage is negative"""
@@ -38,11 +38,11 @@ class GSPO(Objective):
     config: Config
 
     def gate(self, inputs: LossInputs) -> Tensor:
-        """bool [total]: the tokens whose mean makes the ratio."""
+        """bool [total]: the tokens over which the log ratio is averaged."""
         return inputs.mask.values
 
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
-        """Loss per token, equal over a row where the advantage is."""
+        """Loss per token; equal over a row if its advantage is."""
         gate = self.gate(inputs)
         log_ratio = inputs.logprobs.values - inputs.old_logprobs.values
         count = inputs.mask.with_values(gate).sum().clamp(min=1)

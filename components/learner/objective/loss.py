@@ -1,4 +1,4 @@
-"""The loss of a learner: an objective's terms, what may be added to any of them, and how they become one number.
+"""The loss of a learner: an objective's terms, optional terms for any objective, and their aggregation.
 
 Aggregation does not depend on how the batch was cut. With trained-token mask m, T_i = Σ_t m_{i,t}, B rows:
 
@@ -8,7 +8,7 @@ Aggregation does not depend on how the batch was cut. With trained-token mask m,
     constant              Σ_{i,t} m x / (B · L_max)        (Dr.GRPO, 2503.20783)
 
 Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted
-here locally, summed by the caller, and received back; a row with T_i = 0 adds nothing to the numerator. It still counts
+here locally, summed by the caller, and passed back; a row with T_i = 0 adds nothing to the numerator. It still counts
 in B, unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its
 mask set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the
 denominator already.)
@@ -27,12 +27,12 @@ from components.learner.objective.settings import ObjectiveSettings
 from pipeline.core.jagged import Jagged
 
 KL_WEIGHT = "kl_weight"
-"""column of the credit: a multiple of the KL coefficient per token (SCoRe holds first attempts back harder)"""
+"""column of the credit: factor on the KL coefficient per token (SCoRe uses a larger one for first attempts)"""
 
 
 @torch.no_grad()
 def prepare(inputs: LossInputs, settings: ObjectiveSettings) -> LossInputs:
-    """Adds the entropy mask, then what the objective needs to know of the whole batch."""
+    """Adds the columns of the entropy mask, then those of the objective."""
     return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask))
 
 
@@ -52,7 +52,7 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
         loss = loss * weight
     if settings.kl.coefficient:
         if inputs.reference_logprobs is None:
-            raise ValueError("objective: kl.coefficient is set, but the learner gave no reference log-probs.")
+            raise ValueError("objective: kl.coefficient is set, but the learner provided no reference log-probs.")
         penalty = kl_estimate(inputs.logprobs.values, inputs.reference_logprobs.values, settings.kl.estimator)
         meters.mean("kl_reference", penalty, mask)
         weights = inputs.columns.get(KL_WEIGHT)

@@ -27,7 +27,7 @@ class Meters:
         self._counted: tuple[Tensor, Tensor] | None = None
 
     def add(self, name: str, total: Tensor, count: Tensor) -> None:
-        """Adds a sum and what to divide it by."""
+        """Adds a sum and its denominator."""
         total = total.detach().double()
         count = count.detach().double()
         old = self._sums.get(name)
@@ -42,7 +42,7 @@ class Meters:
         self.add(name, (flags & mask).sum(), self._count(mask))
 
     def _count(self, mask: Tensor) -> Tensor:
-        # One objective counts one mask many times.
+        # One objective counts the same mask many times.
         if self._counted is None or self._counted[0] is not mask:
             self._counted = (mask, mask.sum())
         return self._counted[1]

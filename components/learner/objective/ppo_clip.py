@@ -21,7 +21,7 @@ class PPOClip(Objective):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Clip):
-        """Where ratios are clipped."""
+        """Bounds of the ratio."""
 
     config: Config
 

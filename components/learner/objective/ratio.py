@@ -1,4 +1,4 @@
-"""What the ratio objectives share: clip settings, a safe exponential, the clipped surrogate and its metrics."""
+"""Shared code of the ratio objectives: clip settings, a safe exponential, the clipped surrogate and its metrics."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def load_objective(use: str) -> type[Objective]:
 
 
 def shipped_metrics() -> tuple[Metric, ...]:
-    """What the shipped objectives log, each name once."""
+    """Metrics of the shipped objectives, each name once."""
     metrics = [metric for use in OBJECTIVES for metric in load_objective(use).metrics]
     return tuple({metric.name: metric for metric in metrics}.values())
 
@@ -62,7 +62,7 @@ class ObjectiveSettings:
     importance_cap: float = 0.0
     """C of the truncated importance weight min(π_old^learner / π^engine, C); 0 is off. Needs old_logprobs: recompute"""
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-    """how token terms become one number; see `loss.py`"""
+    """aggregation of token terms to one number; see `loss.py`"""
     constant_length: int = 0
     """L_max of aggregate "constant" [tokens]"""
     drop_empty: bool = False

@@ -1,4 +1,4 @@
-"""`shaped_probability`: probabilities in place of ratios on chosen tokens, the objective of Critique-GRPO."""
+"""`shaped_probability`: probabilities instead of ratios on chosen tokens, the objective of Critique-GRPO."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ Where the clip acts (`clip`):
 
 The equations of P-trace and S-trace are not public in a form we could read. Ours is one reading of "partial
 trust-region preservation": the trust region holds on the current ratio, history enters as a decayed importance weight.
-λ = 0 gives `ppo_clip` in every placement but `inside`. S-trace puts m^H_t·l_t in place of l_t in the history, m^H the
+λ = 0 gives `ppo_clip` in every placement but `inside`. S-trace uses m^H_t·l_t instead of l_t in the history, m^H the
 mask of high entropy. With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, decay from the end,
-is another method.
+is a different method.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ START = "trace_start"
 class Trace(Objective):
     """Ratio of a token and, with decaying weight, of the tokens before it: GRPO-λ, P-trace, S-trace.
 
-    The formulas stand at the top of this file.
+    The formulas are at the top of this file.
     """
 
     has_trace = True
@@ -66,12 +66,12 @@ class Trace(Objective):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Clip):
-        """How past tokens weigh, and what the clip acts on."""
+        """Weights of past tokens, and placement of the clip."""
 
         decay: float = 0.99
         """d = γλ, per token; 0 is `ppo_clip`"""
         style: Literal["recent", "both", "weight_floor"] = "recent"
-        """how past tokens weigh"""
+        """weights of past tokens, see the top of `trace.py`"""
         floor: float = 0.0
         """smallest weight, of style "weight_floor" only"""
         clip: Literal["traced", "current", "inside", "normalised", "eps_weight"] = "traced"
@@ -107,7 +107,7 @@ class Trace(Objective):
             if self.config.clip == "eps_weight":
                 total = self._sum(_in_trace(log_ratio, inputs), inputs)
             elif self.config.clip == "current":
-                # The current ratio is whole whatever the entropy mask says.
+                # The entropy mask does not act on the current ratio.
                 total = self._history(log_ratio, inputs) + log_ratio.values
             else:
                 total = self._traced_ratio(log_ratio, inputs)
@@ -187,7 +187,7 @@ class Trace(Objective):
 
 
 def _in_trace(x: Jagged, inputs: LossInputs) -> Jagged:
-    """What enters traces, of values that are zero outside the mask: all, or those of high entropy."""
+    """Values that enter traces, from values that are zero outside the mask: all, or those of high entropy."""
     kept = inputs.columns.get(IN_TRACE)
     # A product, not where: on a CPU, branches on scattered tokens cost more than the rest of the trace.
     return x if kept is None else x.with_values(x.values * kept.values)
@@ -212,7 +212,7 @@ def trace_sum(x: Jagged, config: Trace.Config, start: Tensor | None = None, past
     row_map = partial(_weigh, config, past_only)
     if config.style != "both" or start is None or not bool(start.any()):
         return map_rows(x, row_map)
-    # What lies before `start` becomes a row of its own.
+    # Tokens before `start` become a separate row.
     begin = x.offsets[:-1]
     offsets = torch.cat([torch.stack([begin, begin + start], dim=1).flatten(), x.offsets[-1:]])
     return x.with_values(map_rows(Jagged(x.values, offsets), row_map).values)
@@ -283,7 +283,7 @@ def _powers(decay: float, count: int, like: Tensor) -> Tensor:
 
 
 def _span(config: Trace.Config) -> int:
-    """How many tokens, t itself included, keep their own weight above the floor."""
+    """Number of tokens, including t, whose weight is above the floor."""
     if config.decay >= 1 or config.floor <= 0:
         return 1 << 40
     return 1 if config.decay <= 0 else 1 + math.floor(math.log(config.floor) / math.log(config.decay) + 1e-9)

@@ -24,14 +24,14 @@ IMPLEMENTATION = "creditgraph_packed"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a packed input lie.
+    """Positions of the sequences in a packed input.
 
     Attributes:
         lengths: int64 [rows], tokens that each row computes, at least 1.
         starts: int64 [rows], tokens of its path that come before them, computed by other rows.
         keys: int64 [Σ starts + lengths], places of all tokens of each row's path; None when no row shares any.
         rows, total: number of rows, and of tokens that they compute.
-        longest, longest_path: of their lengths, and of their paths.
+        longest, longest_path: largest number of tokens of a row, and of its path.
         sources: tokens that keys are taken from when they are more than the `total` that rows compute (a slice of a
             batch); else 0.
     """
@@ -65,7 +65,7 @@ class PackedLayout:
 
     @cached_property
     def grids(self) -> Grids:
-        """The rows as a few padded grids, for attention functions that want them."""
+        """The rows as a few padded grids, for attention functions without support for packed rows."""
         return Grids.of(self)
 
 
@@ -85,7 +85,7 @@ def make_layout(lengths: Tensor, keys: Jagged | None = None) -> PackedLayout:
 
 
 class Gather(torch.autograd.Function):
-    """x[index] with the inverse of `index` at hand: the backward pass sums each bag of places (see `bags`)."""
+    """x[index] with a precomputed inverse of `index`: the backward pass sums each bag of places (see `bags`)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
@@ -236,14 +236,14 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; without a layout, ordinary causal attention.
 
-    Soft caps and attention sinks raise an exception; the learner then falls back to one row after the other.
+    Soft caps and attention sinks raise an exception; the learner then computes one row after the other.
 
     Args:
         query: [1, H, total, D].
         key, value: [1, H_kv, total, D].
 
     Returns:
-        [1, total, H, D], and None in place of attention weights.
+        [1, total, H, D], and None instead of attention weights.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError("packed attention: soft caps and attention sinks are not supported")
@@ -309,7 +309,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: floa
 
 
 def register() -> str:
-    """Makes `packed_attention` known to transformers and returns its name."""
+    """Registers `packed_attention` with transformers and returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, packed_attention)

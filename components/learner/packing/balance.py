@@ -1,8 +1,8 @@
-"""Which replica trains on which trajectories: prompts stay whole, and all replicas get about as many tokens.
+"""Assigns trajectories to replicas: prompts stay whole, and all replicas get about as many tokens.
 
 A step takes as long as its slowest replica. Trajectories of one prompt stay together, because they share its prefix, so
-what is spread is prompts: longest first, each to the replica with the least so far (LPT, Graham 1969: at most 4/3 of
-the best spread).
+whole prompts are assigned: longest first, each to the replica with the least load so far (LPT, Graham 1969: at most
+4/3 of the optimum).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def assign(costs: Tensor, group: Tensor, num_replicas: int) -> Tensor:
-    """The replica of each row, int64 [rows]; the same on every replica, and never less even than `contiguous`.
+    """The replica of each row, int64 [rows]; the same on every replica, and at least as even as `contiguous`.
 
     Args:
         costs: [rows], non-negative, tokens to compute for each row.

@@ -1,4 +1,4 @@
-"""Micro-batches under a token budget: which rows go together, and how they are laid out.
+"""Micro-batches under a token budget: their rows, and the layout of these.
 
 A sequence is prompt + response without its last token, which nothing is predicted from. Sequences are never cut.
 """
@@ -23,7 +23,7 @@ class PackedBatch:
 
     Attributes:
         input_ids, position_ids: int64 [1, tokens].
-        layout: of the sequences.
+        layout: layout of the sequences.
         predict: int64 [pairs], place in the hidden states that predicts each pair's token.
         next_tokens: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share
             is one pair, and the last token of a prefix predicts a different token for each continuation: one pair for
@@ -31,8 +31,8 @@ class PackedBatch:
         bags: for each place in the hidden states, the pairs it predicts; None without shared prefixes.
         targets: Jagged int64, the response tokens of the rows.
         spread: int64 [targets], the pair of each response token; None when they are the same.
-        tokens: how many are computed.
-        saved: tokens not computed, because another row did.
+        tokens: number of computed tokens.
+        saved: number of tokens that were not computed because another row computes them.
     """
 
     input_ids: Tensor
@@ -63,7 +63,7 @@ class PackedBatch:
 
 
 def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
-    """Raises DataError for a row the model cannot take: a response without a prompt, or too many tokens."""
+    """Raises DataError for a row the model does not support: a response without a prompt, or too many tokens."""
     empty = (prompt.lengths == 0) & (response.lengths > 0)
     if bool(empty.any()):
         raise DataError(
@@ -83,8 +83,8 @@ def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
 def plan(lengths: Tensor, budget: int) -> list[Tensor]:
     """Cuts rows into micro-batches of at most `budget` tokens.
 
-    Rows are sorted by length, so those of a micro-batch are alike. Rows of length 0 are left out; a row longer than
-    the budget gets a micro-batch of its own.
+    Rows are sorted by length, so those of a micro-batch are of similar length. Rows of length 0 are left out; a row
+    longer than the budget gets its own micro-batch.
 
     Args:
         lengths: int64 [rows].
@@ -116,8 +116,8 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -
     Args:
         prompt, response: token rows.
         index: int64, the rows to take.
-        share: compute the common prefix of each row and the row before it in `index` once; pays when the order is that
-            of `Sorted`.
+        share: whether to compute the common prefix of each row and the previous one in `index` only once; saves most in
+            the order of `Sorted`.
     """
     prompts = prompt.select(index)
     targets = response.select(index).to(torch.int64)
@@ -164,7 +164,7 @@ def _pack_shared(
     next_tokens[spread] = targets.values
 
     tokens = len(computed.values)
-    # A row that adds nothing of its own has no queries.
+    # A row whose tokens are all shared has no queries.
     kept = (own > 0).nonzero(as_tuple=True)[0]
     return PackedBatch(
         input_ids=computed.values.long()[None],

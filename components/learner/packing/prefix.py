@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeline.core.jagged import Jagged
 
-# A smaller share of a row is computed again rather than looked up: it saves nothing, and a row without prefix has plain
-# causal attention.
+# A smaller share of a row is recomputed: sharing it would save nothing, and a row without prefix has plain causal
+# attention.
 SMALLEST_SHARE = 1 / 32
 # Attention copies the keys and values of a row's whole path. A micro-batch holds at most this many budgets of path
 # tokens.
@@ -89,7 +89,7 @@ def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
         rows: rows with something to predict.
         lengths: int64, input tokens of every row, by row index.
         budget: computed tokens per micro-batch, and 1 / `PATH_BUDGETS` of its path tokens; 0 puts all rows in one. A
-            longer row gets a micro-batch of its own.
+            longer row gets its own micro-batch.
 
     Returns:
         row indices per micro-batch.

@@ -27,7 +27,7 @@ class Row:
         accuracy: seed → accuracy at the budget.
         verdict: against the baseline, None for the baseline.
         reached: seed → tokens to the threshold (NaN: not within the budget).
-        speed: tokens of the baseline over those of this method, on means over seeds; NaN unless all seeds got there.
+        speed: tokens of the baseline divided by those of this method, means over seeds; NaN unless all seeds reach it.
         seconds: seed → wall time of training up to the budget.
         iterations: seed → iterations.
     """
@@ -62,7 +62,7 @@ def analyse(curves: Curves, budget: float, threshold: float | None = None) -> tu
 
 
 def table(rows: Mapping[str, Row], budget: float, threshold: float) -> str:
-    """A Markdown table, and the sentences that say which methods are above the baseline and which are not."""
+    """A Markdown table, and sentences that list the methods above and not above the baseline."""
     baseline = next(iter(rows))
     head = ["method", f"accuracy at {budget / 1e6:.2f}M tokens", f"against {baseline}", "verdict"]
     head += [f"tokens to {threshold:.2f}", "reached", f"{baseline} tokens / its tokens", "seconds", "seeds"]

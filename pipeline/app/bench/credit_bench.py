@@ -1,4 +1,4 @@
-"""The logic of tools/creditbench: the credit of many methods against true values, at one state of the policy."""
+"""The logic of tools/creditbench: compares the credit of many methods with true values, at one state of the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GRADIENT_METRICS = ("cosine", "tokens", "noise", "signal")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         samples: continuations per distinct thought boundary.
@@ -56,7 +56,7 @@ class Options:
 
 @dataclass
 class _Reference:
-    """The baseline's batch of one seed, which all methods share, and what is true of it.
+    """The baseline's batch of one seed, which all methods share, and its true values.
 
     Attributes:
         seed, run: the batch; `run` holds the policy and the verifier, which are alive while the seed is measured.
@@ -105,7 +105,7 @@ class CreditBench:
         methods: the baseline first.
         seeds: one batch of prompts and rollouts each.
         options: what is measured.
-        say: gets progress as sentences.
+        say: receives progress as sentences.
     """
 
     def __init__(
@@ -177,13 +177,13 @@ class CreditBench:
 
     def _method(self, method: Method, reference: _Reference) -> _Measured:
         experiment = self.experiments[method.name]
-        given = shared_outputs(experiment.graph, reference.run)
-        costs = {name: reference.run.costs[name] for name in given}
-        with CreditRun(experiment, reference.seed, self.weights, given=given, given_costs=costs) as run:
+        shared = shared_outputs(experiment.graph, reference.run)
+        costs = {name: reference.run.costs[name] for name in shared}
+        with CreditRun(experiment, reference.seed, self.weights, shared=shared, shared_costs=costs) as run:
             trajectories = run.trajectories
             effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
             gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)
-            # Methods that only read the shared rollouts need no true values of their own.
+            # Methods that only read the shared rollouts need no separate true values.
             if torch.equal(trajectories.uid, reference.run.trajectories.uid):
                 rows = torch.arange(len(trajectories))
                 truth = reference.truth
@@ -234,7 +234,7 @@ def choose_rows(trajectories: Trajectories, most: int, seed: int) -> Tensor:
 
 
 def describe_truth(truth: Truth) -> dict[str, float]:
-    """What the true values look like; those before and after the first error check them against the task's steps."""
+    """Statistics of the true values; those before and after the first error check them against the task's steps."""
     values = truth.values
     error = truth.error[values.row_ids]
     inner = values.positions < truth.ends.lengths[values.row_ids]  # the last value of a row is its outcome
@@ -256,7 +256,7 @@ def describe_truth(truth: Truth) -> dict[str, float]:
 
 
 def relative_tokens(sums: Sequence[GradientSums], baseline: Sequence[GradientSums]) -> tuple[float, float]:
-    """Tokens at which noise equals signal over those of the baseline, and the jackknife standard error over seeds."""
+    """Tokens at which noise equals signal relative to the baseline, and the jackknife standard error over seeds."""
 
     def ratio(a: float, b: float) -> float:
         return a / b if b > 0 else math.nan

@@ -75,7 +75,7 @@ def mean_ceiling(result: dict[str, Any]) -> float:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Writes the figure: correlations, share on the first error, and gradient noise at equal sampled tokens.
 
-    Methods with given rollouts are blue, with their own orange, true values grey.
+    Methods with shared rollouts are blue, those with their own are orange, and true values are grey.
     """
     from matplotlib.figure import Figure
 

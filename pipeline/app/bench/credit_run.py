@@ -1,4 +1,4 @@
-"""Runs the part of a recipe's graph that makes credit: from prompts to what the learner would read."""
+"""Runs the part of a recipe's graph that makes credit: from prompts to the inputs of the learner."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")
 
 @dataclass
 class Cost:
-    """What a node cost in tokens, as engines count them, and in seconds of wall time.
+    """Cost of a node in tokens, as engines count them, and in seconds of wall time.
 
     Attributes:
-        sampled_tokens: drawn.
-        prefill_tokens: of prompts and prefixes, before the first drawn token.
-        scored_tokens: of teacher-forced passes, context included.
+        sampled_tokens: sampled tokens.
+        prefill_tokens: tokens of prompts and prefixes, before the first sampled token.
+        scored_tokens: tokens of teacher-forced passes, context included.
     """
 
     sampled_tokens: float = 0.0
@@ -43,20 +43,22 @@ class Cost:
 
 
 class CreditRun(GraphSession):
-    """What the learner's inputs need, run once, and what each node cost. Policy and verifier live within the `with`.
+    """One run of the nodes that the learner's inputs need, and their costs.
+
+    Policy and verifier exist within the `with` block.
 
     Args:
         experiment: the recipe.
         seed: key of every random stream.
         weights: value of the delayed wires that carry `Weights`; other delayed wires carry their producer's initial
             value. Without it a delayed wire is an error.
-        iteration: the iteration that is run.
-        given: node → outputs that are used in place of running it, with `given_costs`.
-        uids_from_top: numbers the nodes from the largest index down, so that the outputs may be given to other graphs
-            without meeting their uids.
+        iteration: the iteration to run.
+        shared: node → outputs that are used instead of running it, with `shared_costs`.
+        uids_from_top: numbers the nodes from the largest index down, so that the outputs may be passed to other graphs
+            without sharing their uids.
 
     Attributes:
-        trajectories, credit: what the learner would read, inside the `with`.
+        trajectories, credit: the inputs of the learner, available inside the `with` block.
         costs: node → cost.
         learner: the node that reads the credit.
     """
@@ -71,16 +73,16 @@ class CreditRun(GraphSession):
         weights: Weights | None = None,
         *,
         iteration: int = 0,
-        given: Mapping[str, Mapping[str, Any]] | None = None,
-        given_costs: Mapping[str, Cost] | None = None,
+        shared: Mapping[str, Mapping[str, Any]] | None = None,
+        shared_costs: Mapping[str, Cost] | None = None,
         uids_from_top: bool = False,
     ) -> None:
         super().__init__(experiment, seed=seed, weights=weights, uids_from_top=uids_from_top)
         self.iteration = iteration
         self.learner = learner_of(self.graph)
-        self.given = dict(given or {})
-        self.costs = dict(given_costs or {})
-        for name, values in self.given.items():
+        self.shared = dict(shared or {})
+        self.costs = dict(shared_costs or {})
+        for name, values in self.shared.items():
             self.give(name, iteration, values)
 
     def __enter__(self) -> Self:
@@ -106,7 +108,7 @@ class CreditRun(GraphSession):
     @property
     def own_rollouts(self) -> bool:
         """Whether any trajectory was sampled by this graph."""
-        return any(name not in self.given for name in self.rollouts)
+        return any(name not in self.shared for name in self.rollouts)
 
     def cost(self, rollouts: bool) -> Cost:
         """Summed cost of the nodes that sample trajectories, or of all others."""
@@ -114,7 +116,7 @@ class CreditRun(GraphSession):
         return sum((cost for name, cost in self.costs.items() if (name in names) == rollouts), Cost())
 
     def first(self, kind: type) -> Any:
-        """The first output of a kind in graph order, such as the `Policy` or the `Verifier`."""
+        """Returns the first output of a kind in graph order, such as the `Policy` or the `Verifier`."""
         for outputs in self.by_node.values():
             for value in outputs.values():
                 if isinstance(value, kind):
@@ -122,7 +124,7 @@ class CreditRun(GraphSession):
         raise ConfigError(f"the graph has no {kind.__name__}; expected one, to measure its credit.")
 
     def supply(self, wire: Wire, iteration: int) -> Any:
-        """A value of this iteration, or an initial one: there is no iteration before."""
+        """Returns a value of this iteration, or an initial one, as there is no earlier iteration."""
         if wire.delay and self._weights is None:
             raise ConfigError(f"{wire} is of an earlier iteration, which these rollouts do not have.")
         return super().supply(wire, iteration)
@@ -131,7 +133,7 @@ class CreditRun(GraphSession):
         """Runs one node, and measures it."""
         self.runner(node)
         self.inputs(node, iteration)
-        # Component and inputs exist by now, so the engines count for this node alone until it returns.
+        # Component and inputs exist now, so the engines count only for this node until it returns.
         before = self._engine_counters()
         begin = perf_counter()
         outputs = super().run(node, iteration)
@@ -168,7 +170,7 @@ def samples_rollouts(node: Node) -> bool:
 
 
 def sampling_of(graph: Graph) -> Sampling:
-    """How the rollouts of a graph are sampled: the settings of its first node that samples any."""
+    """Sampling of the rollouts of a graph: the settings of its first node that samples any."""
     for node in graph.nodes:
         if samples_rollouts(node) and hasattr(node.config, "sampling"):
             return cast(Sampling, node.config.sampling())
@@ -186,7 +188,7 @@ def shared_outputs(graph: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
     for name, outputs in run.by_node.items():
         if name not in graph or graph[name].use != reference[name].use:
             continue
-        # Only a source of prompts: a node that reads something would give prompts of another graph's making.
+        # Only a source of prompts: a node with inputs would return prompts that depend on another graph.
         prompts = any(isinstance(v, Prompts) for v in outputs.values()) and not graph[name].wires
         same = graph[name].config == reference[name].config and graph[name].wires == reference[name].wires
         if prompts or (same and name in run.rollouts):

@@ -21,14 +21,14 @@ T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run over what it had spent on training before each evaluation.
+    """Held-out accuracy of one run over the tokens and seconds of training before each evaluation.
 
     Attributes:
         tokens: sampled tokens, evaluation not counted; rising, from 0.
         seconds: wall time, evaluation not counted.
         accuracy: [points].
         iterations: iterations done.
-        total_tokens: of all iterations done.
+        total_tokens: sampled tokens of all iterations done.
     """
 
     tokens: Floats
@@ -63,7 +63,7 @@ class Curve:
 def training_tokens(rows: Sequence[dict[str, Any]]) -> list[float]:
     """Tokens sampled for training in each iteration.
 
-    The engine counts every token, those of evaluation too. So in iterations with an evaluation the nodes' own counts
+    The engine counts every token, including those of evaluation. So in iterations with an evaluation the nodes' counts
     ("node/sampled_tokens") are used, scaled by the ratio of engine to nodes in the other iterations (1 when every node
     reports).
     """
@@ -130,7 +130,7 @@ class Verdict:
 
 
 def paired_test(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
-    """Pairs accuracies by seed; NaN entries and seeds that only one has are left out."""
+    """Compares accuracies paired by seed; NaN entries and seeds that only one of them has are left out."""
     seeds = [s for s in method if s in baseline and not math.isnan(method[s]) and not math.isnan(baseline[s])]
     differences = [method[s] - baseline[s] for s in seeds]
     mean, spread = mean_sd(differences)

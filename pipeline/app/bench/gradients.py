@@ -1,4 +1,4 @@
-"""Policy gradients of credit, prompt by prompt: their direction against the true gradient, and their variance.
+"""Policy gradients of credit, prompt by prompt: their direction compared with the true gradient, and their variance.
 
 Prompts of a batch are independent draws, so the mean over n prompts of per-prompt gradients g_p has covariance
 Cov(g_p)/n. With g*_p the gradient of prompt p from true advantages, and sums over pairs p ≠ q (unbiased, because the
@@ -82,7 +82,7 @@ class GradientSums:
         pairs = n * m - self.num_common
         if n < 2 or m < 2 or pairs < 1:
             return dict.fromkeys(("cosine", "noise", "signal", "tokens"), math.nan)
-        # Pairs p = q are taken out: one prompt's two gradients share its rollouts, so their product is biased.
+        # Pairs p = q are left out: one prompt's two gradients share its rollouts, so their product is biased.
         cross = (_dot(self.total, self.true_total) - self.common) / pairs
         size = (_dot(self.total, self.total) - self.squares) / (n * (n - 1))
         true_size = (_dot(self.true_total, self.true_total) - self.true_squares) / (m * (m - 1))
@@ -121,7 +121,7 @@ def prompt_gradients(
         model: π, with gradients.
         trajectories: the rows.
         weight: coefficient of each token's log-prob, as it enters the batch's gradient; rows of zeros cost nothing.
-        temperature: of the log-probs.
+        temperature: temperature of the log-probs.
     """
     parameters = list(model.trainable().values())
     device = parameters[0].device

@@ -43,7 +43,7 @@ METHODS: tuple[Method, ...] = (
     BASELINE,
     Method("drgrpo", "toy_drgrpo"),
     Method("dapo", "toy_dapo"),
-    # The ratio objectives take four steps per rollout batch; this is the baseline that does so too.
+    # The ratio objectives take four steps per rollout batch, and so does this baseline.
     Method("grpo_4_steps", "toy_grpo", ("learner.minibatches=4",)),
     Method("gspo", "toy_gspo"),
     Method("grpo_lambda", "toy_grpo_lambda"),

@@ -38,7 +38,7 @@ class Column:
 
     Attributes:
         name: recipe.
-        note: what to know: further sampling, approximations, or why there is no credit.
+        note: further sampling, approximations, or the reason why there is no credit.
         credit: Jagged float64 over response tokens, as the objective makes it at ratio 1 (0 where masked); None
             without.
         mask: Jagged bool, tokens that are trained on.
@@ -63,8 +63,8 @@ class Comparison:
         reward: outcome per row.
         columns: one per recipe, then the truth where there is one.
         error: 1-based first wrong thought per row, 0 where there is none or the task cannot tell.
-        tokenizer: of the policy.
-        notes: on the run.
+        tokenizer: tokenizer of the policy.
+        notes: sentences about the run.
     """
 
     iteration: int
@@ -94,7 +94,7 @@ def compare(
         recipes: names.
         overrides: further settings for every recipe.
         config_dirs: further folders with recipes.
-        iteration: a recorded one; None takes the newest whose policy the run can restore exactly.
+        iteration: a recorded one; None means the newest one whose policy the run can restore exactly.
         rows: rollouts to show.
         samples: continuations per thought for the true advantage; 0 leaves it out, and so does a task without known
             steps.
@@ -135,7 +135,7 @@ def _compare(
 
 
 class _Source:
-    """The run's side: its rollouts, prompts, policy and verifier of one iteration."""
+    """Rollouts, prompts, policy and verifier of one iteration of the run."""
 
     def __init__(self, replay: Replay, iteration: int, population: Trajectories) -> None:
         self.replay = replay
@@ -166,7 +166,7 @@ def _iteration(replay: Replay, wire: Wire) -> int:
 
 
 def _choose(source: _Source, rows: int) -> torch.Tensor:
-    """Rows of prompts with right and wrong answers first: a wrong and a right one of each, then others in order."""
+    """Chooses rows: first a wrong and a right one of each prompt that has both, then others in order."""
     rewards = source.verifier.verify(source.prompts, source.population)
     by_prompt: dict[int, list[list[int]]] = {}
     for i, (prompt, correct) in enumerate(
@@ -210,12 +210,12 @@ def _column(name: str, experiment: Experiment, source: _Source, chosen: torch.Te
 
 
 def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Credit, str]:
-    """What the recipe's learner would read, with rollouts, policy and verifier of the run."""
+    """The inputs of the recipe's learner, with rollouts, policy and verifier of the run."""
     run = source.replay.experiment
     settings = dataclasses.replace(experiment.run, device=run.run.device)
     experiment = dataclasses.replace(experiment, run=settings, model=run.model, data=run.data)
-    given = _shared(experiment, source)
-    with CreditRun(experiment, experiment.run.seed, iteration=source.iteration, given=given) as credited:
+    shared = _shared(experiment, source)
+    with CreditRun(experiment, experiment.run.seed, iteration=source.iteration, shared=shared) as credited:
         sampled = credited.logged("generated_tokens", "sampled_tokens")
     return (
         credited.trajectories,

@@ -1,4 +1,4 @@
-"""Statistics of credit against truth, on NumPy arrays; one entry per thought unless said otherwise."""
+"""Statistics of credit and truth, on NumPy arrays; one entry per thought unless noted otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spearman(x: Floats, y: Floats) -> float:
 
 
 def sign_agreement(credit: Floats, truth: Floats, least: float) -> float:
-    """Of the places with |truth| ≥ `least`, the share whose credit has its sign (zero has none); NaN without any."""
+    """Share of the places with |truth| ≥ `least` whose credit has the same sign (zero has none); NaN without any."""
     clear = np.abs(truth) >= least
     return float((np.sign(credit[clear]) == np.sign(truth[clear])).mean()) if clear.any() else math.nan
 
@@ -53,7 +53,7 @@ def offset(credit: Floats, truth: Floats) -> float:
 
 
 def share_within(size: Floats, row: NDArray[np.int64], inside: NDArray[np.bool_], num_rows: int) -> Floats:
-    """Per row, the share of Σ size that lies where `inside`; NaN for rows whose sum is 0.
+    """Per row, the share of Σ size over the places with `inside`; NaN for rows whose sum is 0.
 
     Args:
         size: non-negative [places].

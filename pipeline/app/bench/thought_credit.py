@@ -30,7 +30,7 @@ LEAST_EFFECT = 0.1  # a thought that moves the chance of success by less has no 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Effective:
-    """What an objective makes of credit at ratio 1, per response token.
+    """The effective credit of an objective at ratio 1, per response token.
 
     Attributes:
         credit: C_k = −∂(Σ_t loss_t)/∂log π(y_k): A for GRPO, more for early tokens of a trace. Float64, 0 where masked.
@@ -43,7 +43,7 @@ class Effective:
 
 
 def effective_credit(trajectories: Trajectories, credit: Credit, objective: ObjectiveSettings) -> Effective:
-    """Differentiates the objective by the log-probs of the sampling policy, without KL, bonus and mismatch terms."""
+    """Differentiates the objective with respect to log-probs, without KL, bonus and mismatch terms."""
     # At ratio 1 the KL term and the mismatch weights are constants of the policy, not of the credit.
     bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance_cap=0.0)
     sampled = trajectories.engine_logprobs
@@ -72,7 +72,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ThoughtCredit:
-    """Credit and truth of the thoughts that a batch trains, one entry each (NumPy), and the tokens of failed chains."""
+    """Credit and truth of the trained thoughts of a batch, one entry each (NumPy), and the tokens of failed chains."""
 
     credit: Floats
     truth: Floats
@@ -106,7 +106,7 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
         credit: float64 over response tokens.
         mask: bool over response tokens.
         inherited: int64 [N].
-        truth: of the same rows.
+        truth: true values of the same rows.
     """
     rows = credit.row_ids  # [tokens], as all that follow until the sums per thought
     own = ((credit.positions >= inherited[rows]) | mask.values) & truth.valid[rows]

@@ -19,12 +19,12 @@ from pipeline.app.bench.curves import Curve, next_iterations, read_curve
 from pipeline.app.bench.methods import Method
 from pipeline.run.metrics import read_metrics
 
-MAX_ROUNDS = 6  # a run that needs more samples ever less in an iteration, and would go on for ever
+MAX_ROUNDS = 6  # a run that needs more rounds samples less and less per iteration, and would never end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is trained.
+    """Plan of the training runs.
 
     Attributes:
         budget: sampled tokens per run, evaluation not counted.
@@ -42,7 +42,7 @@ class Plan:
 
     def name(self, method: Method, seed: int) -> str:
         """Name of a run and its directory."""
-        # Hydra's grammar gives "=", "/" and "," meanings of their own.
+        # "=", "/" and "," are special in hydra's grammar.
         return re.sub(r"[^\w.-]", "-", f"{method.name}-s{seed}")
 
     def curve(self, method: Method, seed: int) -> Curve:
@@ -85,10 +85,10 @@ def train_one(
     """Trains one run in rounds until its curve covers the budget; returns "" or what went wrong.
 
     Args:
-        plan, method, seed: of the run.
+        plan, method, seed: plan, method and random seed of the run.
         launch: runs a command line with its output in a file and returns the exit code.
-        say: gets progress as sentences.
-        seeds: of the comparison; finished ones tell how many iterations this one needs.
+        say: receives progress as sentences.
+        seeds: random seeds of the comparison; finished runs determine how many iterations this one needs.
     """
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
     for _ in range(MAX_ROUNDS):
@@ -130,7 +130,7 @@ def train_all(
                     failed[name] = problem
                     say(f"{name}: {problem}")
         except KeyboardInterrupt:
-            # The terminal interrupts the processes, too; what waits must not start.
+            # The terminal interrupts the processes, too; waiting ones must not start.
             pool.shutdown(cancel_futures=True)
             raise
     return failed

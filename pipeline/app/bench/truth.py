@@ -1,4 +1,4 @@
-"""True values at thought boundaries by many continuations, and what is known about each thought."""
+"""True values at thought boundaries by many continuations, and the true advantage of each thought."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompt and of the r
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Truth:
-    """What is true of some trajectories under the policy that sampled them.
+    """True values of some trajectories under the policy that sampled them.
 
     Attributes:
         ends: Jagged int32, exclusive end of each thought; the last one is the response length.
@@ -35,7 +35,7 @@ class Truth:
             cannot tell.
         correct, valid: bool [N].
         num_states: distinct prefixes.
-        sampled_tokens: tokens of the continuations that were sampled for them.
+        sampled_tokens: tokens of the sampled continuations.
     """
 
     ends: Jagged
@@ -49,7 +49,7 @@ class Truth:
     sampled_tokens: int
 
     def per_token(self, tokens: Jagged) -> Jagged:
-        """The true advantage of its thought for every response token: the credit that needs no estimate."""
+        """The true advantage of the thought of every response token: credit without estimation error."""
         return tokens.with_values(self.advantage.values[segment_of_token(self.ends, tokens)])
 
 
@@ -80,11 +80,11 @@ def true_values(
 
     Args:
         policy: π.
-        verifier: gives the outcome.
+        verifier: verifies the continuations.
         prompts: the problems of the trajectories.
         trajectories: any rows, inherited prefixes included.
         sampling: how π samples.
-        samples: continuations per distinct prefix; even, because the estimate is also given in two halves.
+        samples: continuations per distinct prefix; even, because the estimate is also returned in two halves.
         stream: keys the continuations, together with the tokens of the state.
         known: outcomes [samples] of states continued before with the same policy and stream; new ones are added.
     """

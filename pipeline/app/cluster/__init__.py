@@ -1,1 +1,1 @@
-"""From a recipe and a cluster description to a SLURM job, and back: render, submit, look, cancel."""
+"""SLURM jobs from a recipe and a cluster description: render, submit, show the status, cancel."""

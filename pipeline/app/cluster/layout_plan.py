@@ -1,9 +1,9 @@
-"""Memory and step time of a tensor × pipeline × data parallel learner on paper, and the fastest layouts that fit.
+"""Estimates memory and step time of a tensor × pipeline × data parallel learner, and ranks the layouts that fit.
 
 For choosing a layout before a GPU is allocated; dense models only. It counts bytes and floating-point operations from
 the model's shape and divides them by the rates of the device. What it leaves out (stragglers, kernel launches, uneven
 packs) is in `Device`'s fractions. `tools/plan_layout --check` compares its throughput with published figures:
-docs/scaling.md says how far they agree. A formula for mixtures of experts was off by up to 2.7 × and is gone.
+docs/scaling.md says how far they agree. Mixtures of experts are not supported.
 
 Sources: activation bytes after 2205.05198 (attention scores are never stored), adapted to grouped queries and gated
 MLPs; bubble of the interleaved schedule from 2104.04473.
@@ -127,15 +127,15 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU and its links; rates as vendors state them, fractions as what training reaches of them.
+    """One GPU and its links: rates as stated by vendors, and the fractions of them that training achieves.
 
     Attributes:
         memory: bytes.
         matmul: dense bf16 operations per second.
-        matmul_fraction: of it, in a large matrix product inside a training step, with everything between the products.
+        matmul_fraction: achieved fraction of `matmul` in a training step, including the time between matrix products.
         node: GPUs that share the fast link.
         fast, slow: bytes per second and GPU, one direction, inside a node and between nodes.
-        link_fraction: of both, reached by collectives.
+        link_fraction: fraction of both that collectives achieve.
         hidden: part of the data-parallel traffic that runs under the backward pass.
     """
 
@@ -162,7 +162,7 @@ DEVICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks are arranged; `world` is a multiple of tensor × pipeline."""
+    """Arrangement of the ranks; `world` is a multiple of tensor × pipeline."""
 
     world: int
     tensor: int = 1
@@ -193,7 +193,7 @@ class Work:
         steps: optimiser steps the batch is split into.
         forward_passes: further forward-only passes (recomputed old log-probs, a reference policy).
         reference: a frozen reference policy stays in memory.
-        reserved: part of the memory that is left to others: a colocated engine, fragmentation, NCCL.
+        reserved: fraction of the memory for other uses: a colocated engine, fragmentation, NCCL.
     """
 
     tokens: float
@@ -207,7 +207,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout costs, per GPU and iteration: bytes, seconds, and FLOP/s utilisation of the vendor's rate."""
+    """The cost of a layout, per GPU and iteration: bytes, seconds, and FLOP/s utilisation of the vendor's rate."""
 
     layout: Layout
     weights: float
@@ -266,8 +266,8 @@ def estimate(shape: Shape, layout: Layout, work: Work, device: Device) -> Estima
 def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]:
     """Estimates of the layouts that fit the memory, best first; raises ConfigError when none does.
 
-    Best is the fewest ranks per replica among those within 3 % of the fastest, a difference the formulas cannot see;
-    then by time.
+    Layouts within 3 % of the fastest, a difference below the accuracy of the formulas, are ordered by fewest ranks per
+    replica; all others by time.
     """
     budget = device.memory * (1 - work.reserved)
     estimates = [estimate(shape, layout, work, device) for layout in layouts(shape, world, device)]
@@ -276,7 +276,7 @@ def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]
         least = min(estimates, key=lambda e: e.memory)
         raise ConfigError(
             f"plan_layout: {shape.name} on {world} × {device.name}: the smallest layout ({least.layout}) needs "
-            f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Take more GPUs, or smaller "
+            f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Use more GPUs, or smaller "
             "packs."
         )
     # Fewer ranks per replica are easier to run, and leave more replicas to spread the optimiser over.
@@ -289,7 +289,7 @@ def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]
 def layouts(shape: Shape, world: int, device: Device) -> Iterator[Layout]:
     """Layouts with equal stages: heads divisible by TP, TP inside a node, layers divisible by PP × VPP.
 
-    `learner.megatron` takes uneven stages too.
+    `learner.megatron` supports uneven stages too.
     """
     recomputes: tuple[Recompute, ...] = ("none", "full")
     # Tensor parallel ranks exchange activations in every layer, which only the fast link inside a node carries.

@@ -1,4 +1,4 @@
-"""The logs that the jobs of a run have left in its directory."""
+"""The logs of the jobs of a run, in its directory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _Log:
 def newest_start(run: Path) -> list[Path]:
     """The logs of the newest start, the job's first, then the learner's.
 
-    Of training they are those of the job that has or had the run last (a job that was refused has a newer number), of
-    evaluation those of the newest. By the numbers in their names, as clocks of nodes may differ.
+    For training, the newest start is that of the job that last held the run's lock (a refused job has a newer number);
+    for evaluation, the newest job. They are ordered by the numbers in their names, because clocks of nodes may differ.
     """
     files = sorted((run / "logs").glob("*.log"))
     named = [(file, _NAME.fullmatch(file.stem)) for file in files]
@@ -38,7 +38,7 @@ def newest_start(run: Path) -> list[Path]:
 
 
 def _of_newest_start(logs: list[_Log], holder: int) -> list[Path]:
-    # The job that holds the run may have written no log yet; the newest then tells more.
+    # The job that holds the run may have written no log yet; then the newest log is shown.
     jobs = {log.job for log in logs}
     job = holder if holder in jobs else max(jobs, default=-1)
     own = [log for log in logs if log.job == job]
@@ -49,7 +49,7 @@ def _of_newest_start(logs: list[_Log], holder: int) -> list[Path]:
 
 
 def _holder(run: Path) -> int:
-    """Number of the job that took the run last, -1 when none is known."""
+    """Number of the job that last held the run, -1 if none is known."""
     try:
         return int((run / "holder").read_text())
     except (OSError, ValueError):
@@ -57,8 +57,8 @@ def _holder(run: Path) -> int:
 
 
 def follow(file: Path) -> Iterator[str]:
-    """The last lines, then those that are appended, without an end."""
-    # Polled, as inotify does not see what other nodes write to a shared folder.
+    """Yields the last lines, then appended ones, without end."""
+    # Polled, because inotify does not report writes of other nodes to a shared folder.
     with file.open(errors="replace") as handle:
         handle.seek(max(0, os.path.getsize(file) - _TAIL_BYTES))
         while True:

@@ -23,11 +23,11 @@ TEMPLATES = ROOT / "slurm"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
-        title: what people read: the run's name.
-        run: run directory, absolute, on a folder every node sees.
+        title: title for users: the run's name.
+        run: absolute path of the run directory, in a folder shared by all nodes.
         command: arguments of `creditgraph` that every learner rank runs, as one shell line.
         overrides: those of the training command, which an engine server reads too, as one shell line.
         kind: "job" trains, "eval" evaluates.
@@ -83,21 +83,21 @@ def render_array(title: str, jobs: Sequence[Job], cluster: Cluster, log: Path) -
 
 def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
     """Options of sbatch, one per #SBATCH line."""
-    # Tasks are counted per node: servers on the nodes of ranks need places of their own, those on other nodes do not.
+    # Tasks are counted per node: servers on the nodes of ranks need additional tasks, those on other nodes do not.
     servers = cluster.servers // (cluster.engine_nodes or cluster.nodes)
     ranks = cluster.ranks // cluster.nodes
     tasks = max(ranks, servers) if cluster.engine_nodes else ranks + servers
     options = [
         f"--job-name={job_name(job.title, job.run if cluster.chain > 1 else None)}",
         _output(job.run / "logs" / f"{job.kind}-", "%j"),
-        "--open-mode=append",  # a requeued job would begin its log anew
+        "--open-mode=append",  # otherwise a requeued job would overwrite its log
         "--requeue",
         f"--nodes={cluster.all_nodes}",
         f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={cluster.cpus_per_task}",
         f"--time={cluster.time}",
     ]
-    # To the batch shell only (B:): it passes the signal on to the learner and knows what the end then means.
+    # To the batch shell only (B:): it forwards the signal to the learner, and decides whether to requeue the job.
     options += [f"--signal=B:USR1@{cluster.warn_seconds}"] if cluster.warn_seconds else []
     options += [f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []
     for name, value in (
@@ -112,9 +112,9 @@ def sbatch_options(job: Job, cluster: Cluster) -> list[str]:
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
-    """Variables of every step; the cluster file's come last and win."""
+    """Variables of every step; those of the cluster file come last and override others."""
     # Logs show a line when it is written. Rust tokenizers in forked processes would warn of a deadlock. Two threads
-    # of a CPU rank under contention were seen to run 10 to 20 times slower than one.
+    # of a CPU rank that compete for a core were measured to be 10 to 20 times slower than one.
     variables = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -126,8 +126,8 @@ def environment(cluster: Cluster) -> dict[str, str]:
 
 
 def srun_command(cluster: Cluster) -> str:
-    """srun with what every step needs."""
-    # --exact: a step takes the cores and GPUs it names and leaves the others to the steps beside it.
+    """srun with the options of every step."""
+    # --exact: a step uses only the cores and GPUs it requests and leaves the others to parallel steps.
     parts = ["srun", "--exact", "--export=ALL"]
     parts += [f"--container-image={cluster.container}"] if cluster.container else []
     parts += [f"--container-mounts={cluster.mounts}"] if cluster.container and cluster.mounts else []
@@ -142,7 +142,7 @@ def creditgraph_command() -> str:
 
 
 def job_name(title: str, run: Path | None = None) -> str:
-    """A name squeue can show: no spaces, at most 64 characters.
+    """A name for squeue: no spaces, at most 64 characters.
 
     Jobs of a chain wait for the others of their name, so `run` makes it the run's own.
     """

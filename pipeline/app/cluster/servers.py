@@ -1,9 +1,9 @@
-"""The engine servers of a job: their settings, how one is started, and how the learner finds all of them.
+"""The engine servers of a job: their settings, their start, and the addresses that the learner reads.
 
-What a job knows of engines stands here alone. Servers are steps of the job and the learner is another, so the learner's
-engine gets a folder, `engine.rendezvous`, in place of servers of its own. Each server leaves its address in
-RUN/servers/START/, and when all have, they write RUN/servers/START.json, which the learner waits for. START names one
-start of one job: addresses of an earlier one cannot be taken. A server that was started again leaves its new address.
+Only this module of the cluster code depends on engines. Servers are steps of the job and the learner is another, so the
+learner's engine starts no servers but reads a folder, `engine.rendezvous`. Each server writes its address to
+RUN/servers/START/, and once all have, they write RUN/servers/START.json, for which the learner waits. START identifies
+one start of one job, so that addresses of an earlier one are never used. A restarted server writes its new address.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 
 
 def served_engine(graph: Graph, place: str) -> Node:
-    """The engine of a graph that can run in servers; raises ConfigError when there is none, or several."""
+    """The engine of a graph that can run in servers; raises ConfigError unless there is exactly one."""
     engines = [node for node in graph.nodes if isinstance(node.config, ServerSettings)]
     if len(engines) == 1:
         return engines[0]
@@ -49,7 +49,7 @@ def served_engine(graph: Graph, place: str) -> Node:
 
 
 def learner_overrides(experiment: Experiment, cluster: Cluster, run: Path, overrides: Sequence[str]) -> list[str]:
-    """Settings with which the learner of a job finds the servers; what the user set for weights and GPUs stays."""
+    """Settings with which the learner of a job uses the servers; the user's settings for weights and GPUs are kept."""
     engine = served_engine(experiment.graph, f"cluster.placement={cluster.placement}").name
     settings: dict[str, Any] = {
         "rendezvous": run / SERVERS,
@@ -92,7 +92,7 @@ class EngineServer:
                 own.symlink_to(log.resolve())
         settings: Any = node.config
         pool = dataclasses.replace(settings.pool, host=own_address())
-        # As if this process had the engine for itself: one server on this host, found without a rendezvous.
+        # One server on this host without a rendezvous, as if this process had the engine for itself.
         alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
         self._engine: Any = node.cls(alone)
         self._engine.setup(
@@ -106,9 +106,9 @@ class EngineServer:
         )
 
     def publish(self) -> str:
-        """Leaves the server's address where the learner looks; returns its URL when it is new, else "".
+        """Writes the server's address for the learner; returns its URL if it is new, else "".
 
-        Called again and again: on a shared folder a file of another node may show late.
+        Called repeatedly, because on a shared folder a file of another node may appear late.
 
         Raises:
             RunError: the server has ended.
@@ -157,19 +157,19 @@ def folder_of(run: Path, attempt: str) -> Path:
 
 
 def leave_address(run: Path, index: int, servers: list[dict[str, Any]], attempt: str = "") -> None:
-    """Writes a server's address where the others find it."""
+    """Writes a server's address for the other servers."""
     write_json(folder_of(run, attempt) / f"{index}.json", servers)
 
 
 def list_servers(run: Path, index: int, count: int, attempt: str = "") -> bool:
-    """Writes START.json once all servers of this start have left their address; whether they have."""
+    """Writes START.json once all servers of this start have written their address; returns whether they have."""
     folder = folder_of(run, attempt)
     try:
         parts = [json.loads((folder / f"{i}.json").read_text()) for i in range(count)]
     except OSError:
         return False
     servers = [{**server, "name": f"server {i}"} for i, part in enumerate(parts) for server in part]
-    aside = folder / f"all-{index}.json"  # several servers may be the last one
+    aside = folder / f"all-{index}.json"  # unique, because several servers may write it at the same time
     write_json(aside, {"format": 1, "servers": servers})
     target = folder.with_name(f"{folder.name}.json")
     with writing(target):

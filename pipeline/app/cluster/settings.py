@@ -27,11 +27,11 @@ _AT_LEAST_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where and how a job runs."""
+    """Resources and options of a job."""
 
     placement: Literal["here", "colocated", "disaggregated"] = "colocated"
-    """here: no SLURM, this machine; colocated: engines live in the learner's ranks and share their GPUs; disaggregated:
-    engine servers on nodes (or in a part of one node) of their own"""
+    """here: no SLURM, this machine; colocated: engines run in the learner's ranks and share their GPUs; disaggregated:
+    engine servers on separate nodes (or on a part of one node)"""
     nodes: int = 1
     """nodes of the learner"""
     engine_nodes: int = 0
@@ -55,7 +55,7 @@ class Cluster:
     qos: str = ""
     """quality of service"""
     time: str = "24:00:00"
-    """time limit of one start; the run goes on in the next one"""
+    """time limit of one start; the run continues in the next one"""
     warn_seconds: int = 300
     """seconds before the time limit at which the learner is signalled to checkpoint; longer than one iteration"""
     chain: int = 1
@@ -63,15 +63,15 @@ class Cluster:
     ready_seconds: int = 900
     """deadline for the engine servers of one start to be ready"""
     engine_restarts: int = 3
-    """how often an engine server that ended is started again in one start of the job; further ends leave the others"""
+    """how often an engine server that ended is restarted in one start of the job; after that, the others continue"""
     interface: str = ""
-    """network interface for NCCL and gloo, such as ib0; empty lets them choose"""
+    """network interface for NCCL and gloo, such as ib0; empty: they choose one"""
     root: str = ""
     """shared folder of run directories; empty keeps run.root"""
     container: str = ""
     """container image for every step (pyxis), or empty"""
     mounts: str = ""
-    """its mounts, as --container-mounts takes them"""
+    """mounts of the container, in the format of --container-mounts"""
     setup: list[str] = field(default_factory=list)
     """shell lines before anything runs: module load, source"""
     environment: dict[str, str] = field(default_factory=dict)
@@ -95,10 +95,10 @@ class Cluster:
                 "servers_per_node."
             )
         ranks = self.ranks_per_node or self.gpus_per_node
-        beside = self.servers * self.gpus_per_server // self.nodes if not self.engine_nodes else 0
-        if self.gpus_per_node and ranks + beside > self.gpus_per_node:
+        server_gpus = self.servers * self.gpus_per_server // self.nodes if not self.engine_nodes else 0
+        if self.gpus_per_node and ranks + server_gpus > self.gpus_per_node:
             raise ValueError(
-                f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {beside}, but gpus_per_node is "
+                f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {server_gpus}, but gpus_per_node is "
                 f"{self.gpus_per_node}. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes of "
                 "their own."
             )

@@ -1,4 +1,4 @@
-"""Talking to SLURM: sbatch, scontrol, scancel, and the note a run keeps of its jobs."""
+"""Calls of SLURM's sbatch, scontrol and scancel, and the note of a run's jobs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Literal
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.run.run_directory import locked, write_json, writing
 
-# "job" trains, "eval" evaluates. Each has a script, a log, a note and a last word of its own in the run directory.
+# "job" trains, "eval" evaluates. Each has a separate script, log, note and final message in the run directory.
 Kind = Literal["job", "eval"]
 NOTES: dict[Kind, str] = {"job": "job.json", "eval": "eval-job.json"}
-ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}  # file with the script's last word
+ENDED: dict[Kind, str] = {"job": "ended", "eval": "eval-ended"}  # file with the script's final message
 
 LOG_NOT_OPENED = "0:53"  # what slurmd reports of a batch script whose --output cannot be opened
 # States of a job that will run, runs or is being cleaned up.
@@ -57,7 +57,7 @@ class SlurmError(CreditgraphError):
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a run directory remembers of its submission.
+    """The note in a run directory about its submission.
 
     Attributes:
         jobs: SLURM ids, in the order of submission.
@@ -86,13 +86,13 @@ class Note:
 
     @staticmethod
     def all(run: Path) -> dict[Kind, Note]:
-        """The notes of training and evaluation, those that are there; raises RunError when there is none."""
+        """The existing notes of training and evaluation; raises RunError if there are none."""
         kinds = [kind for kind, name in NOTES.items() if (run / name).exists()]
         return {kind: Note.read(run, kind) for kind in kinds} or {"job": Note.read(run)}
 
 
 def call(*command: str) -> str:
-    """Runs a SLURM command and returns its output; its own complaint becomes a SlurmError."""
+    """Runs a SLURM command and returns its output; raises SlurmError with its error message."""
     done = _run(*command)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
@@ -115,7 +115,7 @@ def sbatch(script: Path) -> str:
 
 
 def test_only(script: Path) -> str:
-    """What sbatch --test-only says: when and where the job would start."""
+    """The output of sbatch --test-only: when and where the job would start."""
     done = _run("sbatch", "--test-only", str(script))
     said = " ".join((done.stderr or done.stdout).split())
     if done.returncode:
@@ -126,7 +126,7 @@ def test_only(script: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What SLURM knows of a job; "" for what it does not."""
+    """The state of a job in SLURM; "" for unknown fields."""
 
     job: str
     state: str
@@ -138,7 +138,7 @@ class State:
 
     @property
     def advice(self) -> str:
-        """What to do about an end that left no log."""
+        """The next step after an end without a log, else ""."""
         if self.exit_code != LOG_NOT_OPENED:
             return ""
         return (
@@ -151,7 +151,7 @@ def states(jobs: Sequence[str]) -> list[State]:
     """The state of each job SLURM still knows, every task of an array alone; others are left out."""
     lines: list[str] = []
     for job in jobs:
-        # scontrol and not sacct, which needs an accounting database that small clusters do not have.
+        # scontrol and not sacct, because sacct needs an accounting database that small clusters do not have.
         try:
             lines += call("scontrol", "--oneliner", "show", "job", job).splitlines()
         except SlurmError:

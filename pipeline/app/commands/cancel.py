@@ -19,12 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Cancels what is pending or running; with --save a running learner ends by itself, after a checkpoint."""
+    """Cancels pending and running jobs; with --save a running learner ends by itself, after a checkpoint."""
     for run in map(Path, options.runs):
         alive = [s for note in Note.all(run).values() for s in states(note.jobs) if s.state in ALIVE]
         for s in alive:
             if options.save and s.state == "RUNNING":
-                # No requeue afterwards: the script requests one when the learner has saved, and is refused.
+                # No requeue afterwards: the script's request for one, after the learner has saved, is refused.
                 call("scontrol", "update", f"JobId={s.job}", "Requeue=0")
                 call("scancel", "--signal=USR1", "--batch", s.job)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "Check a component of yours against the contract."
+SUMMARY = "Check your component against the contract."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +21,5 @@ def main(options: argparse.Namespace) -> int:
     findings = check_component(load_class(options.target))
     for finding in findings:
         print(f"- {finding}")
-    print(f"{options.target}: " + (f"{len(findings)} to mend" if findings else "follows the component contract"))
+    print(f"{options.target}: " + (f"{len(findings)} to fix" if findings else "follows the component contract"))
     return 1 if findings else 0

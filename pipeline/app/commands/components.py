@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.registry import known_components
 
-SUMMARY = "List components: what each takes and makes, and its paper."
+SUMMARY = "List components with their inputs, outputs and papers."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -34,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_config_dir(parser, "data/, recipe/ …")
     parser.add_argument("--entry", help="check: one entry of the file (train, eval …); default: all")
-    parser.add_argument("--path", metavar="FILE", help="check: read this local copy in place of the hub; one entry")
-    parser.add_argument("--rows", type=int, help="check: rows to look at; 0 looks at all (default: 2000)")
+    parser.add_argument("--path", metavar="FILE", help="check: read this local copy instead of the hub; one entry")
+    parser.add_argument("--rows", type=int, help="check: rows to check; 0 checks all (default: 2000)")
     parser.add_argument("--model", help="check: show prompts and count tokens with this model's tokenizer")
     parser.add_argument("-n", "--prompts", type=int, help="preview: prompts to show (default: 2)")
     parser.add_argument(
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs one action. `check` returns 1 when an entry is not sound, 2 when it cannot be loaded."""
+    """Runs one action. `check` returns 1 if the verifier refuses answers of an entry, 2 if it cannot be loaded."""
     for action, names in _OPTIONS.items():
         other = [f"--{name}" for name in names if getattr(options, name) is not None]
         if other and action != options.action:

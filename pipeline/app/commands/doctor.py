@@ -1,4 +1,4 @@
-"""`creditgraph doctor`: checks an installation, a node or a cluster and says what to fix."""
+"""`creditgraph doctor`: checks an installation, a node or a cluster and lists what to fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.app.cluster.doctor import examine
 
-SUMMARY = "Check an installation, a node or a cluster, and say what to fix."
+SUMMARY = "Check an installation, a node or a cluster, and list what to fix."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from pipeline.app.arguments import add_overrides
 from pipeline.core.errors import ConfigError
 from pipeline.run.run_directory import write_json
 
-SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run by the evaluator of its own graph."
+SUMMARY = "Evaluate checkpoints of runs, or models, on a suite of tasks; or a run with the evaluator of its graph."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(parser)
     parser.add_argument(
-        "--fresh", action="store_true", help="throw away what an earlier evaluation of the same name wrote"
+        "--fresh", action="store_true", help="delete the records of an earlier evaluation of the same name"
     )
-    parser.add_argument("--compare", action="store_true", help="only compare results that are there; ask nothing")
+    parser.add_argument("--compare", action="store_true", help="only compare existing results; sample nothing")
 
 
 def main(options: argparse.Namespace) -> int:
-    """With suite=NAME the suite; without, the evaluators of the run's own graph."""
+    """Evaluates on the suite of suite=NAME or, without one, with the evaluators of the run's graph."""
     runs, settings = split_arguments(options.overrides)
     if any(text.startswith("suite=") for text in settings):
         from pipeline.app.evaluate.command import evaluate_suite

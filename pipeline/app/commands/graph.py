@@ -1,4 +1,4 @@
-"""`creditgraph graph`: draw a graph, list what is shipped, check all of it."""
+"""`creditgraph graph`: draws a graph, lists the shipped graphs and recipes, or checks all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="FILE",
-        help="write to a file (.svg, or .mmd and .md for mermaid) in place of printing mermaid",
+        help="write to a file (.svg, or .mmd and .md for mermaid) instead of printing mermaid",
     )
     parser.add_argument(
         "--check-all", action="store_true", help="check all graphs and recipes; loads no model or engine"

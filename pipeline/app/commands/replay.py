@@ -1,4 +1,4 @@
-"""`creditgraph replay`: a node of a finished run again, with changed settings, or a component on files of the user."""
+"""`creditgraph replay`: runs a node of a finished run again, with changed settings, or a component on files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Prints what the component logged and gave out, and for a run the difference to its record."""
+    """Prints metrics and outputs of the component and, for a run, the difference from its record."""
     if _is_component(options):
         if options.node is not None:
             raise ConfigError(
@@ -47,10 +47,10 @@ def main(options: argparse.Namespace) -> int:
                 "socket=FILE for its inputs, or a run directory in its place."
             )
         return _on_files(options)
-    given = [f"--{name}" for name in ("model", "device", "seed") if getattr(options, name) is not None]
-    if options.inputs or given:
+    flags = [f"--{name}" for name in ("model", "device", "seed") if getattr(options, name) is not None]
+    if options.inputs or flags:
         raise ConfigError(
-            f"replay {options.target}: {', '.join([*options.inputs, *given])} is for a component, and this is a run "
+            f"replay {options.target}: {', '.join([*options.inputs, *flags])} is for a component, and this is a run "
             "directory; expected --iteration N --node NAME, whose inputs are those that the run recorded."
         )
     if options.node is None or options.iteration is None:
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _is_component(options: argparse.Namespace) -> bool:
-    """By the name; one that is neither a folder nor registered counts as a component where inputs are given."""
+    """Whether the target is a component; a name that is neither a folder nor registered is one if it has inputs."""
     if Path(options.target).is_dir():
         return False
     return options.target in known_components() or ":" in options.target or bool(options.inputs)

@@ -20,12 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the first run")
     parser.add_argument("--title", help="heading of the page")
     parser.add_argument(
-        "--trace", metavar="FILE", help="in place of a page: the first run's timeline, all ranks, for ui.perfetto.dev"
+        "--trace", metavar="FILE", help="instead of a page: the first run's timeline, all ranks, for ui.perfetto.dev"
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page; says what is missing and where it lies."""
+    """Writes the page; prints its path and what is missing."""
     from pipeline.app.report.page import write_report
     from pipeline.app.report.source import read_run
 

@@ -1,6 +1,6 @@
 """`creditgraph serve`: one engine server of a configuration, for job scripts; it ends with its signal.
 
-TERM, which SLURM sends to every step, lets the learner finish an iteration first; USR2 ends the server at once.
+After TERM, which SLURM sends to every step, the learner may still finish an iteration; USR2 ends the server at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipeline.run.run_directory import writing
 if TYPE_CHECKING:
     from pipeline.app.cluster.servers import EngineServer
 
-SUMMARY = "Run one engine server of a configuration (job scripts do)."
-GRACE_SECONDS = 25.0
-LOG = "CREDITGRAPH_LOG"  # variable of job scripts: start of the name of a file for everything that a server says
+SUMMARY = "Run one engine server of a configuration (used by job scripts)."
+GRACE_SECONDS = 25.0  # after TERM, in which the learner may finish an iteration
+LOG = "CREDITGRAPH_LOG"  # variable of job scripts: prefix of the file for all output of a server
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def redirect_output(prefix: str) -> Path | None:
-    """Sends all output of this process and its server to PREFIX-NODE.log; "" leaves it where it goes."""
+    """Redirects all output of this process and its server to PREFIX-NODE.log; "" does not redirect it."""
     if not prefix:
         return None
     log = Path(f"{prefix}-{os.environ.get('SLURMD_NODENAME') or socket.gethostname()}.log")

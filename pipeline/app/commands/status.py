@@ -1,4 +1,4 @@
-"""`creditgraph status RUN …`: how far a run is, what SLURM says of its jobs, and their logs."""
+"""`creditgraph status RUN …`: progress of a run, the state of its SLURM jobs, and their logs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.run_directory import lock_holder
 from pipeline.run.timeline.heartbeat import where
 
-SUMMARY = "How far a run is, what SLURM says of its jobs, and their logs."
-_TAIL_BYTES = 65536  # of a metrics file, which hold its last line
+SUMMARY = "Show the progress of runs, the state of their SLURM jobs, and their logs."
+_TAIL_BYTES = 65536  # read from the end of a metrics file to get its last line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def describe(run: Path) -> str:
-    """Jobs, progress, and the reason of the last end; of a run that was not submitted, who runs it."""
-    # Its lock is held by the process that runs it; of a submitted run SLURM knows more.
+    """Describes jobs, progress, and the reason of the last end; for a run that was not submitted, its process."""
+    # The process that runs it holds the lock; for a submitted run SLURM has more information.
     if (run / "config.yaml").exists() and not any((run / name).exists() for name in NOTES.values()):
         holder = lock_holder(run / "lock")
         running = f"run by {holder}" if holder else "not running"
@@ -90,7 +90,7 @@ def _job_lines(state: State) -> list[str]:
 
 
 def _progress(run: Path) -> list[str]:
-    """How many iterations are done, and where the ranks are."""
+    """The number of iterations done, and the activity of the ranks."""
     metrics = run / "metrics.jsonl"
     last = _last_metrics(metrics)
     place = where(run)
@@ -114,7 +114,7 @@ def _age(path: Path) -> str:
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
-    """The last whole line of a metrics file, {} when there is none."""
+    """The last whole line of a metrics file, {} without one."""
     try:
         with path.open("rb") as handle:
             handle.seek(max(0, path.stat().st_size - _TAIL_BYTES))

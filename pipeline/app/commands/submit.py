@@ -1,4 +1,4 @@
-"""`creditgraph submit`: compose, check, render, and hand the job to SLURM."""
+"""`creditgraph submit`: composes, checks and renders a job, and submits it to SLURM."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--multirun", action="store_true", help="one job array over every combination of values (key=a,b)"
     )
-    parser.add_argument("--eval", dest="evaluate", metavar="RUN", help="evaluate a run in place of training")
+    parser.add_argument("--eval", dest="evaluate", metavar="RUN", help="evaluate a run instead of training")
     parser.add_argument("--dry-run", action="store_true", help="write and print the script; submit nothing")
 
 
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     cluster = load_cluster(name or "one_node", own, options.config_dir)
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
-        # An evaluation is one process; its engine may be a server, which it starts itself.
+        # An evaluation is one process, which starts its own engine server if it uses one.
         cluster = replace(cluster, nodes=1, ranks_per_node=1, engine_nodes=0, chain=1)
         cluster = cluster if cluster.placement == "here" else replace(cluster, placement="colocated")
     else:
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
     with ExitStack() as held:
         for job in jobs:
             held.enter_context(submitting(job.run, job.kind))  # before its script is touched
-            (job.run / ENDED[job.kind]).unlink(missing_ok=True)  # the last word of an earlier job
+            (job.run / ENDED[job.kind]).unlink(missing_ok=True)  # the final message of an earlier job
         for job in jobs:
             prepare(job, cluster)
         if len(jobs) > 1:
@@ -90,14 +90,14 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         from pipeline.app.cluster.servers import learner_overrides
 
         overrides += learner_overrides(experiment, cluster, run, overrides)
-        # Named as without them: the settings of a place are not part of what the run is.
+        # The run is named without these settings, because they determine where it runs, not what it computes.
         overrides.append(f"run.name={experiment.run.name}")
     line = _shell_line([*overrides, *_options(config_dirs)])
     return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
 
 
 def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
-    """The job that evaluates a finished run; raises an error for a run or a suite that is not there."""
+    """The job that evaluates a finished run; raises an error if the run or the suite does not exist."""
     check_run(run)
     folder = run.resolve()
     known = list_choices("suite", search_dirs(config_dirs))
@@ -129,8 +129,8 @@ def prepare(job: Job, cluster: Cluster) -> str:
 
 
 def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
-    """Hands one script to SLURM, or a chain of the same one."""
-    # A job that could never start would wait in the queue without a word.
+    """Submits one script to SLURM, or a chain of the same one."""
+    # Checked first, because a job that can never start would wait in the queue without an error.
     print(test_only(job.script))
     ids = [sbatch(job.script) for _ in range(cluster.chain)]
     Note(jobs=ids, cluster=name, command=command).write(job.run, job.kind)
@@ -140,7 +140,7 @@ def submit_one(job: Job, cluster: Cluster, name: str, command: str) -> None:
 
 
 def submit_array(jobs: Sequence[Job], cluster: Cluster, name: str, command: str) -> None:
-    """Hands several scripts to SLURM as one array."""
+    """Submits several scripts to SLURM as one array."""
     folder = jobs[0].run.parent / ".arrays"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`creditgraph train`: compose, check, run or continue, and say how it went."""
+"""`creditgraph train`: composes and checks a configuration, starts or continues its run, and prints the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     meeting = rendezvous()
     if meeting.ranks.rank:
-        logging.getLogger().setLevel(logging.WARNING)  # what all ranks would say, rank 0 says
+        logging.getLogger().setLevel(logging.WARNING)  # messages common to all ranks are logged by rank 0
     if options.multirun and meeting.ranks.world > 1:
         raise ConfigError(
             f"-m: a sweep of runs on {meeting.ranks.world} processes each; expected one process. Start one run per "
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _experiments(options: argparse.Namespace) -> list[Experiment]:
-    """Of every run; all are checked before the first one trains."""
+    """The experiments of all runs, which are all checked before the first one trains."""
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
@@ -86,7 +86,7 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
 
 
 def _train_all(experiments: Sequence[Experiment]) -> int:
-    """One run after the other; an interrupt or a failure ends the sweep, not one run of it."""
+    """Trains one run after the other; an interrupt or a failure ends the whole sweep."""
     for experiment in experiments:
         code = train(experiment)
         if code:
@@ -108,7 +108,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
 
     settings = experiment.run
     if settings.threads:
-        torch.set_num_threads(settings.threads)  # two that compete were seen to be 10 to 20 times slower than one
+        torch.set_num_threads(settings.threads)  # two that compete for a core were measured to be 10 to 20 times slower
     team = team or Team()
     if team.ranks.rank:
         team.barrier()  # rank 0 has the run directory open
@@ -128,7 +128,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
                 print(f"{run.path}: continuing after iteration {done - 1}", flush=True)
             with Progress(settings.iterations, done) as executor.observer:
                 outcome = executor.run()
-        # A preempted run goes on soon, and its machine is needed by others now.
+        # A preempted run will continue soon, and others need its machine now.
         table = write_results(run.path, picture=outcome.exit_code == 0)
     print(table)
     print(f"run directory: {run.path}")

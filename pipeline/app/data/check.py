@@ -1,4 +1,4 @@
-"""Whether one data section loads, and whether the verifier it names accepts its own reference answers."""
+"""Checks that one data section loads, and that its verifier accepts its own reference answers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class DataCheck:
 
     Attributes:
         loaded: problems, counts, revision.
-        verifier: what its tests are, or how many reference answers the verifier accepts, in words.
+        verifier: description of its tests, or of how many reference answers the verifier accepts.
         refused: (row, answer, reason) of the reference answers that it does not accept.
         shown_as: template of the first prompt, where it is not the section's own because no model is named.
-        unit: in which prompts are counted, words or tokens.
+        unit: unit of the lengths of prompts, words or tokens.
     """
 
     loaded: LoadedData
@@ -52,17 +52,17 @@ def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: 
 
     Args:
         entry: the data section.
-        place: how error texts name it.
+        place: name of the section in error texts.
         model: folder or hub name whose tokenizer makes the prompts; None counts words and shows chat prompts as plain
             text.
-        max_rows: most raw rows to look at; 0 looks at all.
+        max_rows: most raw rows to check; 0 checks all.
 
     Raises:
         DataError: it cannot be loaded.
     """
     source = parse_source(entry, place)
     context = Context(node="check", model=ModelSpec(path=model or "tiny"))
-    # The embedded task has a model of its own, whose tokenizer is always there.
+    # The tokenizer of the embedded task's model is always available.
     if model is None and source.source != "chains":
         tokenizer = WordTokenizer()
         shown_as = "plain" if source.template == "chat" else ""

@@ -1,4 +1,4 @@
-"""Prints the first prompts of a configuration as the model gets them, token by token, and what ends a response."""
+"""Prints the first prompts of a configuration, token by token, and the tokens and strings that end a response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their bo
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One token: its id, the text it stands for, and whether it is special."""
+    """One token: its id, its text, and whether it is special."""
 
     id: int
     text: str
@@ -120,7 +120,7 @@ def _stop_ids(model: ModelSpec, tokenizer: Any) -> list[int]:
 
 
 def _warnings(prompts: list[list[Piece]], template: str, tokenizer: Any, ends: dict[int, str]) -> list[str]:
-    """What is likely not meant."""
+    """Warnings about likely mistakes."""
     warnings = []
     bos = tokenizer.bos_token_id
     if bos is not None:

@@ -32,7 +32,7 @@ CONTAMINATION = "_contamination.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What all subjects of a command share.
+    """State shared by all subjects of a command.
 
     Attributes:
         request, suite: what is evaluated, and how.

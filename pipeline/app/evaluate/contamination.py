@@ -1,6 +1,6 @@
-"""Whether evaluation problems are in training data: overlap of word n-grams, by 64-bit hashes.
+"""Searches evaluation problems in training data: overlap of word n-grams, by 64-bit hashes.
 
-Memory grows with the evaluation sets alone, for training rows are read once and forgotten. A hash collision can flag a
+Memory grows only with the evaluation sets, because training rows are read once and dropped. A hash collision can flag a
 problem by mistake, with odds of about (n-grams of the evaluation sets) × (n-grams of the training data) / 2^64.
 """
 
@@ -61,13 +61,13 @@ def gram_hashes(words: Words, n: int) -> Words:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What of one problem is in the training data.
+    """The part of one problem that is in the training data.
 
     Attributes:
-        share: of its n-grams.
-        flagged: whether that is too much.
+        share: share of its n-grams that are in the training data.
+        flagged: whether that share is too large.
         words: the first such n-gram, normalised; "" without any.
-        row: the first training row, from 0, that holds one; −1 without any.
+        row: the first training row, from 0, with one; −1 without any.
     """
 
     share: float = 0.0
@@ -127,10 +127,10 @@ def report_of(
     """The contamination report of one task as JSON values; problems without any overlap are not listed.
 
     Args:
-        overlaps, ids: of each problem of the task.
-        train: what the training data is called.
-        num_rows: training rows read.
-        settings: of the search.
+        overlaps, ids: overlap and id of each problem of the task.
+        train: name of the training data.
+        num_rows: number of training rows.
+        settings: settings of the search.
     """
     items = [
         {

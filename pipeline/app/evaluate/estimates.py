@@ -1,8 +1,8 @@
 """Estimates from a table of right and wrong samples: pass@k, avg@n, maj@k, and bootstrap intervals over problems.
 
 Every estimate is first a number per problem; a task's value is their mean, and its interval comes from drawing problems
-with replacement. Problems are the population: the interval says what other problems of the same kind would give, not
-what other samples of these problems would.
+with replacement. Problems are the population: the interval covers the variation over problems of the same kind, not
+over samples of these problems.
 """
 
 from __future__ import annotations

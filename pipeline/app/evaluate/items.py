@@ -1,7 +1,7 @@
 """Per-item records of an evaluation: one Parquet file per chunk of problems, written whole or not at all, never twice.
 
 RUN/eval/SUITE/CHECKPOINT/items/TASK/
-    _task.json              what the records depend on
+    _task.json              everything that the records depend on
     greedy-000000.parquet   one row per response; the number is that of the chunk's first problem
     sampled-000000.parquet
 """
@@ -67,7 +67,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file."""
         return f"{self.part}-{self.first:06d}.parquet"
 
     @property
@@ -94,8 +94,8 @@ class ItemStore:
     """The records of one task in one evaluation.
 
     Attributes:
-        folder: where they are.
-        made_with: what they depend on; kept in _task.json and compared when the store is opened again.
+        folder: folder of the records.
+        made_with: everything that they depend on; stored in _task.json and compared when the store is opened again.
         chunk_rows: responses per file, of the evaluation that began the store.
         damaged: files that exist but are not whole; their responses are sampled again.
     """
@@ -157,13 +157,13 @@ class ItemStore:
         )
         assert table.num_rows == chunk.rows, chunk
         final = self.folder / chunk.name
-        # A file under its final name is whole: a kill leaves at most a .tmp- file behind, which the next start ignores.
+        # A file under its final name is whole: a kill leaves at most a .tmp- file, which the next start ignores.
         with replacing(final) as aside:
             pq.write_table(table, aside, compression="zstd")
         sync_directory(self.folder)
 
     def tables(self, chunks: Sequence[Chunk], columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """One table per chunk, read when it is its turn."""
+        """Yields one table per chunk, each read on demand."""
         for chunk in chunks:
             table = pq.read_table(
                 self.folder / chunk.name, columns=None if columns is None else list(columns), partitioning=None

@@ -26,9 +26,9 @@ class Work:
     """One task of one subject.
 
     Attributes:
-        problems: of the task.
-        store: its records.
-        seed: of the suite.
+        problems: problems of the task.
+        store: records of the task.
+        seed: random seed of the suite.
         contamination: the report on its problems in the training data.
     """
 

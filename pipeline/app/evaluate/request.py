@@ -23,13 +23,13 @@ class Request:
     model: str = ""
     """models of configs/model, folders or hub names, separated by commas: evaluated with their own weights"""
     checkpoint: str = "latest"
-    """of the runs: latest, initial (the untrained model), the number of an iteration, or a model folder"""
+    """checkpoint of the runs: latest, initial (the untrained model), the number of an iteration, or a model folder"""
     engine: str = ""
     """a choice of the engine group; empty keeps the run's"""
     tasks: str = ""
     """tasks of the suite to evaluate, separated by commas; empty: all"""
     label: str = ""
-    """keeps these records in addition to others of the same checkpoint"""
+    """name under which these records are kept in addition to others of the same checkpoint"""
     chunk: int = 256
     """responses sampled at once and written as one file; an interrupted evaluation repeats at most so many"""
     contamination: bool = True
@@ -41,7 +41,7 @@ class Request:
     root: str = "runs"
     """folder that holds the directories of evaluated models"""
     seed: int | None = None
-    """replaces the suite's"""
+    """random seed, instead of the suite's"""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """dotted settings by their first part: engine, model, tasks, data, contamination"""
 

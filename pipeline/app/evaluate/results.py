@@ -1,4 +1,4 @@
-"""What an evaluation writes in addition to its records: results of each subject, and the comparison of several."""
+"""Result files of an evaluation: results of each subject, and the comparison of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_results(
 ) -> dict[str, Any]:
     """Writes results.json, results.md, contamination.json and rejected.jsonl; returns the results.
 
-    No time is in them, so that equal records give equal files.
+    They contain no times, so that equal records give equal files.
     """
     sets = [work.problems for work in works]
     contamination = {work.problems.name: work.contamination for work in works}
@@ -97,7 +97,7 @@ def write_comparison(
 
 
 def _described(problems: Problems) -> dict[str, Any]:
-    """What results say of a task in addition to its numbers."""
+    """Description of a task in the results, in addition to its metrics."""
     task = problems.task
     settings: dict[str, Any] = {
         "mode": task.mode,

@@ -25,7 +25,7 @@ class TaskScores:
         ids: [P] problem ids.
         flagged: [P], None when the training data was not searched.
         metrics: name → float64 [P].
-        counts: of responses: all, invalid, without an answer, cut off.
+        counts: numbers of responses: all, invalid, without an answer, cut off.
     """
 
     ids: list[str]

@@ -30,16 +30,16 @@ class Problems:
     """The problems of a task.
 
     Attributes:
-        name: of the task.
-        task: its settings.
+        name: name of the task.
+        task: settings of the task.
         source: the entry of the data file.
-        prompts: what the model sees.
+        prompts: the model input.
         ids: per problem, a hash of question and reference answer (and of how many equal ones came before it).
         questions: per problem, its text.
         rejected: rows that could not be used, with the reason; of very many only the first.
         num_rejected: how many there were.
         verifier: component (use) and its settings.
-        notes: what a user should know.
+        notes: notes for the user.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Problems:
 
     @property
     def fingerprint(self) -> str:
-        """Of problems, answers and prompts."""
+        """Hash of problems, answers and prompts."""
         return short_hash(*self.ids, *[short_hash(row.numpy().tobytes()) for row in self.prompts.tokens.rows()])
 
     @property
@@ -82,11 +82,11 @@ def load_problems(
     changes: Mapping[str, Mapping[str, Any]],
     config_dirs: Sequence[str | Path],
 ) -> list[Problems]:
-    """The problems of every task; what is wrong with any of them comes in one error, before a model is loaded.
+    """Loads the problems of every task; raises one error with all mistakes, before a model is loaded.
 
     Args:
         suite: the tasks.
-        spec, tokenizer: of the model.
+        spec, tokenizer: spec and tokenizer of the model.
         changes: task → settings merged over its data entry, such as a local path.
         config_dirs: further config folders.
     """
@@ -125,7 +125,7 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
         entry["size"] = min(int(entry.get("size") or task.problems), task.problems)
     context = Context(node=name, model=spec)
     rows = load_data(entry, context, tokenizer, place=f"data.{name}").rows
-    # A verifier remembers verdicts by prompt: no two tasks share a uid.
+    # A verifier caches verdicts by prompt, so no two tasks share a uid.
     uids = torch.arange(len(rows)) + (number << 32)
     seen: Counter[str] = Counter()
     ids = []

@@ -1,4 +1,4 @@
-"""What is evaluated: a checkpoint of a run, or a model as it is; and the engine that samples from it."""
+"""Subjects of an evaluation, which are checkpoints of runs or models, and the engine that samples from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EDGE = 1 << 20  # bytes at each end of a weight file that its fingerprint reads
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Which component samples, and its settings."""
+    """The component that samples, and its settings."""
 
     use: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Checkpoint:
 
     Attributes:
         name: an iteration of six digits, "initial", or a folder's name.
-        fingerprint: of the weights.
-        weights: reads them.
-        notes: what a user should know.
+        fingerprint: hash of the weights.
+        weights: reads the weights.
+        notes: notes for the user.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Subject:
     """Something that can be evaluated.
 
     Attributes:
-        name: for tables.
-        folder: directory that gets the eval/ folder.
+        name: name in tables.
+        folder: directory of the eval/ folder.
         checkpoint: the weights.
         spec: the model.
         engine: what samples.
-        device, threads: where.
-        train: the data section it was trained on, None when there is none.
+        device, threads: device and number of CPU threads.
+        train: the data section it was trained on, None without one.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Engines:
     def start(self, subject: Subject) -> Policy:
         """The engine with the subject's weights."""
         key = (subject.engine, subject.spec, subject.device)
-        # As in training, so that results on a CPU are the same bits.
+        # As in training, so that results on a CPU are bitwise the same.
         if subject.threads and subject.device == "cpu":
             torch.set_num_threads(subject.threads)
         if self._running is None or self._running[0] != key:
@@ -183,7 +183,7 @@ def _engine_of_run(values: dict[str, Any], request: Request, dirs: Sequence[Path
 
 
 def _chosen_engine(own: Engine, values: Mapping[str, Any], request: Request, dirs: Sequence[Path]) -> Engine:
-    """The engine of the command line; what its file refers to (the learner's LoRA) is read from a run's `values`."""
+    """The engine of the command line; references in its file (to the learner's LoRA) are resolved in `values`."""
     engine = own
     if request.engine:
         known = list_choices("engine", dirs)
@@ -211,8 +211,8 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         )
     if not folders:
         raise RunError(
-            f"{path / 'checkpoints'}: no checkpoint; train the run on (creditgraph train), or evaluate its untrained "
-            "model with checkpoint=initial."
+            f"{path / 'checkpoints'}: no checkpoint; continue the run with creditgraph train, or evaluate its "
+            "untrained model with checkpoint=initial."
         )
     if name != "latest" and int(name) not in folders:
         raise RunError(f"checkpoint={name}: {path / 'checkpoints'} has none of that iteration{existing}.")
@@ -223,12 +223,12 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
         except RunError as error:
             if name != "latest":
                 raise RunError(f"{error} Choose another{existing}.") from error
-            notes.append(f"{folder} is damaged; the one before it is evaluated")
+            notes.append(f"{folder} is damaged; the previous checkpoint is evaluated")
             continue
         return Checkpoint(
             name=folder.name, fingerprint=fingerprint, weights=partial(_published, folder), notes=tuple(notes)
         )
-    raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; train the run on, or use checkpoint=initial.")
+    raise RunError(f"{path / 'checkpoints'}: no checkpoint can be read; continue the run, or use checkpoint=initial.")
 
 
 def _published(folder: Path) -> Weights:
@@ -261,7 +261,7 @@ def _initial(spec: ModelSpec) -> Checkpoint:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of the weight files: name, size, first and last MiB of each; reading all of a large model takes minutes."""
+    """Hash of name, size, first and last MiB of each weight file; reading all of a large model would take minutes."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise RunError(f"{folder}: no weights (*.safetensors); expected a model folder in Hugging Face layout.")

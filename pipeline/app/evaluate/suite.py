@@ -1,4 +1,4 @@
-"""Evaluation suites: which tasks, and how their responses are sampled. One YAML file each in configs/suite."""
+"""Evaluation suites: tasks, and the sampling of their responses. Each is one YAML file in configs/suite."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Task(SamplingSettings):
     template: str = ""
     """how a question becomes model input; empty: what the data file says"""
     problems: int = 0
-    """problems taken from the front; 0 takes all"""
+    """number of problems, from the front; 0 uses all"""
     greedy: bool = True
     """one response per problem at temperature 0: greedy pass@1"""
     samples: int = 0
     """further responses per problem at `temperature`, for avg@n, pass@k and maj@k"""
     k: tuple[int, ...] = ()
-    """which pass@k and maj@k to report, from the samples"""
+    """values of k for which pass@k and maj@k are reported, from the samples"""
     majority: bool = True
     """report maj@k for k above 2; off for tasks whose responses have no answer to vote on, such as programs"""
     verifier: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Task(SamplingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Contamination:
-    """How problems are searched in training data.
+    """Settings of the search for problems in training data.
 
     13 words are the default of 2005.14165 (appendix C) and of lm-evaluation-harness; 8 words, flagged from a share of
     .7 on, are those of 2204.02311.
@@ -89,11 +89,11 @@ class Suite:
     """A checked suite.
 
     Attributes:
-        name: of its file.
-        title: one line.
+        name: name of its file.
+        title: title in one line.
         version: raised whenever a change makes results incomparable.
         seed: key of every random stream of the evaluation.
-        confidence: of the intervals.
+        confidence: confidence level of the intervals.
         resamples: bootstrap draws.
         contamination: settings of the search in training data.
         tasks: name → task, in the order of the file.
@@ -123,7 +123,7 @@ def load_suite(
     """Reads suite/NAME.yaml; the file's `defaults` are merged under every task. All mistakes come in one ConfigError.
 
     Args:
-        name: of the suite.
+        name: name of the suite.
         dirs: config folders.
         changes: settings merged over the file's, such as {"seed": 1, "tasks": {"aime_2024": {"samples": 8}}}.
         only: names of the tasks to keep; all when empty.

@@ -1,1 +1,1 @@
-"""`creditgraph report` and `creditgraph credit`: one self-contained HTML page of what was recorded."""
+"""`creditgraph report` and `creditgraph credit`: self-contained HTML pages of recorded runs."""

@@ -1,4 +1,4 @@
-"""Words and numbers about runs: results, data, configuration, and what each node read and returned."""
+"""Text and numbers about runs: results, data, configuration, and inputs and outputs of each node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST = 200  # characters of a value
 
 
 def overview(run: RunSource) -> dict[str, Any]:
-    """What the first table and the cards say of a run."""
+    """The content of the first table and of the cards of a run."""
     section = run.config.get("run")
     section = section if isinstance(section, dict) else {}
     results = summarise(run.rows) if run.rows else None

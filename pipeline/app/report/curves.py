@@ -40,7 +40,7 @@ def groups(runs: Sequence[RunSource]) -> list[tuple[str, list[int]]]:
 
 
 def axis(rows: Sequence[dict[str, Any]], name: str) -> Floats:
-    """Where each row of a metrics.jsonl lies on an axis: its iteration, or tokens or seconds spent up to its end."""
+    """The position of each row of a metrics.jsonl on an axis: its iteration, or tokens or seconds up to its end."""
     if name == "iteration":
         return np.array([float(r.get("iteration", i)) for i, r in enumerate(rows)])
     if name == "tokens":
@@ -51,7 +51,7 @@ def axis(rows: Sequence[dict[str, Any]], name: str) -> Floats:
 
 
 def metric_names(runs: Sequence[RunSource]) -> list[str]:
-    """Every logged number but the clocks, held-out accuracy and reward first."""
+    """Every logged metric except durations, held-out accuracy and reward first."""
     items = (item for run in runs for row in run.rows for item in row.items())
     logged = {name for name, value in items if name != "iteration" and isinstance(value, int | float)}
     first = [name for name in (ACCURACY, REWARD) if name in logged]

@@ -37,7 +37,7 @@ def pack(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> str:
 
 
 def unpack(text: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """What `pack` was given.
+    """The inverse of `pack`.
 
     >>> unpack(pack({"a": 1}, {"b": np.array([1, 2], np.int16)}))[1]["b"].tolist()
     [1, 2]

@@ -1,4 +1,4 @@
-"""Renders a report as one HTML file that runs no script but its own and loads nothing from a network."""
+"""Renders a report as one HTML file that runs only its own scripts and loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> in
 def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     """The page of some runs."""
     graphs = [graph_card(run) for run in runs]
-    # How well rollouts compress is known only afterwards, so fewer are read until the page is small enough.
+    # The compressed size is known only afterwards, so fewer rollouts are read until the page is small enough.
     bytes_read = RECORDED_BYTES
     while True:
         rollouts = collect(runs, bytes_read)

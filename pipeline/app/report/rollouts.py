@@ -60,7 +60,7 @@ def _column(value: Any) -> Any:
 
 
 class Texts:
-    """A table of distinct texts; long ones are cut, and say so."""
+    """A table of distinct texts; long ones are cut and marked."""
 
     def __init__(self, longest: int) -> None:
         self.items: list[str] = []
@@ -158,7 +158,7 @@ class _Collector:
         self._missing: set[str] = set()
 
     def finish(self) -> None:
-        """Notes what no iteration had."""
+        """Notes outputs that no iteration had."""
         if not self.run.files:
             return
         for kind, missing in (
@@ -341,7 +341,7 @@ def _sized(row: NDArray[Any], size: int) -> NDArray[Any]:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The `tokenizers.Tokenizer` of a model folder, or of a hub model in the local cache; None when there is none.
+    """The `tokenizers.Tokenizer` of a model folder, or of a hub model in the local cache; None if unavailable.
 
     Never uses the network, so that a report can be written anywhere.
     """

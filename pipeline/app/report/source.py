@@ -1,4 +1,4 @@
-"""Reads a run directory as it is: what is missing, damaged or still growing becomes a note, not an error."""
+"""Reads a run directory; missing, damaged and still growing files become notes, not errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass
 class RunSource:
-    """What a run directory holds.
+    """The content of a run directory.
 
     Attributes:
         path: the directory.
@@ -38,7 +38,7 @@ class RunSource:
         traces: files of its timeline.
         files: ("node.output", iteration) → Parquet file.
         running: whether a process holds the run's lock.
-        notes: what is missing, as sentences.
+        notes: sentences about missing parts.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class RunSource:
         return classes
 
     def note(self, text: str) -> None:
-        """Keeps a sentence once."""
+        """Adds a note, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
 

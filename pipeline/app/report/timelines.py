@@ -103,7 +103,7 @@ def windows(tracks: Iterable[Track]) -> dict[int, Window]:
 
 
 def timeline(run: RunSource) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] | None:
-    """What the page draws: header and columns (seconds since the run began); None without a trace."""
+    """The timeline of the page: header and columns (seconds since the run began); None without a trace."""
     tracks = load_tracks(run)
     shown = windows(tracks)
     if not shown:
@@ -121,7 +121,7 @@ def timeline(run: RunSource) -> tuple[dict[str, Any], dict[str, NDArray[Any]]] |
     for number, track in enumerate(tracks):
         for e, depth in nested(track.spans):
             if depth and e["cat"] == "waiting":
-                continue  # the wait around it says enough
+                continue  # the enclosing wait is drawn already
             # Windows of overlapping lanes overlap, so a span may belong to several.
             if not bool(((e["ts"] < ends) & (e["ts"] + e["dur"] > begins)).any()):
                 continue

@@ -29,7 +29,7 @@ START_TIMEOUT = 300.0  # seconds in which all ranks must have started
 class Processes(Team):
     """The ranks of a run, as one of them sees them.
 
-    Use it as a context manager around everything that ranks do together: an error inside ends all of them.
+    Use it as a context manager around all collective work: an error inside ends all ranks.
 
     Args:
         meeting: where the ranks meet.
@@ -93,7 +93,7 @@ class Processes(Team):
         self.most(0)
 
     def report(self, error: BaseException) -> None:
-        """Tells the other ranks that this one has failed."""
+        """Reports to the other ranks that this one has failed."""
         if not _is_loss(error):
             self._watchdog.report(_text(error))
 
@@ -114,18 +114,19 @@ class Processes(Team):
         self._end(error)
 
     def _end(self, error: BaseException) -> NoReturn:
-        """Says the run's first error, in front of everything else on this rank's last lines, and ends the process."""
+        """Prints the run's first error and ends the process."""
         rank = self.ranks.rank
         if _is_loss(error):
             first = self._watchdog.blame() or self._watchdog.report(
-                f"{_text(error)}; all ranks live, so one is stuck or slower than run.timeout allows{self._places()}"
+                f"{_text(error)}; all ranks are alive, so one is stuck or slower than run.timeout allows"
+                f"{self._places()}"
             )
         else:
             first = self._watchdog.report(_text(error))
             if first.startswith(f"rank {rank} ") and not isinstance(error, CreditgraphError):
                 traceback.print_exception(error)
         if self._hosts_store:
-            time.sleep(3 * PULSE)  # the others read the error from a store that ends with this process
+            time.sleep(3 * PULSE)  # the store ends with this process, and the others must read the error before
         leave(stopped(rank, first), 2 if isinstance(error, CreditgraphError) and not _is_loss(error) else EXIT_CODE)
 
     def _places(self) -> str:
@@ -160,7 +161,7 @@ class _Collectives(Collectives):
         return None if slots is None else [unpack(slot) for slot in slots]
 
     def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
-        # A binary tree: after the round with step s, every (2 s)-th replica has folded its 2 s neighbours.
+        # A binary tree: after the round with step s, every (2 s)-th replica has folded the values of 2 s replicas.
         me = self._ranks.replica
         replicas = self._ranks.num_replicas
         step = 1
@@ -198,7 +199,7 @@ class _Collectives(Collectives):
         return data
 
     def _padded(self, data: Tensor) -> Tensor:
-        """The data as long as that of the replica with most; packed values say themselves where they end."""
+        """Pads the data to the size of the largest replica's; packed values contain their own length."""
         most = torch.tensor([len(data)])
         with _collective("exchanging between replicas"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._peers)
@@ -213,8 +214,11 @@ class _Collectives(Collectives):
 
 
 def _allow_files(world: int) -> None:
-    """gloo connects a rank to every other one in each of its groups; from some 250 ranks on, more than the usual soft
-    limit of 1,024."""
+    """Raises the soft limit of open files.
+
+    gloo connects a rank to every other one in each of its groups, which from about 250 ranks on exceeds the usual limit
+    of 1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1024 + 8 * world
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -237,12 +241,12 @@ def _broadcast(data: Tensor | None, source: int, group: Any) -> Tensor:
 def _collective(what: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo and NCCL have no type of their own for a lost peer
+    except RuntimeError as error:  # gloo and NCCL have no error type for a lost peer
         raise PeerLost(f"{what} failed: {str(error).splitlines()[0]}") from error
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether an error is the consequence of another rank's end, wherever in its chain of causes that shows."""
+    """Whether an error, or any error in its chain of causes, follows from the end of another rank."""
     while error is not None:
         if isinstance(error, PeerLost | dist.DistError):
             return True

@@ -1,8 +1,7 @@
-"""Many processes, one run: every rank runs the same graph (SPMD), started by torchrun or srun.
+"""The ranks of a distributed run: every rank runs the same graph (SPMD), started by torchrun or srun.
 
 `replica` nodes run on the first rank of each replica, `collective` nodes on all ranks, with the batches of all
-replicas. There is no
-second control plane: ranks agree through collectives of their own, at the same places of the same graph.
+replicas. There is no separate control plane: ranks agree through collectives at the same points of the same graph.
 
     torchrun --nproc-per-node 2 --no-python creditgraph train recipe=toy_grpo
     srun --ntasks 2 creditgraph train recipe=toy_grpo
@@ -36,11 +35,11 @@ class DistributedError(CreditgraphError):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Who this process is, and where the ranks meet.
+    """The rank of this process, and the store through which ranks find each other.
 
     Attributes:
         ranks: rank, world and local rank; replicas are planned later.
-        address, port: of the store through which ranks find each other.
+        address, port: host and port of the store.
         hosts_store: whether this process serves the store (under torchrun the agent does).
         attempt: number of restarts before this one; keeps late messages of an earlier attempt apart.
     """
@@ -123,7 +122,7 @@ def first_host(nodes: str) -> str:
 
 
 def plan_ranks(graph: Graph, ranks: Ranks) -> Ranks:
-    """Divides the ranks into replicas of the size that the graph's collective nodes need.
+    """Divides the ranks into replicas of the size that the graph's collective nodes require.
 
     Raises:
         DistributedError: the number of processes does not fit.
@@ -171,7 +170,7 @@ class Collectives:
     def fold_to_first(self, value: Any, fold: Callable[[Any, Any], Any]) -> Any:
         """Leaders only: on rank 0 the values of all replicas, folded pair by pair in order; on other leaders None.
 
-        A rank sends one value and takes in at most log2(replicas).
+        A rank sends one value and receives at most log2(replicas).
         """
         return value
 
@@ -189,7 +188,7 @@ class Team:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self.folder: Path | None = None  # run directory, for what the ranks say of themselves there
+        self.folder: Path | None = None  # run directory, where the ranks' heartbeats are
 
     def collectives(self, lane: str) -> Collectives:
         """Communication for one lane, so that lanes that overlap never interleave."""

@@ -1,8 +1,8 @@
-"""The first error of a run of many processes, reported to all of them, so that no rank waits for one that is gone.
+"""Reports the first error of a distributed run to all ranks, so that no rank waits for one that is gone.
 
-A rank that fails writes why into the store that all ranks share. Ranks that wait in a collective see its connection
-break; ranks that compute, or wait for a rank that waits, learn of it from a thread that watches the store.
-Ranks that live count up a number there, which shows who died without reporting an error.
+A rank that fails writes its error into the store that all ranks share. Ranks that wait in a collective see the
+connection break; ranks that compute, or wait for a waiting rank, get the error from a thread that watches the store.
+Every rank also increments a counter there, which shows which rank died without reporting an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.core.component import Ranks
 from pipeline.run.distributed.team import DistributedError
 
 PULSE = 1.0  # seconds between signs of life
-SILENCE = 4 * PULSE  # without one for this long a rank is dead
+SILENCE = 4 * PULSE  # a rank without a sign of life for this long is dead
 GRACE = 5.0  # seconds a rank has to end by itself once another has failed
 ERROR = "first_error"
 EXIT_CODE = 1
@@ -30,10 +30,10 @@ class PeerLost(DistributedError):
 
 
 class Watchdog:
-    """Watches the other ranks from a thread of its own.
+    """Watches the other ranks in a separate thread.
 
     Args:
-        store: of the run; the watchdog alone uses this connection.
+        store: connection to the run's store, used by nobody else.
         ranks: this rank.
     """
 
@@ -48,19 +48,19 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching."""
         self._done.set()
         self._thread.join()
 
     def report(self, text: str) -> str:
-        """Makes `text` the run's first error, unless there is one; returns the first one, with the rank in front."""
+        """Makes `text` the run's first error, unless there already is one; returns the first one, with its rank."""
         mine = f"rank {self._ranks.rank} ({socket.gethostname()}): {text}"
         try:
             with self._lock:
-                # An empty expected value writes only where nothing is.
+                # With an empty expected value, compare_set writes only if the key is absent.
                 return str(self._store.compare_set(ERROR, "", mine).decode())
         except Exception:
-            return mine
+            return mine  # the store is gone, so this rank knows only its own error
 
     def first(self) -> str | None:
         """The first error of the run, when there is one."""
@@ -70,11 +70,11 @@ class Watchdog:
             return self._error
 
     def blame(self) -> str:
-        """After a broken collective: the first error, once it is known, else which ranks are silent. Raises nothing."""
+        """After a broken collective: returns the first error or, without one, the silent ranks. Raises nothing."""
         if self._error is not None:
             return self._error
         try:
-            # Two looks at the counters: a rank whose counter stands still is dead.
+            # The counters are read twice: a rank whose counter has not changed is dead.
             before = self._pulses()
             end = time.monotonic() + SILENCE
             while time.monotonic() < end:
@@ -87,7 +87,7 @@ class Watchdog:
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             return self.report(
-                f"{names} died without a word (killed, or out of memory?); look into the log of that host"
+                f"{names} died without reporting an error (killed, or out of memory?); see the log of that host"
             )
         return ""
 
@@ -111,12 +111,12 @@ class Watchdog:
 
 
 def stopped(rank: int, first: str) -> str:
-    """What a rank says that ends because of another."""
+    """The message of a rank that ends because another has failed."""
     return first if first.startswith(f"rank {rank} ") else f"{first}\n(rank {rank} stops because of it)"
 
 
 def leave(text: str, code: int = EXIT_CODE) -> NoReturn:
-    """Says why and ends the process at once: threads may be inside collectives that never return."""
+    """Prints the reason and ends the process at once, because threads may be inside collectives that never return."""
     sys.stdout.flush()
     sys.stderr.write(f"creditgraph: {text}\n")
     sys.stderr.flush()

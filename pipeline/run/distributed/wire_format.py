@@ -35,7 +35,7 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(data: Tensor) -> Any:
-    """What `pack` was given; tensors are on the CPU."""
+    """The inverse of `pack`; tensors are on the CPU."""
     size = int.from_bytes(data[:8].numpy().tobytes(), "little")
     header = json.loads(data[8 : 8 + size].numpy().tobytes())
     tensors = {}
@@ -51,7 +51,7 @@ def unpack(data: Tensor) -> Any:
 def join(values: Sequence[Any]) -> Any:
     """The values of all replicas as one: batches are concatenated in order, lists item by item.
 
-    Parts without rows add nothing; of anything else the first replica's value is taken.
+    Parts without rows add nothing; for all other values the first replica's is used.
     """
     first = values[0]
     if isinstance(first, list):

@@ -1,4 +1,4 @@
-"""How long something ran, and how far the clocks of hosts are apart."""
+"""Busy time of overlapping spans, and the clock offset between hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Agreement(Protocol):
-    """What the timeline needs of a team of ranks."""
+    """The methods of a team of ranks that the timeline needs."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -18,9 +18,9 @@ class Agreement(Protocol):
 
 
 def clock_offset(team: Agreement, rounds: int = 5) -> float:
-    """Seconds to add to this host's clock to get rank 0's; all ranks call it.
+    """Returns the seconds to add to this host's clock to get rank 0's; all ranks call it.
 
-    It is as exact as ranks leave a barrier together.
+    Its error is the time between the first and the last rank leaving a barrier.
     """
     mine = []
     for _ in range(rounds):
@@ -56,7 +56,7 @@ class Clock:
             self._spent += now - self._since
 
     def take(self, now: float) -> float:
-        """The seconds since the last call; a span that still runs counts up to now."""
+        """Returns the busy seconds since the last call; a span that still runs counts up to now."""
         spent = self._spent
         self._spent = 0.0
         if self._open:

@@ -1,4 +1,4 @@
-"""RUN/traces/rank-N.json: written line by line, readable while the run goes on and after a kill.
+"""RUN/traces/rank-N.json: written line by line, readable during the run and after a kill.
 
 The format is the JSON array of trace events that chrome://tracing and ui.perfetto.dev read, one event a line and
 without its closing bracket.
@@ -16,12 +16,12 @@ _TAIL_BYTES = 1 << 16  # more than any event is long
 
 
 class TraceFile:
-    """One rank's trace. It is renamed to rank-N.earlier.json, replacing that one, when it is half of the allowed size.
+    """One rank's trace. At half of the allowed size it is renamed to rank-N.earlier.json, replacing that file.
 
     Args:
         run: run directory.
-        rank: of this process.
-        megabytes: that the two files may take.
+        rank: rank of this process.
+        megabytes: largest size of the two files together.
     """
 
     def __init__(self, run: Path, rank: int, megabytes: float) -> None:
@@ -37,7 +37,7 @@ class TraceFile:
         return self._size > self._limit
 
     def start_over(self) -> None:
-        """Moves what is there aside and begins an empty file."""
+        """Renames the file to rank-N.earlier.json and begins an empty one."""
         self.close()
         os.replace(self._path, self._path.with_suffix(".earlier.json"))
         self._open()
@@ -57,7 +57,7 @@ class TraceFile:
 
 
 def cut_torn_line(file: Path) -> int:
-    """Cuts a last line that a kill left unfinished; returns the file's size, 0 for none."""
+    """Removes a last line that a kill left unfinished; returns the file's size, 0 if there is no file."""
     if not file.exists():
         return 0
     with file.open("r+b") as handle:
@@ -80,7 +80,7 @@ def cut_torn_line(file: Path) -> int:
 
 
 def read_trace(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events of a trace that may still grow, and the number of lines that cannot be read (one, after a kill)."""
+    """Reads the events of a trace, which may still grow, and counts unreadable lines (one after a kill)."""
     events = []
     bad = 0
     with file.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""RUN/heartbeat.json (heartbeat.N.json for rank N): what a rank is doing now, rewritten every second or more seldom."""
+"""RUN/heartbeat.json (heartbeat.N.json for rank N): the present activity of a rank, rewritten once a second or less."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def heartbeat_pause(world: int) -> float:
 
 
 def read_heartbeat(file: Path) -> dict[str, Any] | None:
-    """A heartbeat; None when there is none that can be read."""
+    """Reads a heartbeat; None if the file is missing or unreadable."""
     try:
         note = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def read_heartbeat(file: Path) -> dict[str, Any] | None:
 
 
 def heartbeats(run: Path) -> list[dict[str, Any]]:
-    """Those of all ranks of the newest attempt, by rank."""
+    """Reads the heartbeats of all ranks of the newest attempt, by rank."""
     notes = [note for file in run.glob("heartbeat*.json") if (note := read_heartbeat(file)) is not None]
     newest = max((int(note.get("attempt", 0)) for note in notes), default=0)
     current = [note for note in notes if note.get("attempt") == newest]
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 def where(run: Path, now: float | None = None) -> str:
-    """One sentence on where the ranks are, the slowest first; "" without a heartbeat, and when all have ended.
+    """Describes where the ranks are, the slowest first; "" without a heartbeat, and when all have ended.
 
     A rank is silent when its heartbeat is older than ten pauses between two of them.
     """
@@ -68,7 +68,7 @@ def where(run: Path, now: float | None = None) -> str:
             silent.append(f"rank {rank} ({note.get('host')}) silent since {age:.0f} s")
         for track, lane in note.get("lanes", {}).items():
             places.setdefault(_place(track, lane), []).append((rank, now - float(lane["since"])))
-    # A rank that waits is where the others will come to, so the one that does not wait is the one waited for.
+    # A waiting rank has already reached the point that the others must still reach, so it is not the slowest.
     order = sorted(places.items(), key=lambda p: (p[0].iteration, p[0].text.startswith("waiting"), p[0].text))
     return "; ".join(silent + [_sentence(place, ranks, len(notes) > 1) for place, ranks in order])
 

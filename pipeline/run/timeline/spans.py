@@ -1,4 +1,4 @@
-"""When each rank did what: spans for Perfetto, the share of time each role was busy, and a heartbeat.
+"""The timeline of a rank: spans for Perfetto, the share of time in which each role was busy, and a heartbeat.
 
 Times are microseconds since 1970 on rank 0's clock, so the files of several ranks, and of later attempts, fit together.
 """
@@ -35,7 +35,7 @@ from pipeline.run.timeline.heartbeat import heartbeat_name, heartbeat_pause, rea
 
 logger = logging.getLogger("creditgraph")
 
-# Phase → role whose clock it moves. Sampling and scoring move the engine's clock wherever they are requested, see
+# Phase → role whose clock it advances. Sampling and scoring advance the engine's clock wherever requested, see
 # `Engine`.
 _ROLES = {
     "weight update": "engine",
@@ -55,7 +55,7 @@ class TraceSettings:
     enabled: bool = True
     """write traces/rank-N.json, for ui.perfetto.dev and the timeline of `creditgraph report`"""
     megabytes: float = 64.0
-    """of each rank's trace on disk; when half is full, it becomes rank-N.earlier.json, in place of what that held"""
+    """largest size of each rank's trace on disk; at half of it, the file is renamed to rank-N.earlier.json"""
 
     def __post_init__(self) -> None:
         if self.megabytes <= 0:
@@ -63,7 +63,7 @@ class TraceSettings:
 
 
 def phase_of(node: Node) -> str:
-    """What a node's time is spent on, by what it gives out, so that a component of the user's own has a phase too."""
+    """Returns the phase of a node, determined by its outputs, so that a user's own component has a phase too."""
     if node.placement == "collective":
         return "learning"
     if node.outputs_of(Policy):
@@ -84,9 +84,9 @@ class Timeline(Trace):
     """Spans of one rank, from any of its threads. Without a folder nothing is written, but the clocks of roles run.
 
     Args:
-        path: of the run directory, or None.
-        settings: of the trace.
-        rank, world: of this process.
+        path: path of the run directory, or None.
+        settings: settings of the trace.
+        rank, world: rank of this process, and number of processes.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Timeline(Trace):
         self._probes: dict[str, Callable[[], dict[str, float]]] = {}
         self._busy = {role: Clock() for role in REPORTED}
         self._mark = time.perf_counter()
-        self._base = time.time_ns() / 1e9 - time.perf_counter()  # seconds: wall clock less perf_counter
+        self._base = time.time_ns() / 1e9 - time.perf_counter()  # seconds: wall clock minus perf_counter
         self._file: TraceFile | None = None
         self._reported: int | None = None  # errno of the last heartbeat that could not be written
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, team: Agreement) -> None:
-        """Determines the attempt's number and the clocks' difference (all ranks together), and begins to write."""
+        """Determines the attempt's number and the clock offset (all ranks call it), and begins to write."""
         if self._thread is not None:
             return
         before = read_heartbeat(self._path / heartbeat_name(0)) if self._path and self.rank == 0 else None
@@ -136,7 +136,7 @@ class Timeline(Trace):
         role: str = "",
         node: str = "",
     ) -> Span:
-        """A context manager around what this thread does."""
+        """See `Trace.span`."""
         return Span(self, name, phase, iteration, least, role or _ROLES.get(phase, ""), node or name)
 
     def waiting(self, name: str, iteration: int | None = None, node: str = "") -> Span:
@@ -144,7 +144,7 @@ class Timeline(Trace):
         return self.span(name, "waiting", iteration, BRIEF, node=node)
 
     def write(self, name: str, phase: str, begin: float, end: float, track: str, **details: Any) -> None:
-        """A span with times of `perf_counter`, on a track of its own."""
+        """Writes a span with times of `perf_counter`, on a separate track."""
         if self._file:
             with self._lock:
                 self._event(name, phase, begin, end, track, details)
@@ -154,7 +154,7 @@ class Timeline(Trace):
         self._probes[name] = probe
 
     def shares(self) -> dict[str, float]:
-        """Role → share of the time since the last call in which it was busy on this rank, 0 to 1."""
+        """Returns role → share of the time since the last call in which it was busy on this rank, 0 to 1."""
         with self._lock:
             now = time.perf_counter()
             passed = max(now - self._mark, 1e-9)
@@ -162,7 +162,7 @@ class Timeline(Trace):
             return {role: min(1.0, clock.take(now) / passed) for role, clock in self._busy.items()}
 
     def close(self) -> None:
-        """Writes what is left; the heartbeat says that the rank has ended."""
+        """Writes the remaining events, and a heartbeat that reports the end of the rank."""
         if self._thread is None:
             return
         self._done.set()
@@ -183,7 +183,7 @@ class Timeline(Trace):
             if span.iteration is None and around:
                 span.iteration = around[-1].iteration
             around.append(span)
-            # A lane that runs ahead may wait; what counts is the main lane, or the only one.
+            # Waiting costs nothing in a lane that runs ahead, so only that of the main lane, or the only lane, counts.
             if span.role == "waiting" and span.track == "generation":
                 span.role = ""
             span.begin = time.perf_counter()
@@ -255,12 +255,12 @@ class Timeline(Trace):
         self._file.append(lines)
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """A trace that cannot be written ends, and the run goes on."""
+        """Ends a trace that cannot be written; the run continues."""
         try:
             action()
         except OSError as error:
             logger.warning(
-                "traces/rank-%d.json cannot be written (%s); the run goes on without it.", self.rank, error.strerror
+                "traces/rank-%d.json cannot be written (%s); the run continues without it.", self.rank, error.strerror
             )
             self._file = None
             self._lines.clear()
@@ -278,8 +278,9 @@ class Timeline(Trace):
             try:
                 values = probe()
             except Exception as error:
+                # Counters are optional: one that fails is removed, and the run continues.
                 del self._probes[name]
-                logger.warning("trace: the numbers of '%s' cannot be read any more (%s).", name, error)
+                logger.warning("trace: the counters of '%s' cannot be read any more (%s).", name, error)
                 continue
             if self._file:
                 with self._lock:
@@ -330,7 +331,7 @@ class Timeline(Trace):
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Something that a thread does; see `Timeline.span`."""
+    """An activity of a thread; see `Timeline.span`."""
 
     timeline: Timeline
     name: str

@@ -124,7 +124,7 @@ FAILURES = [  # type, text, further settings, what the sentence says
         "RuntimeError",
         "Dataset scripts are no longer supported, but found b.py",
         {},
-        "made by a script.*Name its files in data.train.files",
+        "has a loading script.*Name its files in data.train.files",
     ),
 ]
 

@@ -80,7 +80,7 @@ def test_a_good_component_has_no_findings_fresh_interpreter_included() -> None:
             "Initial",
             [
                 "Initial.placement is 'somewhere'; expected 'replica' or 'collective'.",
-                "Initial.initial gives 'wieghts', which is no output. Did you mean 'weights'?",
+                "Initial.initial returns 'wieghts', which is not an output. Did you mean 'weights'?",
                 "Initial.initial: 'policy' is int; expected Policy.",
             ],
         ),

@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, damage
     assert found.iteration == 4
     assert found.groups["a"]["w"][0] == 4
     assert "000005" in caplog.text
-    assert "Skipping it and going back to the one before" in caplog.text
+    assert "Skipping it and using the previous one" in caplog.text
     with pytest.raises(RunError, match="000005"):
         load(newest)
     store.save(5, {"a": encode({"w": torch.zeros(1)}, "a")})  # the repeated iteration replaces the damaged one

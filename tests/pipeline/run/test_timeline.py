@@ -142,7 +142,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(files.os, "write", full)
     assert toy.train(tmp_path / "r", 2).status == "finished"
-    assert "rank-0.json cannot be written (No space left on device); the run goes on without it" in caplog.text
+    assert "rank-0.json cannot be written (No space left on device); the run continues without it" in caplog.text
 
 
 def test_a_heartbeat_tells_what_takes_so_long(tmp_path):
@@ -235,4 +235,4 @@ def test_numbers_are_sampled_and_a_broken_probe_ends(tmp_path, caplog):
     spans, events = spans_of(tmp_path)
     assert next(e["args"] for e in events if e["ph"] == "C" and e["name"] == "engine: server 0") == {"value": 3}
     assert spans[0]["args"] == {"version": 3, "attempt": 1}
-    assert "the numbers of 'broken' cannot be read any more" in caplog.text
+    assert "the counters of 'broken' cannot be read any more" in caplog.text

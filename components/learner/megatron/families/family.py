@@ -1,4 +1,4 @@
-"""What a family of models says of itself."""
+"""The description of a model family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What the learner must know of a model type in addition to its configuration.
+    """Properties of a model type that its configuration does not contain.
 
     Attributes:
         bridge: mbridge's class: names of the tensors, and the TransformerConfig.

@@ -23,7 +23,7 @@ LAYER = "model.layers.{layer_number}."
 
 
 class OlmoBridge(LLMBridge):  # type: ignore[misc]
-    """Tensor names of OLMo-2 and OLMo-3, which mbridge does not know."""
+    """Tensor names of OLMo-2 and OLMo-3, which mbridge does not support."""
 
     _ATTENTION_MAPPING = {
         "self_attention.linear_proj.weight": [f"{LAYER}self_attn.o_proj.weight"],
@@ -91,20 +91,20 @@ class HeadsNorm(nn.Module):
         return (normed * self.weight.float().view(x.shape[-2:])).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """For distributed checkpoints: sharded along the weight."""
+        """Describes the sharded weight for distributed checkpoints."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
         )
 
 
 class QueryNorm(HeadsNorm):
-    """Over the query heads."""
+    """RMS norm over the query heads."""
 
     heads = "num_attention_heads"
 
 
 class KeyNorm(HeadsNorm):
-    """Over the key heads."""
+    """RMS norm over the key heads."""
 
     heads = "num_query_groups"
 

@@ -385,7 +385,7 @@ def test_settings_survive_a_replacement():
 
 def test_kl_without_reference():
     inputs = make_inputs().replace(reference_logprobs=None)
-    with pytest.raises(ValueError, match="gave no reference log-probs"):
+    with pytest.raises(ValueError, match="provided no reference log-probs"):
         losses(inputs, ObjectiveSettings(kl=KL(coefficient=0.1)))
 
 

@@ -47,7 +47,7 @@ def test_rollouts_are_shared_where_they_are_sampled_alike(grpo, weights):
     other = Method("drgrpo", "toy_drgrpo").experiment(*SMALL)
     given = shared_outputs(other.graph, run)
     assert sorted(given) == ["prompts", "sampler"]
-    with CreditRun(other, 0, weights, given=given, given_costs={n: run.costs[n] for n in given}) as second:
+    with CreditRun(other, 0, weights, shared=given, shared_costs={n: run.costs[n] for n in given}) as second:
         assert torch.equal(second.trajectories.uid, run.trajectories.uid)
         assert not second.own_rollouts
         assert second.cost(rollouts=True) == run.cost(rollouts=True)
@@ -59,12 +59,12 @@ def test_own_rollouts_answer_the_same_prompts_under_other_uids(grpo, weights):
     _, run = grpo
     resets = Method("srpo_oracle", "toy_srpo_oracle").experiment("prompts.batch=2", "data.train.size=40")
     given = shared_outputs(resets.graph, run)
-    with CreditRun(resets, 0, weights, given=given) as own:
+    with CreditRun(resets, 0, weights, shared=given) as own:
         assert own.own_rollouts
         assert set(own.trajectories.prompt_uid.tolist()) <= set(run.by_node["prompts"]["batch"].uid.tolist())
         assert not set(own.trajectories.uid.tolist()) & set(run.trajectories.uid.tolist())
         assert own.cost(rollouts=True).sampled_tokens > 0
-        assert "prompts" in own.given
+        assert "prompts" in own.shared
 
 
 def test_payloads_are_found_by_kind(grpo):

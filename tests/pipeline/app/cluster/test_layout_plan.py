@@ -77,7 +77,7 @@ def test_suggestions_fit_and_are_layouts_of_the_machine():
 
 def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(
-        ConfigError, match=r"qwen2\.5-32b on 8 × h100: the smallest layout .* expected at most 68 GB\. Take more"
+        ConfigError, match=r"qwen2\.5-32b on 8 × h100: the smallest layout .* expected at most 68 GB\. Use more"
     ):
         plan(SHAPES["qwen2.5-32b"], 8, Work(tokens=1e6), H100)
 

@@ -100,7 +100,7 @@ def test_two_ranks_preempted_killed_and_cut_off_from_power_end_with_the_same_byt
     slurm.wait("the end", lambda: (run / "ended").exists())
     ended = (run / "ended").read_text().strip()
     assert ended.startswith("failed: the learner ended with ")
-    assert "rank 1 died without a word (killed, or out of memory?)" in ended
+    assert "rank 1 died without reporting an error (killed, or out of memory?)" in ended
     assert last_line(run / "logs" / f"job-{job}.log") == ended
 
     # Submitted again, and its node loses power: SLURM puts the job back when the node has booted.

@@ -417,7 +417,7 @@ def test_checkpoints_that_are_not_there(finished, configs, tmp_path, capsys):
     assert "no such folder" in capsys.readouterr().err
     shutil.copytree(finished, tmp_path / "r", ignore=shutil.ignore_patterns("checkpoints", "eval"))
     assert evaluate(configs, f"run={tmp_path / 'r'}") == 2
-    assert "no checkpoint; train the run on" in capsys.readouterr().err
+    assert "no checkpoint; continue the run" in capsys.readouterr().err
 
 
 def test_a_run_that_is_still_training(run, configs, tmp_path, capsys):

@@ -177,7 +177,7 @@ def test_the_first_error_is_in_front_on_every_rank(launch, fault, options):
 
 
 @pytest.mark.parametrize(
-    ("rank", "text"), [(1, "rank 1 died without a word (killed"), (0, "rank 0: the store is gone")]
+    ("rank", "text"), [(1, "rank 1 died without reporting an error (killed"), (0, "rank 0: the store is gone")]
 )
 def test_a_killed_rank_is_named_by_the_other(launch, rank, text):
     found = launch(2, f"killed{rank}", fault=["source", rank, 2, "kill"])
@@ -191,7 +191,7 @@ def test_a_rank_that_is_stuck_is_named_with_its_place(launch):
     found = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=10)
     assert 0 not in found.codes
     assert (
-        "all ranks live, so one is stuck or slower than run.timeout allows (rank 1 in score of iteration 2 since "
+        "all ranks are alive, so one is stuck or slower than run.timeout allows (rank 1 in score of iteration 2 since "
         in found.text(0)
     )
 
