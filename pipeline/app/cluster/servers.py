@@ -21,7 +21,7 @@ from typing import Any
 from components.engine.served.addresses import ATTEMPT, BY_HAND
 from components.engine.served.settings import ServerSettings
 from pipeline.app.cluster.settings import Cluster
-from pipeline.core.component import Context
+from pipeline.core.component import Context, set_up
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
@@ -94,16 +94,14 @@ class EngineServer:
         pool = dataclasses.replace(settings.pool, host=own_address())
         # As if this process had the engine for itself: one server on this host, found without a rendezvous.
         alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
-        self._engine: Any = node.cls(alone)
-        self._engine.setup(
-            Context(
-                node=node.name,
-                seed=experiment.run.seed,
-                device=resolve_device(experiment.run.device),
-                model=experiment.model,
-                run_dir=folder,
-            )
+        context = Context(
+            node=node.name,
+            seed=experiment.run.seed,
+            device=resolve_device(experiment.run.device),
+            model=experiment.model,
+            run_dir=folder,
         )
+        self._engine: Any = set_up(node.cls(alone), context)
 
     def publish(self) -> str:
         """Leaves the server's address where the learner looks; returns its URL when it is new, else "".
