@@ -15,7 +15,7 @@ from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint
 from pipeline.run.compose import build_experiment, deep_merge, read_yaml
-from pipeline.run.node_runner import NodeRunner, set_origin
+from pipeline.run.node_runner import NodeRunner, initial_value, set_origin
 from pipeline.run.recording import read_payload, recorded_iterations
 from pipeline.run.run_directory import check_run
 from pipeline.run.session import GraphSession
@@ -94,7 +94,7 @@ class Replay(GraphSession):
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)
-            return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")
+            return initial_value(node, runner.initial(), wire)
         there = recorded_iterations(self.path, f"{wire.source}.{wire.output}")
         hint = (
             f"recorded iterations: {ranges(there)}"
