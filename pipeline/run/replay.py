@@ -127,9 +127,11 @@ class Replay(GraphSession):
         if at < 0:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state is used.")
             return
-        groups = checkpoint.load(self.path / "checkpoints" / f"{at:06d}").groups
-        if f"node.{name}" in groups:
-            runner.load(groups[f"node.{name}"])
+        saved = checkpoint.load(self.path / "checkpoints" / f"{at:06d}")
+        if f"node.{name}" in saved.groups:
+            runner.load(saved.groups[f"node.{name}"])
+        if runner.has_shards:
+            runner.load_shards(saved.path / checkpoint.SHARDS)
         if at != after:
             self.notes.append(
                 f"{name}: the state after iteration {at} is used, because iteration {after} has no checkpoint."
