@@ -168,8 +168,8 @@ class Policy(Handle, ABC):
         """
         raise CreditgraphError(
             f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; expected an engine that can "
-            "attribute a log-prob to its context. Choose one (creditgraph components engine), or an estimator of values "
-            "that needs no gradients."
+            "attribute a log-prob to its context. Choose one (creditgraph components engine), or an estimator "
+            "of values that needs no gradients."
         )
 
 
