@@ -152,7 +152,8 @@ class ShardedLearn(Learn):
 
     def load_shards(self, folder):
         state = torch.load(folder / "rank0.pt")
-        self.weights, self.optimizer = state["weights"], state["optimizer"]
+        self.weights = state["weights"]
+        self.optimizer = state["optimizer"]
 
 
 class Evaluate(Component):
