@@ -53,17 +53,31 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent
 
-# Searched in this order for the names above.
-_MODULES = (
-    "pipeline.core.component",
-    "pipeline.core.handles",
-    "pipeline.core.payloads",
-    "pipeline.core.jagged",
-    "pipeline.core.errors",
-    "pipeline.core.metric",
-    "components.learner.objective",
-    "components.verifier.base",
-)
+# Module → the names above that it gives out.
+_NAMES = {
+    "components.learner.objective": ("LossInputs", "Meters", "Objective"),
+    "components.verifier.base": ("Item", "Verdict", "VerifierComponent"),
+    "pipeline.core.component": ("Component", "Context", "Count", "same_rows"),
+    "pipeline.core.errors": ("ConfigError", "CreditgraphError", "DataError"),
+    "pipeline.core.handles": ("Completions", "Policy", "Requests", "Sampling", "Verifier"),
+    "pipeline.core.jagged": ("Jagged",),
+    "pipeline.core.metric": ("Metric",),
+    "pipeline.core.payloads": (
+        "Batch",
+        "Credit",
+        "Payload",
+        "Prompts",
+        "Rewards",
+        "Segments",
+        "SegmentValues",
+        "StepErrors",
+        "TokenLogprobs",
+        "TrainReport",
+        "Trajectories",
+        "Weights",
+        "check_aligned",
+    ),
+}
 
 
 def _import_own(name: str) -> None:
@@ -98,10 +112,9 @@ _import_own("components")
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        for module in map(importlib.import_module, _MODULES):
-            if name in vars(module):
-                return vars(module)[name]
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'creditgraph' has no attribute '{name}'")
 
 

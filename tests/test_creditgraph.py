@@ -92,6 +92,16 @@ def test_a_public_name_is_that_of_its_module(module, name):
     assert getattr(creditgraph, name) is getattr(importlib.import_module(module), name)
 
 
+def test_the_names_are_those_declared_for_type_checkers():
+    assert [(module, name) for module, names in creditgraph._NAMES.items() for name in names] == declared_names()
+
+
+@pytest.mark.parametrize("name", ["torch", "Tensor", "dataclass", "_NAME"])
+def test_what_a_module_imports_is_not_a_public_name(name):
+    with pytest.raises(AttributeError, match=f"module 'creditgraph' has no attribute '{name}'"):
+        getattr(creditgraph, name)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'creditgraph' has no attribute 'Componet'"):
         _ = creditgraph.Componet

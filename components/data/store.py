@@ -41,7 +41,9 @@ class RowStore(Sequence[Row]):
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = SpooledTemporaryFile(max_size=IN_MEMORY, dir=None if folder is None else str(folder))  # noqa: SIM115 (as long as the store)
+        place = None if folder is None else str(folder)
+        # No `with`: the file lives as long as the store.
+        self._file = SpooledTemporaryFile(max_size=IN_MEMORY, dir=place)  # noqa: SIM115
         self._ends = array("q", [0])
         self._digest = blake2b(digest_size=16)
 

@@ -73,7 +73,9 @@ def with_closed_ends(trajectories: Trajectories, limits: ThoughtLimits, tokenize
 
 def with_whole_thoughts(trajectories: Trajectories, limits: ThoughtLimits, tokenizer: Any) -> Trajectories:
     """Responses as if sampled in one go: thought ends derived again, and tokens after the true end cut off."""
-    ends, lengths, reasons = [], [], []
+    ends = []
+    lengths = []
+    reasons = []
     rows = zip(token_texts(tokenizer, trajectories.response_tokens), trajectories.finish_reason, strict=True)
     for pieces, reason in rows:
         closed, ended = closed_thoughts(pieces, limits)

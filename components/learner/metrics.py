@@ -14,7 +14,8 @@ from pipeline.core.metric import Metric
 
 logger = logging.getLogger("creditgraph")
 
-_WEIGHT, _SQUARE = "mismatch_weight", "mismatch_weight_square"
+_WEIGHT = "mismatch_weight"
+_SQUARE = "mismatch_weight_square"
 _CAUSES = (
     "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine "
     "dtype, kernels); objective.importance_cap corrects a small mismatch"

@@ -9,29 +9,6 @@ from components.learner.metrics import Mismatch
 from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 
-Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Low-rank adapters through peft."""
-
-    rank: int = 0
-    """rank r of the adapters; 0 trains all parameters, as `learner.megatron` always does"""
-    alpha: float = 64.0
-    """adapters are scaled by alpha / rank"""
-    target: str = "all-linear"
-    """which layers get adapters: "all-linear" (all but the output head), or module names separated by commas"""
-    publish: Literal["merged", "adapter"] = "merged"
-    """published weights: merged, whole weights that include the adapters; adapter, only the adapters' tensors, which
-    are small and which engine.vllm loads directly (other engines merge them)"""
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"expected rank ≥ 0 (0 is full fine-tuning), got {self.rank}.")
-        if self.publish == "adapter" and not self.rank:
-            raise ValueError("publish is 'adapter', but rank is 0, so there is none; set rank, or publish: merged.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
@@ -41,8 +18,6 @@ class LearnerSettings:
     """loss per token and aggregation"""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """AdamW, clipping, schedule"""
-    lora: Lora = field(default_factory=Lora)
-    """low-rank adapters"""
     micro_batch_tokens: int = 16384
     """token budget of one micro-batch, 0 for one micro-batch; lower it if memory runs out, the gradient stays the
     same. A pipeline of P stages needs several times P micro-batches per step to be efficient"""
@@ -52,9 +27,6 @@ class LearnerSettings:
     """passes over the rollout batch"""
     old_logprobs: Literal["engine", "recompute"] = "engine"
     """denominators of the ratios: log-probs reported by the engine, or recomputed by this model before a first step"""
-    recompute: Recompute = "none"
-    """activations recomputed in the backward pass: none; selective, attention scores if attention keeps them (that of
-    `learner.hf` does not); full, all but the layers' inputs: least memory, about a third more time"""
     skip_zero_rows: bool = True
     """skip rows without any credit in the passes if neither KL nor entropy bonus acts on them; same gradient, but
     entropy, ratio and mismatch metrics then describe only the other rows"""

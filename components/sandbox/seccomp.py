@@ -93,10 +93,20 @@ _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _X32 = 0x40000000  # calls of the x32 ABI have this bit and different numbers
 # Results of a filter: SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO with EPERM and with ENOSYS.
-_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_EPERM = 0x00050001
+_ENOSYS = 0x00050026
 # BPF instructions: load a 32-bit word of seccomp_data; jump if equal, if at least, if any bit is set; return.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # offsets in seccomp_data
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# Offsets in seccomp_data.
+_NUMBER_AT = 0
+_ARCHITECTURE_AT = 4
+_FIRST_ARGUMENT_AT = 16
 
 
 def available(machine: str = "") -> bool:

@@ -132,7 +132,8 @@ def same_output(output: str, expected: str, tolerance: float) -> bool:
 def _same_line(line: str, expected: str, tolerance: float) -> bool:
     if line == expected:
         return True
-    ours, theirs = line.split(), expected.split()
+    ours = line.split()
+    theirs = expected.split()
     return len(ours) == len(theirs) and all(
         a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
     )

@@ -156,7 +156,8 @@ def extract_answer(text: str) -> str | None:
         elif stack:
             opened = stack.pop()
             if opened > begin:
-                begin, end = opened, brace.start()
+                begin = opened
+                end = brace.start()
     return text[begin:end].strip() if begin >= 0 else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from components.verifier.base import Outputs, verifier_of
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, set_up
 from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts, Rewards, Trajectories
 from pipeline.core.registry import build_component
@@ -56,8 +56,7 @@ class Composite(Component, Verifier):
         self._verifiers: list[Verifier] = []
         for i, part in enumerate(self.config.parts):
             component = build_component(part.use, part.config, f"node '{context.node}': parts[{i}].config")
-            component.setup(context)
-            self._components.append(component)
+            self._components.append(set_up(component, context))
 
     def run(self) -> Outputs:
         """Returns the verifier, the same object in every iteration; runs the parts, so that they log their numbers."""

@@ -29,7 +29,7 @@ class Place:
 
 
 @dataclass
-class Layout:
+class GraphLayout:
     """`layers` in drawing order, `places` by name, and for each edge the names it passes from source to target."""
 
     places: dict[str, Place] = field(default_factory=dict)
@@ -37,14 +37,14 @@ class Layout:
     chains: dict[Edge, list[str]] = field(default_factory=dict)
 
 
-def lay_out(widths: Mapping[str, float], edges: Sequence[Edge], delayed: Sequence[Edge]) -> Layout:
+def lay_out(widths: Mapping[str, float], edges: Sequence[Edge], delayed: Sequence[Edge]) -> GraphLayout:
     """Lays out nodes (name → width, in topological order) with `edges` within an iteration and `delayed` ones.
 
     Delayed edges do not determine layers. Those that point downwards anyway are routed like the others; the rest have
     no chain and are drawn by the caller.
     """
     depth = _depths(list(widths), edges)
-    layout = Layout()
+    layout = GraphLayout()
     layout.places = {name: Place(name, width, depth[name]) for name, width in widths.items()}
     layout.layers = [[n for n in widths if depth[n] == d] for d in range(max(depth.values()) + 1)]
     for source, target in dict.fromkeys([*edges, *delayed]):
@@ -68,7 +68,7 @@ def _depths(names: list[str], edges: Sequence[Edge]) -> dict[str, int]:
     return depth
 
 
-def _chain(layout: Layout, source: str, target: str) -> list[str]:
+def _chain(layout: GraphLayout, source: str, target: str) -> list[str]:
     chain = [source]
     for layer in range(layout.places[source].layer + 1, layout.places[target].layer):
         name = f"{source}>{target}>{layer}"
@@ -78,7 +78,7 @@ def _chain(layout: Layout, source: str, target: str) -> list[str]:
     return [*chain, target]
 
 
-def _order(layout: Layout, links: Sequence[Edge]) -> None:
+def _order(layout: GraphLayout, links: Sequence[Edge]) -> None:
     """Barycentre sweeps down and up; the order with the fewest crossings stays."""
     above: dict[str, list[str]] = {n: [a for a, b in links if b == n] for n in layout.places}
     below: dict[str, list[str]] = {n: [b for a, b in links if a == n] for n in layout.places}
@@ -104,7 +104,7 @@ def _crossings(layers: Sequence[Sequence[str]], links: Sequence[Edge]) -> int:
     return sum(p[0] == q[0] and (p[1] - q[1]) * (p[2] - q[2]) < 0 for p, q in combinations(ends, 2))
 
 
-def _coordinates(layout: Layout, links: Sequence[Edge]) -> None:
+def _coordinates(layout: GraphLayout, links: Sequence[Edge]) -> None:
     """Pulls each place to the mean of its neighbours, keeping order and gaps; invisible places pull harder, so that
     long lines are straight."""
     near: dict[str, list[Place]] = {n: [] for n in layout.places}

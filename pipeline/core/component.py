@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -295,3 +295,16 @@ class Component:
 
     def close(self) -> None:
         """Releases processes, files and memory."""
+
+
+AnyComponent = TypeVar("AnyComponent", bound=Component)
+
+
+def set_up(component: AnyComponent, context: Context) -> AnyComponent:
+    """Sets up a component that no run owns, and returns it; it is closed when that fails, and by the caller later."""
+    try:
+        component.setup(context)
+    except BaseException:
+        component.close()
+        raise
+    return component

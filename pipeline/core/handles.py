@@ -168,8 +168,8 @@ class Policy(Handle, ABC):
         """
         raise CreditgraphError(
             f"{self.origin or 'policy'}: {type(self).__name__} gives no gradients; expected an engine that can "
-            "attribute a log-prob to its context. Use engine.local, or value.answer_likelihood instead of "
-            "value.gradient_attribution."
+            "attribute a log-prob to its context. Choose one (creditgraph components engine), or an estimator "
+            "of values that needs no gradients."
         )
 
 
@@ -187,6 +187,6 @@ def known_entropies(entropies: Tensor, reader: str) -> Tensor:
     if unknown:
         raise CreditgraphError(
             f"{reader}: the engine gave no entropy for {unknown} of {len(entropies)} tokens; expected all of them. "
-            "Use engine.local or engine.vllm, or a method that reads no entropies."
+            "Choose an engine that returns them (creditgraph components engine), or a method that reads none."
         )
     return entropies

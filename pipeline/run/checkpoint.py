@@ -339,7 +339,8 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
         trees = json.loads((path / "state.json").read_text(encoding="utf-8"))
         trees = {group: tree for group, tree in trees.items() if reads is None or reads(group)}
         with safe_open(path / "tensors.safetensors", framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys() if name.rsplit("/", 1)[0] in trees}  # noqa: SIM118
+            names = [name for name in file.keys() if name.rsplit("/", 1)[0] in trees]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, RunError):
             raise

@@ -17,11 +17,11 @@ from typing import Any
 from pipeline.core.component import Context, ModelSpec, identity_sum
 from pipeline.core.errors import ConfigError, LostError
 from pipeline.core.graph import Graph
-from pipeline.core.sockets import Node
+from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import SHARDS, Checkpoints
 from pipeline.run.distributed.team import Team
 from pipeline.run.metrics import JsonLines, Sink
-from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, set_origin
+from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, initial_value
 from pipeline.run.placement import InFlight, RankView
 from pipeline.run.recording import Recorder
 from pipeline.run.run_directory import RunDirectory
@@ -254,12 +254,8 @@ class Executor:
                     )
                 if name not in initial:
                     initial[name] = self._runners[name].initial()
-                if output not in initial[name]:
-                    raise ConfigError(
-                        f"{name}.{output}: read with '@{delay}', but initial() of {self.graph[name].use} returns no "
-                        f"value for it, only {sorted(initial[name]) or 'none'}. Return it from initial()."
-                    )
-                self._values.put(name, output, tag, set_origin(initial[name][output], f"{name}.{output}"))
+                wire = Wire(name, output, delay)
+                self._values.put(name, output, tag, initial_value(self.graph[name], initial[name], wire))
 
     # Lanes
 

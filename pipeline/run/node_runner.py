@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,10 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.core.component import Component, Context
-from pipeline.core.errors import CreditgraphError
+from pipeline.core.errors import ConfigError, CreditgraphError
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Payload
-from pipeline.core.sockets import Node
+from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import Encoded, encode
 from pipeline.run.timeline.spans import phase_of
 
@@ -170,6 +170,20 @@ class NodeRunner:
             raise
         except Exception as error:
             raise NodeFailure(f"{place}: {type(error).__name__}: {error}") from error
+
+
+def initial_value(node: Node, values: Mapping[str, Any], wire: Wire) -> Any:
+    """What a delayed wire carries before the first iteration, from the values that `initial()` of its source returned.
+
+    Raises:
+        ConfigError: it returned none for this output.
+    """
+    if wire.output not in values:
+        raise ConfigError(
+            f"{wire.source}.{wire.output}: read with '@{wire.delay}', but initial() of {node.use} returns no value for "
+            f"it, only {sorted(values) or 'none'}. Return it from initial()."
+        )
+    return set_origin(values[wire.output], f"{wire.source}.{wire.output}")
 
 
 def set_origin(value: Any, origin: str) -> Any:

@@ -244,12 +244,12 @@ def _pack(place: str, name: str, value: Any, hint: Any, columns: dict[str, pa.Ar
     """Adds the columns of one field; returns how to read them back."""
     if isinstance(value, Tensor) and value.dim() == 1:
         columns[name] = pa.array(_to_numpy(place, value))
-        return {"kind": "tensor", "dtype": _dtype_name(value)}
+        return {"kind": "tensor", "dtype": dtype_name(value)}
     if isinstance(value, Tensor) and value.dim() == 0:
-        return {"kind": "number", "dtype": _dtype_name(value), "value": value.item()}
+        return {"kind": "number", "dtype": dtype_name(value), "value": value.item()}
     if isinstance(value, Jagged):
         columns[name] = _list_array(place, value)
-        return {"kind": "jagged", "dtype": _dtype_name(value.values)}
+        return {"kind": "jagged", "dtype": dtype_name(value.values)}
     if isinstance(value, list):
         if hint == list[str] and (text := _text_array(value)) is not None:
             columns[name] = text
@@ -259,7 +259,7 @@ def _pack(place: str, name: str, value: Any, hint: Any, columns: dict[str, pa.Ar
     if isinstance(value, dict) and value and all(isinstance(v, Jagged) for v in value.values()):
         for key, column in value.items():
             columns[f"{name}.{key}"] = _list_array(f"{place}.{key}", column)
-        return {"kind": "columns", "dtypes": {key: _dtype_name(v.values) for key, v in value.items()}}
+        return {"kind": "columns", "dtypes": {key: dtype_name(v.values) for key, v in value.items()}}
     if hint == dict[str, float] and value:
         for key, number in value.items():
             columns[f"{name}.{key}"] = pa.array([float(number)], pa.float64())
@@ -344,7 +344,8 @@ def _json(place: str, value: Any) -> str:
     return text
 
 
-def _dtype_name(value: Tensor) -> str:
+def dtype_name(value: Tensor) -> str:
+    """Such as "float32"."""
     return str(value.dtype).removeprefix("torch.")
 
 

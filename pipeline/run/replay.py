@@ -15,7 +15,7 @@ from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint
 from pipeline.run.compose import build_experiment, deep_merge, read_yaml
-from pipeline.run.node_runner import NodeRunner, set_origin
+from pipeline.run.node_runner import NodeRunner, initial_value, set_origin
 from pipeline.run.recording import read_payload, recorded_iterations
 from pipeline.run.run_directory import check_run
 from pipeline.run.session import GraphSession
@@ -94,7 +94,7 @@ class Replay(GraphSession):
         if iteration < 0 or output.carries(Weights):
             runner = self.start(node)
             self._load_state(runner, iteration)
-            return set_origin(runner.initial()[wire.output], f"{wire.source}.{wire.output}")
+            return initial_value(node, runner.initial(), wire)
         there = recorded_iterations(self.path, f"{wire.source}.{wire.output}")
         hint = (
             f"recorded iterations: {ranges(there)}"
@@ -127,9 +127,11 @@ class Replay(GraphSession):
         if at < 0:
             self.notes.append(f"{name}: no checkpoint at or before iteration {after}; its initial state is used.")
             return
-        groups = checkpoint.load(self.path / "checkpoints" / f"{at:06d}").groups
-        if f"node.{name}" in groups:
-            runner.load(groups[f"node.{name}"])
+        saved = checkpoint.load(self.path / "checkpoints" / f"{at:06d}")
+        if f"node.{name}" in saved.groups:
+            runner.load(saved.groups[f"node.{name}"])
+        if runner.has_shards:
+            runner.load_shards(saved.path / checkpoint.SHARDS)
         if at != after:
             self.notes.append(
                 f"{name}: the state after iteration {at} is used, because iteration {after} has no checkpoint."

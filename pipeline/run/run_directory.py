@@ -31,7 +31,7 @@ from pipeline.core.errors import RunError, did_you_mean
 logger = logging.getLogger("creditgraph")
 
 # A run may be continued although these sections differ: they do not change what is computed.
-FREE_TO_CHANGE = ("run", "recipe", "hydra")
+FREE_TO_CHANGE = ("run", "recipe")
 FIXED = ("run.seed",)
 
 _FREE_SPACE = "free some space or choose another place with run.root=PATH, then start the run again"

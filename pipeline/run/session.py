@@ -11,7 +11,7 @@ from pipeline.core.graph import MAX_NODES
 from pipeline.core.payloads import Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.compose import Experiment
-from pipeline.run.node_runner import NodeRunner, set_origin
+from pipeline.run.node_runner import NodeRunner, initial_value
 from pipeline.run.run_settings import resolve_device
 from pipeline.run.values import as_inputs
 
@@ -84,7 +84,7 @@ class GraphSession:
         node = self.graph[wire.source]
         if self._weights is not None and node.sockets.outputs[wire.output].carries(Weights):
             return self._weights
-        return set_origin(self.runner(node).initial()[wire.output], f"{wire.source}.{wire.output}")
+        return initial_value(node, self.runner(node).initial(), wire)
 
     def run(self, node: Node, iteration: int) -> dict[str, Any]:
         """Runs one node on what its wires carry; returns its outputs, which later values read."""

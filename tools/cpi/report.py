@@ -149,7 +149,8 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["checks"].items():
         lines.append(
             f"{name:<24}{row['num']:6.0f}{row['violations']:7.0f}{row['num_fit']:8.0f}{row['violations_fit']:7.0f}"
-            f"{row['min_ratio']:16.3f}{row['violations_sure']:15.0f}{row['min_ratio_sure']:7.3f}{row['full_step_loses']:17.0f}"
+            f"{row['min_ratio']:16.3f}{row['violations_sure']:15.0f}{row['min_ratio_sure']:7.3f}"
+            f"{row['full_step_loses']:17.0f}"
         )
     for num, row in result["sampled"].items():
         lines.append(

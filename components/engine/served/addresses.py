@@ -13,6 +13,7 @@ from pathlib import Path
 from components.engine.served.settings import ServerSettings
 from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
+from pipeline.run.run_directory import write_json
 
 ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
 BY_HAND = "by-hand"  # outside of jobs
@@ -78,10 +79,7 @@ def _parse(text: str, index: int) -> Address:
 
 def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
     """Writes `engines.json` in one step, for other processes to read."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps({"format": 1, "servers": [asdict(s) for s in servers]}, indent=2)
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_json(path, {"format": 1, "servers": [asdict(s) for s in servers]})
 
 
 def read_rendezvous(path: Path, seconds: float) -> list[Address]:
@@ -143,10 +141,10 @@ def check_port(port: int, host: str, setting: str) -> None:
             ) from None
 
 
-def own_address(host: str, port: int) -> str:
+def own_address(host: str, port: int = 9) -> str:
     """The address of this host by which `host` can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
+        probe.connect((host, port))  # UDP: sends nothing, but chooses the interface
         return str(probe.getsockname()[0])
 
 

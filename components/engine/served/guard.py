@@ -24,7 +24,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_SET_PDEATHSIG = 1
+_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 2.0  # between two scans of /proc for shared memory, which are too slow for every poll
 GRACE_SECONDS = 5.0
@@ -135,7 +136,8 @@ def _end(server: int, code: int | None, memory: set[str]) -> int | None:
 def main(arguments: list[str]) -> int:
     """Runs the command; its exit code."""
     split = arguments.index("--")
-    options, command = arguments[:split], arguments[split + 1 :]
+    options = arguments[:split]
+    command = arguments[split + 1 :]
     parent = int(options[options.index("--parent") + 1])
     remove = [options[i + 1] for i, option in enumerate(options) if option == "--remove"]
     orphaned = [options[i + 1] for i, option in enumerate(options) if option == "--orphaned"]

@@ -17,7 +17,8 @@ from components.engine.weight_files import sample_checksum
 # SGLang keeps these projections as one matrix, in this order.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # The vocabulary is padded with rows of zeros.
-_PADDED, _PADDED_ROWS = ("embed_tokens.weight", "lm_head.weight"), 64
+_PADDED = ("embed_tokens.weight", "lm_head.weight")
+_PADDED_ROWS = 64
 _PART = re.compile(r"^(.*\.)(q_proj|k_proj|v_proj|gate_proj|up_proj)(\..*)$")
 _WORD = (1 << 32) - 1
 _TILE_WORDS = 8192

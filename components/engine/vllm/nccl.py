@@ -59,7 +59,8 @@ class Broadcaster:
     """
 
     def __init__(self, bucket_bytes: int, seconds: float) -> None:
-        self._bucket_bytes, self._seconds = bucket_bytes, seconds
+        self._bucket_bytes = bucket_bytes
+        self._seconds = seconds
         self._links: dict[str, _Link] = {}
 
     def send(self, url: str, files: Sequence[str], workers: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.learner.hf.model import LearnerModel
+from components.learner.hf.settings import HFSettings
 from components.learner.learner import PolicyLearner
 from components.learner.optimizer import Optimizer, Update
 from components.learner.packing.pack import PackedBatch
@@ -29,6 +31,12 @@ class HFLearner(PolicyLearner):
     With several replicas each has the whole batch, computes its part of every mini-batch (prompts spread by token
     count), and gradients are summed; all make the same steps.
     """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HFSettings):
+        """Settings of `learner.hf`."""
+
+    config: Config
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

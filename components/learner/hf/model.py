@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.learner.hf.settings import Lora, Recompute
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
 from components.learner.packing.pack import PackedBatch, pack
-from components.learner.settings import Lora, Recompute
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
 
@@ -26,7 +26,7 @@ class LearnerModel:
     Args:
         model: a transformers causal LM on its device.
         lora: adapters; None or rank 0 for full fine-tuning.
-        recompute: activations recomputed in the backward pass; see `LearnerSettings`.
+        recompute: activations recomputed in the backward pass; see `HFSettings`.
         keep_reference: whether to keep the initial weights for scoring.
         seed: random seed of the adapters' initial values.
     """
@@ -53,7 +53,6 @@ class LearnerModel:
             self._reference.set_attn_implementation(register())
         if not lora.rank:
             model.requires_grad_(True)
-        # "selective" has no effect here: packed attention keeps no scores.
         if recompute == "full":
             _checkpoint(model)
 

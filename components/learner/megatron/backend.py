@@ -72,8 +72,14 @@ class MegatronBackend(Backend):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time; all ranks of a replica iterate."""
-        with megatron_on_cpu():
-            yield from self.model.export()
+        tensors = self.model.export()
+        while True:
+            # Not while the caller runs: its own CUDA calls are none of megatron's.
+            with megatron_on_cpu():
+                item = next(tensors, None)
+            if item is None:
+                return
+            yield item
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Writes this rank's shards; see checkpoint.py."""

@@ -7,6 +7,8 @@ from typing import Literal
 
 from components.learner.settings import LearnerSettings
 
+Recompute = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
@@ -60,14 +62,12 @@ class ParallelLayout:
 class MegatronSettings(LearnerSettings, ParallelLayout):
     """Settings of `learner.megatron`: those of every learner, and how the model is sharded."""
 
+    recompute: Recompute = "none"
+    """activations computed again in the backward pass: none; selective, attention scores; full, all but the layers'
+    inputs: least memory, about a third more time"""
     distributed_optimizer: Literal["auto", "on", "off"] = "auto"
     """shard float32 weights and moments over replicas; auto: on GPUs when there are several replicas"""
 
     def __post_init__(self) -> None:
         LearnerSettings.__post_init__(self)
         ParallelLayout.__post_init__(self)
-        if self.lora.rank:
-            raise ValueError(
-                f"lora.rank is {self.lora.rank}, but learner.megatron trains all parameters; set lora.rank: 0, or "
-                "use learner.hf."
-            )

@@ -53,7 +53,8 @@ def tensor_files(path: str) -> Files:
     for file in weight_files(resolve_model_path(path)):
         try:
             with safe_open(file, framework="pt") as opened:
-                out.update({name: (file, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()})  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated)
+                    out[name] = (file, tuple(opened.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as error:
             raise DataError(f"weights file {file}: cannot be read ({error}). Write or copy it again.") from error
     return out

@@ -35,7 +35,8 @@ class _RowMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, row_map: RowMap) -> Tensor:
         ctx.save_for_backward(offsets)
-        ctx.row_map, ctx.longest = row_map, int(offsets.diff().max())
+        ctx.row_map = row_map
+        ctx.longest = int(offsets.diff().max())
         return _on_grid(values, offsets, ctx.longest, row_map, reverse=False)
 
     @staticmethod

@@ -256,7 +256,7 @@ def packed_attention(
 
 
 def _whole_rows(query: Tensor) -> PackedLayout:
-    batch, length = query.shape[0], query.shape[2]
+    batch, _, length, _ = query.shape
     return make_layout(torch.full((batch,), length, dtype=torch.int64, device=query.device))
 
 

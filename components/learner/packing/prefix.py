@@ -97,11 +97,15 @@ def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
     sizes = lengths[rows.order]
     own = (sizes - worthwhile(without_last(rows.overlap, sizes + 1), sizes)).tolist()
     pieces = []
-    start, used, path = 0, 0, 0
+    start = 0
+    used = 0
+    path = 0
     for i, size in enumerate(sizes.tolist()):
         if budget and i > start and (used + own[i] > budget or path + size > PATH_BUDGETS * budget):
             pieces.append(rows.order[start:i])
-            start, used, path = i, 0, 0
+            start = i
+            used = 0
+            path = 0
         used += size if i == start else own[i]
         path += size
     return [*pieces, rows.order[start:]] if start < len(rows.order) else pieces

@@ -102,8 +102,12 @@ class CreditRun(GraphSession):
 
     @property
     def rollouts(self) -> list[str]:
-        """Names of the needed nodes that sample trajectories (uses sampler.* and expander.*)."""
-        return [name for name in self.by_node if self.graph[name].use.partition(".")[0] in ("sampler", "expander")]
+        """Names of the needed nodes that sample rollouts, in an output `trajectories`.
+
+        Trajectories under another name, such as the revisions of `reviser.compare`, are a cost of the credit.
+        """
+        nodes = [self.graph[name] for name in self.by_node]
+        return [n.name for n in nodes if samples_rollouts(n) and "trajectories" in n.outputs_of(Trajectories)]
 
     @property
     def own_rollouts(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -18,15 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from components.engine.served.addresses import ATTEMPT, BY_HAND
+from components.engine.served.addresses import (
+    ATTEMPT,
+    BY_HAND,
+    Address,
+    own_address,
+    read_rendezvous,
+    write_rendezvous,
+)
 from components.engine.served.settings import ServerSettings
 from pipeline.app.cluster.settings import Cluster
-from pipeline.core.component import Context
+from pipeline.core.component import Context, set_up
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
 from pipeline.run.compose import Experiment
-from pipeline.run.run_directory import write_json, writing
+from pipeline.run.run_directory import writing
 from pipeline.run.run_settings import resolve_device
 
 SERVERS = "servers"  # folder of a run directory
@@ -79,7 +85,7 @@ class EngineServer:
         self.count = count
         self._run = experiment.run_path
         self._attempt = os.environ.get(ATTEMPT, "")
-        self._left: list[dict[str, Any]] = []
+        self._left: list[Address] = []
         self._listed = False
         node = served_engine(experiment.graph, "serve")
         folder = folder_of(self._run, self._attempt) / str(index)
@@ -91,19 +97,17 @@ class EngineServer:
                 own.unlink(missing_ok=True)
                 own.symlink_to(log.resolve())
         settings: Any = node.config
-        pool = dataclasses.replace(settings.pool, host=own_address())
+        pool = dataclasses.replace(settings.pool, host=server_address())
         # One server on this host without a rendezvous, as if this process had the engine for itself.
         alone = dataclasses.replace(settings, servers=1, rendezvous="", addresses=(), pool=pool)
-        self._engine: Any = node.cls(alone)
-        self._engine.setup(
-            Context(
-                node=node.name,
-                seed=experiment.run.seed,
-                device=resolve_device(experiment.run.device),
-                model=experiment.model,
-                run_dir=folder,
-            )
+        context = Context(
+            node=node.name,
+            seed=experiment.run.seed,
+            device=resolve_device(experiment.run.device),
+            model=experiment.model,
+            run_dir=folder,
         )
+        self._engine: Any = set_up(node.cls(alone), context)
 
     def publish(self) -> str:
         """Writes the server's address for the learner; returns its URL if it is new, else "".
@@ -113,7 +117,7 @@ class EngineServer:
         Raises:
             RunError: the server has ended.
         """
-        addresses = [dataclasses.asdict(address) for address in self._engine.backend.addresses()]
+        addresses: list[Address] = list(self._engine.backend.addresses())
         is_new = addresses != self._left
         if is_new:
             leave_address(self._run, self.index, addresses, self._attempt)
@@ -125,30 +129,32 @@ class EngineServer:
             raise RunError(
                 f"engine server {self.index} on {socket.gethostname()} {server.process.status()}.{server.log_lines()}"
             )
-        return str(addresses[0]["url"]) if is_new else ""
+        return addresses[0].url if is_new else ""
 
     def close(self) -> None:
         """Ends the server."""
         self._engine.close()
 
 
-def own_address() -> str:
+def server_address() -> str:
     """The address under which the learner reaches this node.
 
     That of the interface that is set, else of the one that leads to the learner's first node.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    try:
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+            return _address_of(interface)
+        if first := os.environ.get("MASTER_ADDR"):
+            return own_address(first)
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _address_of(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            if interface:
-                request = struct.pack("256s", interface.encode()[:15])
-                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-            if first := os.environ.get("MASTER_ADDR"):
-                probe.connect((first, 9))  # UDP: sends nothing, but chooses the interface
-                return str(probe.getsockname()[0])
-            return socket.gethostbyname(socket.gethostname())
-        except OSError:
-            return "127.0.0.1"
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def folder_of(run: Path, attempt: str) -> Path:
@@ -156,21 +162,23 @@ def folder_of(run: Path, attempt: str) -> Path:
     return run / SERVERS / (attempt or BY_HAND)
 
 
-def leave_address(run: Path, index: int, servers: list[dict[str, Any]], attempt: str = "") -> None:
+def leave_address(run: Path, index: int, servers: Sequence[Address], attempt: str = "") -> None:
     """Writes a server's address for the other servers."""
-    write_json(folder_of(run, attempt) / f"{index}.json", servers)
+    write_rendezvous(folder_of(run, attempt) / f"{index}.json", servers)
 
 
 def list_servers(run: Path, index: int, count: int, attempt: str = "") -> bool:
     """Writes START.json once all servers of this start have written their address; returns whether they have."""
     folder = folder_of(run, attempt)
     try:
-        parts = [json.loads((folder / f"{i}.json").read_text()) for i in range(count)]
-    except OSError:
+        parts = [read_rendezvous(folder / f"{i}.json", 0.0) for i in range(count)]
+    except RunError:
         return False
-    servers = [{**server, "name": f"server {i}"} for i, part in enumerate(parts) for server in part]
+    servers = [
+        dataclasses.replace(server, name=f"server {i}", listed_in="") for i, part in enumerate(parts) for server in part
+    ]
     aside = folder / f"all-{index}.json"  # unique, because several servers may write it at the same time
-    write_json(aside, {"format": 1, "servers": servers})
+    write_rendezvous(aside, servers)
     target = folder.with_name(f"{folder.name}.json")
     with writing(target):
         os.replace(aside, target)

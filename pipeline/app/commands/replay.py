@@ -69,8 +69,8 @@ def _is_component(options: argparse.Namespace) -> bool:
 
 
 def _of_run(options: argparse.Namespace) -> int:
+    from pipeline.app.differences import describe_difference
     from pipeline.run.compose import parse_settings
-    from pipeline.run.differences import describe_difference
     from pipeline.run.replay import Replay
 
     replay = Replay(Path(options.target))

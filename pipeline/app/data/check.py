@@ -10,7 +10,7 @@ from components.data.loading import load_data
 from components.data.sources import parse_source
 from components.text.code_tests import read_tests
 from components.verifier.base import Item, VerifierComponent
-from pipeline.core.component import Context, ModelSpec
+from pipeline.core.component import Context, ModelSpec, set_up
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import build_component
 
@@ -98,7 +98,7 @@ def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, 
     component = build_component(use, {}, use)
     if not isinstance(component, VerifierComponent):
         raise ConfigError(f"data check: expected a VerifierComponent, got {use}.")
-    component.setup(context)
+    set_up(component, context)
     refused = []
     try:
         for start in range(0, len(loaded.rows), _BATCH):

@@ -16,7 +16,7 @@ from components.models.load import context_length
 from components.verifier.base import verifier_of
 from pipeline.app.evaluate.items import short_hash
 from pipeline.app.evaluate.suite import Suite, Task
-from pipeline.core.component import Context, ModelSpec
+from pipeline.core.component import Context, ModelSpec, set_up
 from pipeline.core.errors import ConfigError, CreditgraphError, DataError, did_you_mean
 from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts
@@ -175,8 +175,7 @@ class Verifiers:
         """The verifier of a task."""
         key = json.dumps(problems.verifier, sort_keys=True)
         if key not in self._started:
-            component = self._build(problems)
-            component.setup(Context(node="verifier", model=self._spec))
+            component = set_up(self._build(problems), Context(node="verifier", model=self._spec))
             self._started[key] = component, verifier_of(component, f"tasks.{problems.name}: {problems.verifier['use']}")
         return self._started[key][1]
 

@@ -16,7 +16,7 @@ import torch
 from components.models.load import resolve_model_path
 from pipeline.app.evaluate.request import Request
 from pipeline.app.evaluate.sets import output_of
-from pipeline.core.component import Context, ModelSpec
+from pipeline.core.component import Context, ModelSpec, set_up
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Weights
@@ -146,8 +146,8 @@ class Engines:
         if self._running is None or self._running[0] != key:
             self.close()
             engine = build_component(subject.engine.use, subject.engine.settings, "engine")
-            self._running = key, engine
-            engine.setup(Context(node="engine", device=subject.device, model=subject.spec))
+            context = Context(node="engine", device=subject.device, model=subject.spec)
+            self._running = key, set_up(engine, context)
         engine = self._running[1]
         cls: Any = type(engine)
         (socket,) = sockets_of(cls).inputs

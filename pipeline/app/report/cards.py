@@ -18,6 +18,7 @@ from pipeline.app.results import as_table, summarise
 from pipeline.app.text import cut
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Batch, Prompts
+from pipeline.run.recording import dtype_name
 from pipeline.run.run_directory import differences
 
 SNAPSHOTS = 8  # recorded iterations whose payloads are summarised
@@ -166,9 +167,9 @@ def _field(value: Any) -> tuple[str, str]:
             if len(value)
             else "no rows"
         )
-        return f"Jagged {_dtype(value.values)}", what + _range(value.values)
+        return f"Jagged {dtype_name(value.values)}", what + _range(value.values)
     if isinstance(value, Tensor):
-        return _dtype(value), f"{len(value):,} values" + _range(value) if value.dim() else str(value.item())
+        return dtype_name(value), f"{len(value):,} values" + _range(value) if value.dim() else str(value.item())
     if isinstance(value, list):
         distinct = len({str(v) for v in value})
         return "list", f"{len(value):,} entries, {distinct:,} distinct"
@@ -199,7 +200,3 @@ def _cell(value: Any, row: int) -> str:
     if isinstance(value, list):
         return cut(str(value[row]), LONGEST)
     return cut(str(value), LONGEST)
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

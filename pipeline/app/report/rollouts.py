@@ -33,7 +33,11 @@ from pipeline.core.payloads import (
 )
 from pipeline.run.recording import read_table
 
-TRAINED, THOUGHT_END, SEGMENT_END, HAS_CREDIT, HAS_RATIO = 1, 2, 4, 8, 16
+TRAINED = 1
+THOUGHT_END = 2
+SEGMENT_END = 4
+HAS_CREDIT = 8
+HAS_RATIO = 16
 LONGEST_PIECE = 400  # characters kept of one token
 LONGEST_TEXT = 20_000  # characters kept of a prompt or reason
 

@@ -7,14 +7,17 @@ import pytest
 import torch
 import toy_graph as toy
 
-from pipeline.core.component import Component
+from pipeline.core.component import Component, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError
 from pipeline.core.graph import Graph
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Rewards, Weights
+from pipeline.core.sockets import Wire
+from pipeline.run.compose import Experiment
 from pipeline.run.executor import Executor, RunSettings
 from pipeline.run.node_runner import ContractError, NodeFailure
 from pipeline.run.run_directory import RunDirectory
+from pipeline.run.session import GraphSession
 
 
 def run_in_memory(graph, iterations=5, overlap=False):
@@ -160,6 +163,12 @@ def test_a_missing_initial_value_is_a_sentence():
         ConfigError, match=r"learner\.weights: read with '@2', but initial\(\) of toy:Learn returns no value for it"
     ):
         run_in_memory(Graph(nodes))
+    experiment = Experiment(run=RunSettings(), model=ModelSpec(), data={}, graph=Graph(nodes), resolved={})
+    with (
+        GraphSession(experiment) as session,
+        pytest.raises(ConfigError, match=r"learner\.weights: read with '@2', but initial\(\) of toy:Learn returns no"),
+    ):
+        session.value(Wire("learner", "weights", 2), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

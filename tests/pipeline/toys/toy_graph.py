@@ -138,6 +138,24 @@ class Learn(Component):
         self.weights, self.optimizer, self.version = state["weights"], state["optimizer"], state["version"]
 
 
+class ShardedLearn(Learn):
+    """Its weights are in a shard, as those of `learner.megatron` are."""
+
+    def state_dict(self):
+        return {"version": self.version}
+
+    def load_state_dict(self, state):
+        self.version = state["version"]
+
+    def save_shards(self, folder):
+        torch.save({"weights": self.weights, "optimizer": self.optimizer}, folder / "rank0.pt")
+
+    def load_shards(self, folder):
+        state = torch.load(folder / "rank0.pt")
+        self.weights = state["weights"]
+        self.optimizer = state["optimizer"]
+
+
 class Evaluate(Component):
     """Reads rewards of the iteration; in the final pass too."""
 

@@ -13,7 +13,6 @@ import torch
 from components.learner.hf.learner import HFLearner
 from components.learner.megatron.learner import MegatronLearner
 from components.learner.objective import OBJECTIVES
-from components.learner.settings import Lora
 from pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
@@ -245,7 +244,6 @@ def test_a_rank_that_fails_mid_step_ends_the_run_with_its_error_in_front(process
         ({"virtual_pipeline": 2}, "virtual_pipeline 2 interleaves pipeline stages, but pipeline_parallel is 1"),
         ({"sequence_parallel": True}, "sequence_parallel shards activations .*, but tensor_parallel is 1"),
         ({"minibatches": 0}, "expected minibatches ≥ 1"),
-        ({"lora": Lora(rank=8)}, "lora.rank is 8, but learner.megatron trains all parameters"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], text: str) -> None:

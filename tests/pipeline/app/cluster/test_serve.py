@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from components.engine.served.addresses import ATTEMPT, read_rendezvous, relocated
-from pipeline.app.cluster.servers import folder_of, leave_address, list_servers, own_address
+from components.engine.served.addresses import ATTEMPT, Address, read_rendezvous, relocated
+from pipeline.app.cluster.servers import folder_of, leave_address, list_servers, server_address
 from pipeline.app.commands.serve import redirect_output
 from pipeline.core.errors import RunError
 
 
 def leave(run, index, port, attempt=""):
     folder_of(run, attempt).mkdir(parents=True, exist_ok=True)
-    leave_address(run, index, [{"url": f"http://node{index}:{port}", "identity": f"server-{port}"}], attempt)
+    leave_address(run, index, [Address(url=f"http://node{index}:{port}", identity=f"server-{port}")], attempt)
 
 
 def test_the_last_server_lists_all(tmp_path, monkeypatch):
@@ -62,10 +62,10 @@ def test_a_server_that_was_started_again_is_found_at_its_new_address(tmp_path):
 
 def test_the_address_is_that_of_the_way_to_the_learner(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert own_address() == "127.0.0.1"
+    assert server_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    assert own_address() == "127.0.0.1"
+    assert server_address() == "127.0.0.1"
 
 
 def test_the_output_of_a_server_goes_to_a_log_of_its_node(tmp_path, monkeypatch):

@@ -1,0 +1,34 @@
+"""Values that a node of a finished run gives out again, from its checkpoints."""
+
+import torch
+
+from pipeline.core.sockets import Wire
+from pipeline.run.checkpoint import CheckpointSettings
+from pipeline.run.compose import build_experiment
+from pipeline.run.executor import Executor, RunSettings
+from pipeline.run.replay import Replay
+from pipeline.run.run_directory import RunDirectory
+
+NODES = {
+    "source": {"use": "toy_graph:Source"},
+    "score": {"use": "toy_graph:Score", "in": {"batch": "source.batch", "weights": "learner.weights@1"}},
+    "learner": {"use": "toy_graph:ShardedLearn", "in": {"batch": "source.batch", "rewards": "score.rewards"}},
+}
+
+
+def test_weights_come_from_shards(tmp_path):
+    config = {"nodes": NODES}
+    settings = RunSettings(iterations=4, checkpoint=CheckpointSettings(every=2))
+    graph = build_experiment(config, "toy").graph
+    with RunDirectory.open(tmp_path, config) as run, Executor(graph, settings, run=run) as executor:
+        executor.setup()
+        executor.restore()
+        executor.run()
+        trained = executor.components["learner"].publish()
+    with Replay(tmp_path) as replay:
+        weights = replay.value(Wire("learner", "weights", 1), 4)
+        initial = replay.value(Wire("learner", "weights", 1), 0)
+    assert weights.version == 4
+    assert torch.equal(weights.tensors["w"], trained.tensors["w"])
+    assert not torch.equal(weights.tensors["w"], initial.tensors["w"])
+    assert not replay.notes
