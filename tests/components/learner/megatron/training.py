@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, EntropyMask, ObjectiveSettings
+from components.learner.objective import KL, OBJECTIVES, EntropyMask, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
 from pipeline.core.component import Context, ModelSpec, Ranks
@@ -158,7 +158,8 @@ def train(
 
 
 WIDE = {"clip_low": 0.2, "clip_high": 0.2}
-CASES: dict[str, dict[str, Any]] = {
+# Settings of the learner that exercise more of an objective than its defaults do.
+SPECIAL: dict[str, dict[str, Any]] = {
     "reinforce": {
         "objective": ObjectiveSettings(use="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
         "micro_batch_tokens": 0,
@@ -185,6 +186,10 @@ CASES: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 10,
         "share_prefixes": False,
     },
+}
+# Every shipped objective; one without special settings is trained with its defaults.
+CASES = {
+    use: SPECIAL.get(use) or {"objective": ObjectiveSettings(use=use), "micro_batch_tokens": 60} for use in OBJECTIVES
 }
 
 
