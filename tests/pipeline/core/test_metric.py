@@ -149,7 +149,6 @@ def test_every_definition_is_logged(logged, sources):
             "components/sampler",
             "components/advantage",
             "components/rollouts",
-            "components/packing",
             str(folder),
         }
         words = set().union(

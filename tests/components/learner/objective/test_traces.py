@@ -1,78 +1,18 @@
-import dataclasses
+"""The scan and traces: numbers by hand, double loops, and identities with PPO's clip."""
+
 import math
 
 import pytest
 import torch
+from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
-from components.learner.objective import (
-    EntropyMask,
-    LossInputs,
-    Meters,
-    ObjectiveSettings,
-    aggregate,
-    counts,
-    loss_terms,
-    prepare,
-)
-from components.learner.objective.entropy_mask import high_by_scope
+from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
 from components.learner.objective.ratio import safe_exp
 from components.learner.objective.trace import Trace, trace_sum
-from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
 CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]
-
-
-def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constant=False):
-    g = torch.Generator().manual_seed(seed)
-    base = Jagged.from_lengths(-torch.rand(sum(lengths), generator=g) * 3, torch.tensor(lengths))
-    size = len(base.values)
-    mask = torch.rand(size, generator=g) > 0.25 if masked else torch.ones(size, dtype=torch.bool)
-    per_token = base.with_values(torch.randn(size, generator=g))
-    return LossInputs(
-        logprobs=base.with_values((base.values + spread * torch.randn(size, generator=g)).requires_grad_()),
-        old_logprobs=base,
-        engine_logprobs=base,
-        advantage=base.spread(torch.randn(len(lengths), generator=g)) if constant else per_token,
-        mask=base.with_values(mask),
-        group=torch.arange(len(lengths)) // 2,
-        old_entropies=base.with_values(torch.rand(size, generator=g)),
-    )
-
-
-def losses(inputs, objective):
-    """Prepared inputs, loss per token, metrics."""
-    inputs = prepare(inputs, objective)
-    meters = Meters()
-    loss = loss_terms(inputs, objective, meters)
-    return inputs, loss, meters.values()
-
-
-def gradient(inputs, objective):
-    inputs, loss, _ = losses(inputs, objective)
-    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask, objective))
-    return torch.autograd.grad(total, inputs.logprobs.values)[0]
-
-
-def gspo(use="gspo", **config):
-    """With a clip wide enough for ratios to leave 1."""
-    return ObjectiveSettings(use=use, config={"clip_low": 0.2, "clip_high": 0.2, **config})
-
-
-def by_hand(logs, advantage, **more):
-    """One row, ratios exp(logs) against old log-probs 0."""
-    row = Jagged.from_rows([torch.tensor(logs)])
-    return LossInputs(
-        logprobs=row.with_values(row.values.requires_grad_()),
-        old_logprobs=row.with_values(torch.zeros(len(logs))),
-        engine_logprobs=row.with_values(torch.zeros(len(logs))),
-        advantage=Jagged.from_rows([torch.tensor(advantage)]),
-        mask=row.with_values(torch.ones(len(logs), dtype=torch.bool)),
-        group=torch.zeros(1, dtype=torch.int64),
-        old_entropies=row.with_values(torch.zeros(len(logs))),
-        **more,
-    )
 
 
 # --- the scan ---
@@ -339,153 +279,6 @@ def test_a_masked_prefix_is_as_if_it_were_prompt(style, floor):
     masked = short.replace(mask=short.mask.with_values(keep))
     cut = short.map(lambda j: j.slice_rows(torch.tensor([5]), torch.tensor([12])), short.group)
     torch.testing.assert_close(losses(masked, objective)[1].values[5:], losses(cut, objective)[1].values)
-
-
-# --- sequence ratios ---
-
-
-def test_gspo_by_hand():
-    # mean l = .1 and −.2: s = e^{.1}, e^{−.2}
-    inputs = by_hand([0.3, -0.1], [2.0, 2.0])
-    _, loss, _ = losses(inputs, gspo())
-    assert loss.values.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2)
-
-
-@pytest.mark.parametrize("use", ["gspo", "gspo_gated"])
-def test_gspo_equals_loop(use):
-    inputs = make_inputs(spread=0.3)
-    gate = inputs.mask.with_values(torch.rand(84, generator=torch.Generator().manual_seed(5)) > 0.5)
-    inputs = inputs.replace(columns={"gate": gate})
-    found = losses(inputs, gspo(use))[1]
-    for row in range(len(found)):
-        logs = (inputs.logprobs.row(row) - inputs.old_logprobs.row(row)).tolist()
-        chosen = inputs.mask.row(row) & gate.row(row) if use == "gspo_gated" else inputs.mask.row(row)
-        used = [x for x, m in zip(logs, chosen.tolist(), strict=True) if m]
-        s = math.exp(sum(used) / len(used)) if used else 1.0
-        wanted = [-min(s * a, min(max(s, 0.8), 1.2) * a) for a in inputs.advantage.row(row).tolist()]
-        assert found.row(row).tolist() == pytest.approx(wanted, rel=1e-4)
-
-
-def test_gate_of_ones_is_the_sequence_ratio():
-    inputs = make_inputs()
-    a, b = (gradient(inputs, gspo(use)) for use in ("gspo", "gspo_gated"))
-    assert torch.equal(a, b)
-
-
-def test_token_form_has_the_sequence_value_and_gradient_at_equal_advantages():
-    inputs = make_inputs(constant=True)
-    a, b = (dataclasses.replace(gspo(form=f), aggregate="seq_mean_token_mean") for f in ("sequence", "token"))
-    torch.testing.assert_close(losses(inputs, a)[1].values, losses(inputs, b)[1].values)
-    torch.testing.assert_close(gradient(inputs, a), gradient(inputs, b))
-
-
-def test_token_form_scales_each_token_by_its_own_advantage():
-    # s = 1 here (mean l = 0): gradients −A_t/2 per token, where the sequence form spreads −mean(A)/2.
-    inputs = by_hand([0.1, -0.1], [1.0, 3.0])
-    assert gradient(inputs, gspo(form="token")).tolist() == pytest.approx([-0.5, -1.5])
-    assert gradient(inputs, gspo()).tolist() == pytest.approx([-1.0, -1.0])
-
-
-def test_normalised_trace_without_decay_ends_in_the_sequence_ratio():
-    inputs = make_inputs(spread=0.1)
-    wide = {"clip_low": 1.0, "clip_high": 1e6}
-    ones = inputs.advantage.with_values(torch.ones(84))
-    trained_last = inputs.mask.with_values(
-        inputs.mask.values | (inputs.mask.positions == inputs.mask.spread(inputs.mask.lengths).values - 1)
-    )
-    inputs = inputs.replace(advantage=ones, mask=trained_last)
-    trace = losses(inputs, ObjectiveSettings(use="trace", config={"decay": 1.0, "clip": "normalised", **wide}))[1]
-    sequence = losses(inputs, gspo(**wide))[1]
-    last = inputs.mask.offsets[1:] - 1
-    torch.testing.assert_close(trace.values[last], sequence.values[last])
-
-
-# --- entropy masks ---
-
-
-def high(values, keep):
-    return high_by_scope(
-        values, torch.ones(len(values), dtype=torch.bool), torch.zeros(len(values), dtype=torch.int64), keep
-    )
-
-
-def test_high_entropy_by_hand():
-    values = torch.tensor([0.5, 0.1, 0.9, 0.9, 0.0])
-    # ⌈.4·5⌉ = 2nd largest, ⌈.5·5⌉ = 3rd, ⌈.01·5⌉ = 1st with its equal, all: the smallest
-    expected = {0.4: [0, 0, 1, 1, 0], 0.5: [1, 0, 1, 1, 0], 0.01: [0, 0, 1, 1, 0], 1.0: [1, 1, 1, 1, 1]}
-    for keep, flags in expected.items():
-        assert high(values, keep).int().tolist() == flags
-    assert high(torch.zeros(0), 0.5).tolist() == []
-
-
-@pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.99])
-def test_high_entropy_equals_sort(keep):
-    values = torch.rand(1001, generator=torch.Generator().manual_seed(0)) ** 4
-    threshold = values.sort(descending=True).values[math.ceil(keep * 1001) - 1]
-    assert high(values, keep).equal(values >= threshold)
-
-
-@pytest.mark.parametrize("scope", ["batch", "sequence", "group"])
-@pytest.mark.parametrize("keep", [0.2, 0.5])
-def test_entropy_mask_equals_loop(reference, scope, keep):
-    inputs = make_inputs()
-    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
-    found = prepared.columns["high_entropy"].values.tolist()
-    ids = {
-        "batch": [0] * 84,
-        "sequence": inputs.mask.row_ids.tolist(),
-        "group": inputs.group[inputs.mask.row_ids].tolist(),
-    }[scope]
-    entropies, mask = inputs.old_entropies.values.tolist(), inputs.mask.values.tolist()
-    wanted = [None] * 84
-    for one in set(ids):
-        places = [i for i in range(84) if ids[i] == one]
-        high = reference.high_entropy([entropies[i] for i in places], [mask[i] for i in places], keep)
-        for place, value in zip(places, high, strict=True):
-            wanted[place] = value
-    assert found == wanted
-
-
-def test_entropy_mask_wants_the_entropies_of_trained_tokens():
-    inputs = make_inputs()
-    trained, entropies = inputs.mask.values, inputs.old_entropies.values
-    settings = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.5, where="loss"))
-    for scope, unknown in (("others", ~trained), ("trained", trained)):
-        gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
-        if scope == "others":
-            wanted = prepare(inputs, settings).columns["high_entropy"]
-            assert prepare(gaps, settings).columns["high_entropy"].equal(wanted)
-            continue
-        with pytest.raises(
-            CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"
-        ):
-            prepare(gaps, settings)
-
-
-def test_mask_on_the_loss_is_80_20():
-    inputs = make_inputs()
-    for denominator in ("all", "kept"):
-        objective = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.2, where="loss", denominator=denominator))
-        prepared, _, _ = losses(inputs, objective)
-        high = prepared.columns["high_entropy"].values
-        plain = gradient(inputs, ObjectiveSettings()) * int(inputs.mask.values.sum())
-        count = int(high.sum()) if denominator == "kept" else int(inputs.mask.values.sum())
-        torch.testing.assert_close(gradient(inputs, objective), torch.where(high, plain, 0.0) / count)
-
-
-def test_trace_without_decay_masked_on_the_loss_is_80_20():
-    inputs = make_inputs()
-    mask = EntropyMask(keep=0.2, where="trace_and_loss")
-    trace = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": "current"}, entropy_mask=mask)
-    torch.testing.assert_close(gradient(inputs, trace), gradient(inputs, ObjectiveSettings(entropy_mask=mask)))
-
-
-def test_sparse_trace_by_hand():
-    # Only token 1 has high entropy: z = .1, .05 (d = .5), and token 2 has no own term in the traced ratio.
-    inputs = by_hand([0.1, 0.2], [1.0, 1.0])
-    inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([1.0, 0.1])]))
-    objective = ObjectiveSettings(use="trace", config={"decay": 0.5}, entropy_mask=EntropyMask(keep=0.5))
-    assert losses(inputs, objective)[1].values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05)])
 
 
 @pytest.mark.parametrize(
