@@ -249,12 +249,12 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
 
     def children(leaves, depth):
         """Families of the leaves that go on beyond `depth` tokens, and the leaves that end there."""
-        found = []
+        families = []
         for i in leaves:
             family = sharing(i, depth) if depth < length[i] else [i]
-            if family not in found:
-                found.append(family)
-        return found
+            if family not in families:
+                families.append(family)
+        return families
 
     def span(leaves, depth):
         """First depth at which the leaves of a node part."""
@@ -279,12 +279,12 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
             family = sharing(row, depth)
             end = span(family, depth)
             own, above = worth(family, end), worth(over, depth)
-            beside = [worth(other, span(other, depth)) for other in children(over, depth)]
-            beside = [v for v in beside if v is not None]
+            siblings = [worth(other, span(other, depth)) for other in children(over, depth)]
+            siblings = [v for v in siblings if v is not None]
             if own is None:
                 credit = None
             elif method == "siblings":
-                credit = own - sum(beside) / len(beside)
+                credit = own - sum(siblings) / len(siblings)
             else:
                 credit = (2 * own - worth(list(rows), 0) - above) / sum(valid[i] for i in family) ** 0.5
             line += [credit] * (end - depth)
@@ -308,11 +308,11 @@ def levenshtein_table(first, second):
 
 def edit_masks(first, second):
     """Every (mask of first, mask of second) of a shortest alignment, by walking all of them; for short sequences."""
-    table, found = levenshtein_table(first, second), set()
+    table, masks = levenshtein_table(first, second), set()
 
     def walk(i, j, left, right):
         if i == j == 0:
-            found.add((tuple(k in left for k in range(len(first))), tuple(k in right for k in range(len(second)))))
+            masks.add((tuple(k in left for k in range(len(first))), tuple(k in right for k in range(len(second)))))
             return
         if i and j and first[i - 1] == second[j - 1] and table[i][j] == table[i - 1][j - 1]:
             walk(i - 1, j - 1, left, right)
@@ -325,7 +325,7 @@ def edit_masks(first, second):
             walk(i, j - 1, left | {min(i, len(first) - 1)} if first else left, right | {j - 1})
 
     walk(len(first), len(second), frozenset(), frozenset())
-    return found
+    return masks
 
 
 def repair_share(uids, parents, right):
@@ -370,11 +370,11 @@ def immediate_values(probability, prompt, response, bounds, exit_text, answers, 
     """v̂ at each boundary of one response from `probability(context, text)`; answers are (text, reward)."""
     values = []
     for bound in bounds:
-        found = []
+        weighted = []
         for answer, reward in answers:
             p = probability(prompt + response[:bound] + exit_text, answer + end)
-            found.append(reward * (p ** (1 / len(answer + end)) if normalise else p))
-        values.append(sum(found) / (len(found) if normalise and found else 1))
+            weighted.append(reward * (p ** (1 / len(answer + end)) if normalise else p))
+        values.append(sum(weighted) / (len(weighted) if normalise and weighted else 1))
     return values
 
 

@@ -170,9 +170,9 @@ def test_oracle_of_all_states_is_random_resets():
 def test_localiser_has_the_rates_it_was_asked_for():
     # d = (.1, .2, .7), 𝒢 = the first two, p = .3; γ = .5 accepts .15 of it, β = .25 adds .05 of the rest.
     distribution, oracle = np.array([[[0.1, 0.2, 0.7]]]), np.array([[[1.0, 1.0, 0.0]]])
-    found = localiser_with(distribution, oracle, np.array([0.25]), np.array([0.5]))
-    np.testing.assert_allclose(found, [[[0.5, 0.5, 0.05 / 0.7]]])
-    np.testing.assert_allclose(localiser_quality(distribution, oracle, found), [[0.25], [0.5]])
+    result = localiser_with(distribution, oracle, np.array([0.25]), np.array([0.5]))
+    np.testing.assert_allclose(result, [[[0.5, 0.5, 0.05 / 0.7]]])
+    np.testing.assert_allclose(localiser_quality(distribution, oracle, result), [[0.25], [0.5]])
     exact = localiser_with(distribution, oracle, np.zeros(1), np.ones(1))
     np.testing.assert_array_equal(exact, oracle)
 

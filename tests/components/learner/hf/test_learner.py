@@ -25,9 +25,9 @@ def at_own_logprobs(learner, batch, temperature=1.0):
 
     trajectories, credit = batch
     packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
-    found = learner.model.logprobs(packed, temperature)[0]
+    result = learner.model.logprobs(packed, temperature)[0]
     return trajectories.replace(
-        engine_logprobs=found.with_values(found.values.detach()), temperature=temperature
+        engine_logprobs=result.with_values(result.values.detach()), temperature=temperature
     ), credit
 
 
@@ -207,13 +207,13 @@ def test_logprobs_as_first_computed_are_given_out(make_learner, make_batch, sett
     nothing = torch.where(credit.advantage.row_ids == 2, 0.0, credit.advantage.values)
     out = run(learner, (trajectories, credit.replace(advantage=credit.advantage.with_values(nothing))))
     assert out.logprobs.uid.tolist() == trajectories.uid.tolist()
-    found, skipped = out.logprobs.logprobs, before.row_ids == 2
+    result, skipped = out.logprobs.logprobs, before.row_ids == 2
     if "old_logprobs" in settings:  # all tokens are computed, before any step
-        assert float((found.values - before.values).abs().max()) < 1e-5
+        assert float((result.values - before.values).abs().max()) < 1e-5
         return
-    assert bool(found.values[skipped].isnan().all())  # a row without credit is not run
-    assert not bool(found.values[~skipped].isnan().any())
-    gap = (found.values - before.values)[~skipped].abs()
+    assert bool(result.values[skipped].isnan().all())  # a row without credit is not run
+    assert not bool(result.values[~skipped].isnan().any())
+    gap = (result.values - before.values)[~skipped].abs()
     if "minibatches" in settings:  # later mini-batches are computed after the first one's step
         assert 0 < float(gap.max()) < 1
         assert float(gap.min()) < 1e-5
@@ -331,10 +331,10 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
     assert first == second
     assert first["imbalance_after"] <= first["imbalance_before"]
     alone = make_learner(**settings)
-    wanted = run(alone, batch).report.metrics
+    expected = run(alone, batch).report.metrics
     split = {"imbalance_before", "imbalance_after", "forward_tokens", "shared_tokens"}
-    once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
-    assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
+    once, both = ({k: v for k, v in m.items() if k not in split} for m in (expected, first))
+    assert set(first) - set(expected) == {"imbalance_before", "imbalance_after"}
     assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)
     assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
     if minibatches == 1:

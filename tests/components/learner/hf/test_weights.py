@@ -66,7 +66,7 @@ def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
     straight, first, second = (make_learner(**more) for _ in range(3))
     for i in range(4):
         straight.context.iteration = i
-        wanted = run(straight, make_batch(seed=i))
+        expected = run(straight, make_batch(seed=i))
     for i in range(2):
         first.context.iteration = i
         last = run(first, make_batch(seed=i))
@@ -76,9 +76,9 @@ def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
     assert same(resumed.tensors, last.weights.tensors)
     for i in range(2, 4):
         second.context.iteration = i
-        found = run(second, make_batch(seed=i))
-    assert same(found.weights.tensors, wanted.weights.tensors)
-    assert found.report.metrics == wanted.report.metrics
+        actual = run(second, make_batch(seed=i))
+    assert same(actual.weights.tensors, expected.weights.tensors)
+    assert actual.report.metrics == expected.report.metrics
 
 
 def test_bfloat16_trains(make_learner, make_batch):

@@ -244,7 +244,7 @@ def broken(kind: str, checkpoint: Callable[[str], str], folder: Path) -> str:
         ("none", r"expected a folder in Hugging Face layout, got no \*.safetensors file"),
     ],
 )
-def test_a_broken_checkpoint_is_told_on_every_rank(
+def test_a_broken_checkpoint_is_reported_on_every_rank(
     kind: str, text: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], tmp_path: Path
 ) -> None:
     errors = pool.run(
@@ -256,7 +256,7 @@ def test_a_broken_checkpoint_is_told_on_every_rank(
             raise error
 
 
-def test_the_vocabulary_is_padded_for_the_ranks_and_told_true(
+def test_the_vocabulary_is_padded_for_the_ranks_and_reported_at_its_size(
     pool: Any, ranks: Any, checkpoint: Callable[[str], str]
 ) -> None:
     assert pool.run(ranks.vocabulary, checkpoint("qwen2"), {"tensor_parallel": 4}) == [(51, 64, 16)] * 4

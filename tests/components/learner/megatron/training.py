@@ -123,11 +123,11 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for p, moment in moments.items():
             p.copy_(moment / 0.1)
-    found = dict(learner.backend.model.export())
+    result = dict(learner.backend.model.export())
     with torch.no_grad():
         for p, value in kept.items():
             p.copy_(value)
-    return found
+    return result
 
 
 def logprobs_of(learner: Any) -> torch.Tensor:
@@ -248,8 +248,8 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
         if what == "gradient":
             hidden = hidden.clone()
             hidden.register_hook(lambda grad: grad * float("nan"))
-        found = own(hidden, *args, **kwargs)
-        return tuple(x.with_values(x.values * float("nan")) for x in found) if what == "loss" else found
+        result = own(hidden, *args, **kwargs)
+        return tuple(x.with_values(x.values * float("nan")) for x in result) if what == "loss" else result
 
     if dist.get_rank() == dist.get_world_size() - 1:
         learner.backend.model.logprobs = logprobs

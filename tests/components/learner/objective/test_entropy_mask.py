@@ -39,20 +39,20 @@ def test_high_entropy_equals_sort(keep):
 def test_entropy_mask_equals_loop(reference, scope, keep):
     inputs = make_inputs()
     prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
-    found = prepared.columns["high_entropy"].values.tolist()
+    actual = prepared.columns["high_entropy"].values.tolist()
     ids = {
         "batch": [0] * 84,
         "sequence": inputs.mask.row_ids.tolist(),
         "group": inputs.group[inputs.mask.row_ids].tolist(),
     }[scope]
     entropies, mask = inputs.old_entropies.values.tolist(), inputs.mask.values.tolist()
-    wanted = [None] * 84
+    expected = [None] * 84
     for one in set(ids):
         places = [i for i in range(84) if ids[i] == one]
         high = reference.high_entropy([entropies[i] for i in places], [mask[i] for i in places], keep)
         for place, value in zip(places, high, strict=True):
-            wanted[place] = value
-    assert found == wanted
+            expected[place] = value
+    assert actual == expected
 
 
 def test_entropy_mask_wants_the_entropies_of_trained_tokens():
@@ -62,8 +62,8 @@ def test_entropy_mask_wants_the_entropies_of_trained_tokens():
     for scope, unknown in (("others", ~trained), ("trained", trained)):
         gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
         if scope == "others":
-            wanted = prepare(inputs, settings).columns["high_entropy"]
-            assert prepare(gaps, settings).columns["high_entropy"].equal(wanted)
+            expected = prepare(inputs, settings).columns["high_entropy"]
+            assert prepare(gaps, settings).columns["high_entropy"].equal(expected)
             continue
         with pytest.raises(
             CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"

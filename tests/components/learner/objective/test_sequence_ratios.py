@@ -22,14 +22,14 @@ def test_gspo_equals_loop(use):
     inputs = make_inputs(spread=0.3)
     gate = inputs.mask.with_values(torch.rand(84, generator=torch.Generator().manual_seed(5)) > 0.5)
     inputs = inputs.replace(columns={"gate": gate})
-    found = losses(inputs, gspo(use))[1]
-    for row in range(len(found)):
+    actual = losses(inputs, gspo(use))[1]
+    for row in range(len(actual)):
         logs = (inputs.logprobs.row(row) - inputs.old_logprobs.row(row)).tolist()
         chosen = inputs.mask.row(row) & gate.row(row) if use == "gspo_gated" else inputs.mask.row(row)
         used = [x for x, m in zip(logs, chosen.tolist(), strict=True) if m]
         s = math.exp(sum(used) / len(used)) if used else 1.0
-        wanted = [-min(s * a, min(max(s, 0.8), 1.2) * a) for a in inputs.advantage.row(row).tolist()]
-        assert found.row(row).tolist() == pytest.approx(wanted, rel=1e-4)
+        expected = [-min(s * a, min(max(s, 0.8), 1.2) * a) for a in inputs.advantage.row(row).tolist()]
+        assert actual.row(row).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_gate_of_ones_is_the_sequence_ratio():

@@ -23,18 +23,18 @@ CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]
 def test_scan_equals_loop(lengths, decay):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), dtype=torch.float64, generator=g).requires_grad_()
-    found = trace_sum(Jagged.from_lengths(x, torch.tensor(lengths)), Trace.Config(decay=decay)).values
-    wanted = []
+    actual = trace_sum(Jagged.from_lengths(x, torch.tensor(lengths)), Trace.Config(decay=decay)).values
+    expected = []
     for row in torch.split(x.detach(), lengths):
         carry = 0.0
         for value in row.tolist():
             carry = value + decay * carry
-            wanted.append(carry)
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+            expected.append(carry)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
     # The adjoint, without another loop: ⟨u, S x⟩ = ⟨Sᵀ u, x⟩.
     u = torch.randn(sum(lengths), dtype=torch.float64, generator=g)
-    (adjoint,) = torch.autograd.grad((found * u).sum(), x)
-    assert float(adjoint @ x.detach()) == pytest.approx(float(u @ found.detach()), rel=1e-10)
+    (adjoint,) = torch.autograd.grad((actual * u).sum(), x)
+    assert float(adjoint @ x.detach()) == pytest.approx(float(u @ actual.detach()), rel=1e-10)
 
 
 def test_scan_float32_is_exact_enough():
@@ -50,14 +50,14 @@ def test_scan_float32_is_exact_enough():
 @pytest.mark.parametrize("decay", [0.0, 0.6, 0.97, 1.0])
 def test_trace_sum_equals_loop(reference, style, floor, decay):
     x = Jagged.from_lengths(torch.randn(84, generator=torch.Generator().manual_seed(0)), torch.tensor([9, 1, 70, 4]))
-    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
+    actual = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
     for row in range(len(x)):
         values = x.row(row).tolist()
-        wanted = [
+        expected = [
             sum(reference.trace_weight(t, k, decay, style, floor) * values[k - 1] for k in range(1, t + 1))
             for t in range(1, len(values) + 1)
         ]
-        torch.testing.assert_close(found.row(row), torch.tensor(wanted), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(actual.row(row), torch.tensor(expected), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("style", "floor"), STYLES)
@@ -70,16 +70,16 @@ def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, 
     g = torch.Generator().manual_seed(0)
     x = Jagged.from_lengths(torch.randn(sum(lengths), dtype=torch.float64, generator=g), torch.tensor(lengths))
     x = x.with_values((x.values * (x.positions >= x.spread(torch.tensor(start)).values)).requires_grad_())
-    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
+    result = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
     u = x.with_values(torch.randn(sum(lengths), dtype=torch.float64, generator=g))
-    (adjoint,) = torch.autograd.grad((found.values * u.values).sum(), x.values)
+    (adjoint,) = torch.autograd.grad((result.values * u.values).sum(), x.values)
     for row, (length, first) in enumerate(zip(lengths, start, strict=True)):
         matrix = torch.zeros(length, length, dtype=torch.float64)
         for t in range(1, length - first + 1):
             for k in range(1, t if past_only else t + 1):
                 matrix[first + t - 1, first + k - 1] = reference.trace_weight(t, k, decay, style, floor)
         close = {"rtol": 1e-9, "atol": 1e-9}
-        torch.testing.assert_close(found.row(row).detach(), matrix @ x.row(row).detach(), **close)
+        torch.testing.assert_close(result.row(row).detach(), matrix @ x.row(row).detach(), **close)
         torch.testing.assert_close(x.with_values(adjoint).row(row)[first:], (matrix.T @ u.row(row))[first:], **close)
 
 
@@ -110,10 +110,10 @@ def test_masked_tokens_may_hold_anything(clip, style, floor, value):
 def test_safe_exp_by_hand():
     x = torch.tensor([0.0, 1.0, 20.0, 21.0, -30.0, math.inf, math.nan], requires_grad=True)
     meters = Meters()
-    found = safe_exp(x, torch.ones(7, dtype=torch.bool), meters)
+    result = safe_exp(x, torch.ones(7, dtype=torch.bool), meters)
     edge = math.exp(20)
-    assert found.tolist() == pytest.approx([1.0, math.e, edge, edge, math.exp(-20), edge, math.nan], nan_ok=True)
-    (slope,) = torch.autograd.grad(found.sum(), x)
+    assert result.tolist() == pytest.approx([1.0, math.e, edge, edge, math.exp(-20), edge, math.nan], nan_ok=True)
+    (slope,) = torch.autograd.grad(result.sum(), x)
     assert slope.tolist() == pytest.approx([1.0, math.e, edge, 0, 0, 0, 0])
     assert meters.values()["ratio_overflow"] == pytest.approx(4 / 7)
 
@@ -129,8 +129,8 @@ def test_traced_by_hand():
     assert metrics["gradient_scale"] == pytest.approx(4.25 / 3)
     assert metrics["clip_fraction"] == pytest.approx(1 / 3)
     # C_1 = R_1 + ½ R_2, C_2 = R_2, C_3 = 0 (clipped)
-    wanted = [-(math.exp(0.1) + 0.5 * math.exp(0.25)) / 3, -math.exp(0.25) / 3, 0.0]
-    assert gradient(inputs, objective).tolist() == pytest.approx(wanted)
+    expected = [-(math.exp(0.1) + 0.5 * math.exp(0.25)) / 3, -math.exp(0.25) / 3, 0.0]
+    assert gradient(inputs, objective).tolist() == pytest.approx(expected)
 
 
 def test_current_by_hand():
@@ -163,15 +163,15 @@ def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
     prepared, loss, _ = losses(inputs, objective)
     trained = prepared.mask.values
     high = prepared.columns["high_entropy"] if keep < 1 else prepared.mask
-    wanted = []
+    expected = []
     for row in range(len(inputs.mask)):
         args = [getattr(inputs, n).row(row) for n in ("logprobs", "old_logprobs", "advantage")]
         masks = (inputs.mask.row(row).tolist(), high.row(row).tolist())
-        wanted += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
-    wanted = torch.stack(wanted)
-    torch.testing.assert_close(loss.values[trained], wanted[trained], rtol=1e-5, atol=1e-5)
+        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(loss.values[trained], expected[trained], rtol=1e-5, atol=1e-5)
     leaf = inputs.logprobs.values
-    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (loss.values, wanted))
+    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (loss.values, expected))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -225,9 +225,9 @@ def test_on_policy_scale_is_the_gradient(reference):
     # Differentiated, on-policy, constant A: C_k = A (1 − d^{T−k+1})/(1 − d).
     inputs = make_inputs(spread=0.0, masked=False, constant=True)
     objective = ObjectiveSettings(use="trace", config={"decay": 0.9})
-    found = gradient(inputs, objective) * len(inputs.mask.values)
+    result = gradient(inputs, objective) * len(inputs.mask.values)
     left = inputs.mask.spread(inputs.mask.lengths).values - inputs.mask.positions
-    torch.testing.assert_close(found, -inputs.advantage.values * (1 - 0.9**left) / 0.1, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, -inputs.advantage.values * (1 - 0.9**left) / 0.1, rtol=1e-4, atol=1e-4)
 
 
 def test_frame_of_ratio_objectives(reference):
@@ -242,8 +242,8 @@ def test_frame_of_ratio_objectives(reference):
         ),
     }
     for objective, weight in cases.values():
-        wanted = reference.ratio_frame_gradient(logs, advantage, weight, 0.2, 0.2)
-        assert (-4 * gradient(by_hand(logs, advantage), objective)).tolist() == pytest.approx(wanted, rel=1e-5)
+        expected = reference.ratio_frame_gradient(logs, advantage, weight, 0.2, 0.2)
+        assert (-4 * gradient(by_hand(logs, advantage), objective)).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_normalise_divides_by_the_mean_scale():
@@ -265,9 +265,9 @@ def test_overflowing_trace_is_finite_and_counted():
 def test_rows_without_trained_tokens(use):
     inputs = make_inputs()
     inputs = inputs.replace(mask=inputs.mask.with_values(inputs.mask.values & (inputs.mask.row_ids != 2)))
-    found = gradient(inputs, gspo(use))
-    assert bool(torch.isfinite(found).all())
-    assert float(found[inputs.mask.row_ids == 2].abs().sum()) == 0
+    result = gradient(inputs, gspo(use))
+    assert bool(torch.isfinite(result).all())
+    assert float(result[inputs.mask.row_ids == 2].abs().sum()) == 0
 
 
 @pytest.mark.parametrize(("style", "floor"), STYLES)

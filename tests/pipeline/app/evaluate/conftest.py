@@ -11,7 +11,7 @@ from pipeline.app.cli import main
 @pytest.fixture(autouse=True)
 def _log(tmp_path, monkeypatch):
     """Where the verifier of the suite writes what it verified."""
-    monkeypatch.setenv("EVAL_TOYS_LOG", str(tmp_path / "judged"))
+    monkeypatch.setenv("EVAL_TOYS_LOG", str(tmp_path / "verified"))
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +47,6 @@ def model(tmp_path_factory, configs):
     """The embedded model evaluated in one go."""
     root = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVAL_TOYS_LOG", str(root / "judged"))
+        patch.setenv("EVAL_TOYS_LOG", str(root / "verified"))
         assert evaluate(configs, "model=tiny", f"root={root}", "chunk=6") == 0
     return root / "model-tiny" / "eval" / "small" / "initial"

@@ -52,14 +52,14 @@ def test_results_are_those_of_the_records(model):
         if r["pass"] == "sampled":
             right[r["problem"], r["sample"]] = r["correct"]
     greedy = [r["correct"] for r in rows if r["pass"] == "greedy"]
-    found = {name: m["value"] for name, m in task["metrics"].items()}
-    assert list(found) == ["greedy pass@1", "avg@4", "pass@2", "pass@4", "maj@4"]
-    assert found["greedy pass@1"] == pytest.approx(np.mean(greedy))
-    assert found["avg@4"] == pytest.approx(right.mean())
-    assert found["pass@4"] == pytest.approx(right.any(1).mean())
+    result = {name: m["value"] for name, m in task["metrics"].items()}
+    assert list(result) == ["greedy pass@1", "avg@4", "pass@2", "pass@4", "maj@4"]
+    assert result["greedy pass@1"] == pytest.approx(np.mean(greedy))
+    assert result["avg@4"] == pytest.approx(right.mean())
+    assert result["pass@4"] == pytest.approx(right.any(1).mean())
     # Pairs without a right sample: C(4 − c, 2) of 6.
     wrong = 4 - right.sum(1)
-    assert found["pass@2"] == pytest.approx(np.mean(1 - wrong * (wrong - 1) / 12))
+    assert result["pass@2"] == pytest.approx(np.mean(1 - wrong * (wrong - 1) / 12))
     assert all(m["low"] <= m["value"] <= m["high"] for m in task["metrics"].values())
     assert task["responses"] == 25
     assert list(results["tasks"]["late"]["metrics"]) == ["avg@4", "pass@2", "pass@4", "maj@4"]
@@ -71,7 +71,7 @@ def test_results_are_those_of_the_records(model):
         "# Small: tiny, checkpoint initial",
         "| one ",
         "mean of tasks",
-        f"{100 * found['avg@4']:.1f} [",
+        f"{100 * result['avg@4']:.1f} [",
         "Contamination not checked",
     ):
         assert part in page
@@ -94,7 +94,7 @@ def test_seeds_depend_on_problem_and_sample_alone(model, configs, tmp_path):
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path):
-    """SIGKILL in the fifth chunk: four are on disk, and are not asked again."""
+    """SIGKILL in the fifth chunk: four are on disk, and are not sampled again."""
     arguments = ["eval", "suite=small", "model=tiny", f"root={tmp_path}", "chunk=6", "-c", configs]
     pid = os.fork()  # a new interpreter would spend most of its time importing
     if not pid:
@@ -108,15 +108,15 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path)
     before = {name: data for name, data in items(folder).items() if name.endswith(".parquet")}
     assert len(before) == 4
     assert not (folder / "results.json").exists()
-    judged = (tmp_path / "judged").read_text().splitlines()
+    verified = (tmp_path / "verified").read_text().splitlines()
     (folder / "items" / "one" / ".tmp-sampled-000004.parquet").write_bytes(b"half of a chunk")
     assert main(arguments) == 0
     (folder / "items" / "one" / ".tmp-sampled-000004.parquet").unlink(missing_ok=True)
     assert items(folder) == items(model)
-    after = (tmp_path / "judged").read_text().splitlines()
-    assert len(after) == 25 + 16  # every item judged once in both processes together
-    assert sum(c == "\n" for c in (model.parents[3] / "judged").read_text()) == 41
-    assert len(judged) == sum(pq.read_metadata(folder / name).num_rows for name in before)
+    after = (tmp_path / "verified").read_text().splitlines()
+    assert len(after) == 25 + 16  # every item verified once in both processes together
+    assert sum(c == "\n" for c in (model.parents[3] / "verified").read_text()) == 41
+    assert len(verified) == sum(pq.read_metadata(folder / name).num_rows for name in before)
 
 
 def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatch, capsys):
@@ -135,10 +135,10 @@ def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatc
     assert items(tmp_path / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
 
-def test_a_finished_evaluation_asks_nothing_again(model, configs, tmp_path, capsys):
+def test_a_finished_evaluation_samples_nothing_again(model, configs, tmp_path, capsys):
     shutil.copytree(model.parents[3], tmp_path / "again")
     assert evaluate(configs, "model=tiny", f"root={tmp_path / 'again'}") == 0
-    assert not (tmp_path / "judged").exists()
+    assert not (tmp_path / "verified").exists()
     assert "responses to sample" not in capsys.readouterr().out
     assert items(tmp_path / "again" / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
@@ -179,19 +179,19 @@ def test_runs_side_by_side_with_paired_differences(run, configs, tmp_path, capsy
     assert "only reads" in capsys.readouterr().err
     assert evaluate(configs, *arguments) == 0
     assert "| one " in capsys.readouterr().out
-    found = json.loads((run / "eval" / "small" / "comparison.json").read_text())
-    assert found["subjects"] == ["r", "other", "tiny"]
-    same = found["tasks"]["one"]["differences"]["other"]
+    result = json.loads((run / "eval" / "small" / "comparison.json").read_text())
+    assert result["subjects"] == ["r", "other", "tiny"]
+    same = result["tasks"]["one"]["differences"]["other"]
     assert same["problems"] == 5
     assert all((m["value"], m["low"], m["high"], m["resolved"]) == (0, 0, 0, False) for m in same["metrics"].values())
-    values = {n: m["value"] for n, m in found["tasks"]["one"]["metrics"]["avg@4"].items()}
-    gap = found["tasks"]["one"]["differences"]["tiny"]["metrics"]["avg@4"]
+    values = {n: m["value"] for n, m in result["tasks"]["one"]["metrics"]["avg@4"].items()}
+    gap = result["tasks"]["one"]["differences"]["tiny"]["metrics"]["avg@4"]
     assert gap["value"] == pytest.approx(values["tiny"] - values["r"])
     assert gap["low"] <= gap["value"] <= gap["high"]
-    judged = (tmp_path / "judged").read_text()
+    verified = (tmp_path / "verified").read_text()
     assert evaluate(configs, *arguments, "--compare") == 0
     assert "tiny − r" in capsys.readouterr().out
-    assert (tmp_path / "judged").read_text() == judged
+    assert (tmp_path / "verified").read_text() == verified
 
 
 def test_checkpoints_have_records_of_their_own_and_other_weights(run, configs):

@@ -68,8 +68,8 @@ def test_sets_out_of_reach_are_all_named_with_the_local_override(tmp_path, capsy
     (tmp_path / "mine.jsonl").write_text(
         '{"question": "s1 + 1", "answer": "1"}\n{"question": "s1 + 2", "answer": ""}\n'
     )
-    found = [f"data.{n}.path={tmp_path / 'mine.jsonl'}" for n in ("far", "further")]
-    assert evaluate(configs, "model=tiny", f"root={tmp_path}", *found, "tasks.further.max_tokens=4000") == 0
+    paths = [f"data.{n}.path={tmp_path / 'mine.jsonl'}" for n in ("far", "further")]
+    assert evaluate(configs, "model=tiny", f"root={tmp_path}", *paths, "tasks.further.max_tokens=4000") == 0
     out = capsys.readouterr().out
     assert "further: max_tokens is 4000, but the model's context leaves" in out
     results = tmp_path / "model-tiny" / "eval" / "small" / "initial"
