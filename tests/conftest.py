@@ -93,19 +93,19 @@ def undocumented_metrics() -> Iterator[set[str]]:
     from pipeline.core.registry import BUILTIN
     from pipeline.run.node_runner import NodeReport, NodeRunner
 
-    found, harvest = set(), NodeRunner.harvest
+    undeclared, harvest = set(), NodeRunner.harvest
 
     def watched(self: NodeRunner) -> NodeReport:
         if self.node.use in BUILTIN:
             names = (
                 n for n in self.context.metrics if definition(self.node.cls.metrics_of(self.node.config), n) is None
             )
-            found.update(f"{self.node.use}: {n}" for n in names)
+            undeclared.update(f"{self.node.use}: {n}" for n in names)
         return harvest(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NodeRunner, "harvest", watched)
-        yield found
+        yield undeclared
 
 
 @pytest.fixture(autouse=True)

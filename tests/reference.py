@@ -1,5 +1,10 @@
 """Slow, obvious versions of the formulas, for comparison with the fast ones."""
 
+import math
+from itertools import combinations
+
+import torch
+
 
 def overlong_punishment(length, max_length, buffer):
     """DAPO, 2503.14476 equation 13, as three cases."""
@@ -33,14 +38,11 @@ def group_advantage(reward, group, valid, normalize, unbiased, eps):
 
 def pass_at_k(num_samples, num_correct, k):
     """Share of all k-subsets of the samples that hold a right one, by listing them."""
-    from itertools import combinations
-
     subsets = list(combinations([i < num_correct for i in range(num_samples)], k))
     return sum(any(s) for s in subsets) / len(subsets)
 
 
-# --- learner
-# -----------------------------------------------------------------------------------------------------------
+# --- learner ---
 
 
 def plain_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=0.0, scale=1.0):
@@ -54,8 +56,6 @@ def plain_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
 
 def separate_logprobs(model, prompts, responses, temperature=1.0):
     """Log-probs and entropies of each response token, one sequence at a time; lists of tensors."""
-    import torch
-
     logprobs, entropies = [], []
     for prompt, response in zip(prompts, responses, strict=True):
         logits = model(input_ids=torch.tensor([prompt + response])).logits[0].float() / temperature
@@ -91,68 +91,6 @@ def token_loss(logprobs, old, advantage, clip_low, clip_high, dual_clip=0.0):
     return out
 
 
-def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9, forbidden=()):
-    """One request row, a whole forward per token: tokens, log-probs, entropies, thought ends and finish reason."""
-    import math
-
-    import numpy as np
-    import torch
-
-    from pipeline.core.streams import counter_uniform
-
-    tokens, logprobs, entropies, ends, begin = [], [], [], [], 0
-    limit = min(sampling.max_tokens, context - len(prompt))
-    thoughts = sampling.thoughts
-    for t in range(limit):
-        with torch.no_grad():
-            logits = (
-                model(input_ids=torch.tensor([[*prompt, *tokens]], device=model.device)).logits[0, -1].double().cpu()
-            )
-        temperature = sampling.temperature or 1.0
-        p = torch.softmax(logits / temperature, -1).tolist()
-        allowed = [i for i in range(len(p)) if i not in forbidden]
-        if sampling.temperature == 0:
-            token = max(allowed, key=lambda i: p[i])
-        else:
-            kept = sorted(allowed, key=lambda i: -p[i])
-            if sampling.top_k:
-                kept = kept[: sampling.top_k]
-            mass, total = 0.0, sum(p[i] for i in kept)
-            nucleus = []
-            for i in kept:
-                if mass >= sampling.top_p * total and nucleus:
-                    break
-                nucleus.append(i)
-                mass += p[i]
-            point = float(counter_uniform(np.array([seed], dtype=np.uint64), t)[0]) * mass
-            running = 0.0
-            for token in sorted(nucleus):
-                running += p[token]
-                if running > point:
-                    break
-        tokens.append(token)
-        logprobs.append(math.log(p[token]))
-        entropies.append(-sum(x * math.log(x) for x in p if x > 0))
-        text = tokenizer.decode(tokens[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if token in eos:
-            if ends and begin == t:
-                ends.pop()
-            return tokens, logprobs, entropies, [*ends, t + 1] if thoughts else [], "eos"
-        if thoughts is None:
-            if any(s in text for s in sampling.stop):
-                return tokens, logprobs, entropies, [], "stop"
-        elif thoughts.stop in text or t + 1 - begin >= thoughts.max_tokens:
-            ends.append(t + 1)
-            begin = t + 1
-            if thoughts.final in text:
-                return tokens, logprobs, entropies, ends, "final"
-            if len(ends) >= thoughts.max_thoughts:
-                return tokens, logprobs, entropies, ends, "thoughts"
-    if thoughts and tokens and begin < len(tokens):
-        ends.append(len(tokens))
-    return tokens, logprobs, entropies, ends, "length"
-
-
 def td_advantage(values, reward, lam):
     """Generalised advantage estimation over segments, γ = 1, as the double sum of its definition; one trajectory."""
     v = [*values[:-1], reward]
@@ -162,8 +100,6 @@ def td_advantage(values, reward, lam):
 
 def redistribution(values, reward, residual, sizes, head, floor, temperature, per):
     """Segment rewards and credit shares of one trajectory with at least one segment."""
-    import math
-
     gains = [values[k + 1] - values[k] for k in range(len(sizes))]
     rest = reward - sum(gains)
     parts = [g + rest / len(gains) for g in gains] if residual == "equal" else [*gains[:-1], gains[-1] + rest]
@@ -225,7 +161,7 @@ def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay,
         past = sum((weight(t, k) * log_ratios[k] for k in range(first, t)), start=0.0 * logprobs[t])
         own, a, ratio = weight(t, t) * log_ratios[t], advantage[t], log_ratios[t].exp()
         if clip == "inside":
-            low, high_log = torch_log(1 - clip_low), torch_log(1 + clip_high)
+            low, high_log = math.log(1 - clip_low), math.log(1 + clip_high)
             limited = [x.clamp(low, high_log) for x in log_ratios]
             past = sum((weight(t, k) * limited[k] for k in range(first, t)), start=0.0 * logprobs[t])
             own = weight(t, t) * limited[t]
@@ -249,17 +185,8 @@ def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay,
     return out
 
 
-def torch_log(x):
-    """log of a Python number."""
-    import math
-
-    return math.log(x)
-
-
 def ratio_frame_gradient(log_ratios, advantage, weight, clip_low, clip_high):
     """C_k = Σ_t 1[t not clipped] A_t R_t w(t, k), log R_t = Σ_k w(t, k) l_k, of one trajectory; any w."""
-    import math
-
     steps = range(len(log_ratios))
     out = [0.0] * len(log_ratios)
     for t in steps:
@@ -272,8 +199,6 @@ def ratio_frame_gradient(log_ratios, advantage, weight, clip_low, clip_high):
 
 def high_entropy(entropies, mask, keep):
     """True where a trained token is among the ⌈keep·n⌉ largest entropies (ties kept)."""
-    import math
-
     trained = sorted((h for h, m in zip(entropies, mask, strict=True) if m), reverse=True)
     if not trained:
         return [False] * len(mask)
@@ -281,14 +206,11 @@ def high_entropy(entropies, mask, keep):
     return [bool(m and h >= threshold) for h, m in zip(entropies, mask, strict=True)]
 
 
-# --- trees
-# -------------------------------------------------------------------------------------------------------------
+# --- trees ---
 
 
 def spaced_cuts(entropies, segments, quantile, distance):
     """Entropy cuts with a quantile and a minimum distance, by trying tokens one after the other; one response."""
-    import math
-
     places = sorted(range(1, len(entropies)), key=lambda t: (-entropies[t], t))
     places = places[: math.ceil((1 - quantile) * len(entropies))]
     cuts = []
@@ -327,12 +249,12 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
 
     def children(leaves, depth):
         """Families of the leaves that go on beyond `depth` tokens, and the leaves that end there."""
-        found = []
+        families = []
         for i in leaves:
             family = sharing(i, depth) if depth < length[i] else [i]
-            if family not in found:
-                found.append(family)
-        return found
+            if family not in families:
+                families.append(family)
+        return families
 
     def span(leaves, depth):
         """First depth at which the leaves of a node part."""
@@ -357,12 +279,12 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
             family = sharing(row, depth)
             end = span(family, depth)
             own, above = worth(family, end), worth(over, depth)
-            beside = [worth(other, span(other, depth)) for other in children(over, depth)]
-            beside = [v for v in beside if v is not None]
+            siblings = [worth(other, span(other, depth)) for other in children(over, depth)]
+            siblings = [v for v in siblings if v is not None]
             if own is None:
                 credit = None
             elif method == "siblings":
-                credit = own - sum(beside) / len(beside)
+                credit = own - sum(siblings) / len(siblings)
             else:
                 credit = (2 * own - worth(list(rows), 0) - above) / sum(valid[i] for i in family) ** 0.5
             line += [credit] * (end - depth)
@@ -371,8 +293,7 @@ def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"
     return out
 
 
-# --- counterfactuals and retries
-# ---------------------------------------------------------------------------------------
+# --- counterfactuals and retries ---
 
 
 def levenshtein_table(first, second):
@@ -387,11 +308,11 @@ def levenshtein_table(first, second):
 
 def edit_masks(first, second):
     """Every (mask of first, mask of second) of a shortest alignment, by walking all of them; for short sequences."""
-    table, found = levenshtein_table(first, second), set()
+    table, masks = levenshtein_table(first, second), set()
 
     def walk(i, j, left, right):
         if i == j == 0:
-            found.add((tuple(k in left for k in range(len(first))), tuple(k in right for k in range(len(second)))))
+            masks.add((tuple(k in left for k in range(len(first))), tuple(k in right for k in range(len(second)))))
             return
         if i and j and first[i - 1] == second[j - 1] and table[i][j] == table[i - 1][j - 1]:
             walk(i - 1, j - 1, left, right)
@@ -404,7 +325,7 @@ def edit_masks(first, second):
             walk(i, j - 1, left | {min(i, len(first) - 1)} if first else left, right | {j - 1})
 
     walk(len(first), len(second), frozenset(), frozenset())
-    return found
+    return masks
 
 
 def repair_share(uids, parents, right):
@@ -442,19 +363,18 @@ def shaped_loss(logprobs, old, advantage, gamma, clip_low, clip_high):
     return [-a * new.exp() / (new.exp() + g) if g else x for new, a, g, x in rows]
 
 
-# --- values at segment boundaries
-# --------------------------------------------------------------------------------------
+# --- values at segment boundaries ---
 
 
 def immediate_values(probability, prompt, response, bounds, exit_text, answers, end, normalise):
     """v̂ at each boundary of one response from `probability(context, text)`; answers are (text, reward)."""
     values = []
     for bound in bounds:
-        found = []
+        weighted = []
         for answer, reward in answers:
             p = probability(prompt + response[:bound] + exit_text, answer + end)
-            found.append(reward * (p ** (1 / len(answer + end)) if normalise else p))
-        values.append(sum(found) / (len(found) if normalise and found else 1))
+            weighted.append(reward * (p ** (1 / len(answer + end)) if normalise else p))
+        values.append(sum(weighted) / (len(weighted) if normalise and weighted else 1))
     return values
 
 

@@ -40,13 +40,15 @@ class CharTokenizer:
 
 
 class ScriptedPolicy(Policy):
-    """`script(context, n)` is the whole text of the n-th completion asked for this context, cut by the limits of the
-    request."""
+    """`script(context, n)` is the whole text of the n-th completion requested for this context.
+
+    It is cut by the limits of the request.
+    """
 
     def __init__(self, script: Callable[[str, int], str], version: int = 3) -> None:
         self.script, self.version, self.tokenizer = script, version, CharTokenizer()
         self.calls: list[Requests] = []
-        self.asked: Counter[str] = Counter()
+        self.completed: Counter[str] = Counter()
 
     def generate(self, requests: Requests) -> Completions:
         self.calls.append(requests)
@@ -66,8 +68,8 @@ class ScriptedPolicy(Policy):
 
     def _complete(self, requests: Requests, row: int) -> tuple[str, list[int], str]:
         context = "".join(chr(i) for i in requests.tokens.row(row).tolist())
-        text, reason = self.script(context, self.asked[context]), "eos"
-        self.asked[context] += 1
+        text, reason = self.script(context, self.completed[context]), "eos"
+        self.completed[context] += 1
         budget = requests.sampling.max_tokens if requests.max_tokens is None else int(requests.max_tokens[row])
         assert budget > 0
         limits = requests.sampling.thoughts
@@ -76,8 +78,8 @@ class ScriptedPolicy(Policy):
         most = limits.max_thoughts if requests.max_thoughts is None else int(requests.max_thoughts[row])
         ends, place = [], 0
         while place < len(text) and len(ends) < most:
-            found = text.find(limits.stop, place)
-            place = len(text) if found < 0 else found + len(limits.stop)
+            result = text.find(limits.stop, place)
+            place = len(text) if result < 0 else result + len(limits.stop)
             ends.append(place)
             if limits.final in text[(ends[-2] if len(ends) > 1 else 0) : place]:
                 reason = "final"
@@ -98,13 +100,13 @@ class ScriptedVerifier(Verifier):
     """`rule(text)` → value; right at 1 or more. NaN stays NaN; an exception is an invalid row."""
 
     def __init__(self, rule: Callable[[str], float]) -> None:
-        self.rule, self.judged = rule, 0
+        self.rule, self.verified = rule, 0
 
     def verify(self, prompts: Prompts, trajectories: Trajectories) -> Rewards:
         prompts.index_of(trajectories.prompt_uid)
         values, valid, detail = [], [], []
         for text in trajectories.text:
-            self.judged += 1
+            self.verified += 1
             try:
                 values.append(float(self.rule(text)))
                 valid.append(True)

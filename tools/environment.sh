@@ -15,7 +15,7 @@ make_environment() {
         [[ -n "$missing" ]] || return 0
     fi
     if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "creditgraph: python3 is $(python3 --version 2>&1); wanted 3.11 or newer. Install it and put it first in PATH." >&2
+        echo "creditgraph: python3 is $(python3 --version 2>&1); expected 3.11 or newer. Install it and put it first in PATH." >&2
         return 1
     fi
     if [[ ! -x .venv/bin/python ]]; then

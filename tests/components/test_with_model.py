@@ -138,13 +138,13 @@ def test_from_merge_to_credit(tiny, sampled, suffixes, verifier):
     assert report.metrics["clean"] == report.metrics["exact"] == 1
 
 
-def test_thought_segments_found_by_text_equal_those_of_the_engine(tiny, fresh):
+def test_thought_segments_read_from_text_equal_those_of_the_engine(tiny, fresh):
     node = tiny.start(Thoughts)
-    told = node.run(trajectories=fresh).segments
+    expected = node.run(trajectories=fresh).segments
     bare = fresh.replace(thought_ends=Jagged.from_rows([[]] * len(fresh), torch.int32))
-    found = node.run(trajectories=bare).segments
+    actual = node.run(trajectories=bare).segments
     assert node.context.metrics["searched_share"] > 0
-    assert found.ends.equal(told.ends)
+    assert actual.ends.equal(expected.ends)
 
 
 def test_accuracy(tiny, verifier):

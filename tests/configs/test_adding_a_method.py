@@ -62,7 +62,6 @@ def run(command, cwd, modules, **environment):
 def test_the_page_has_the_parts_it_names():
     assert list(FILES) == [
         "maxrl.py",
-        "configs/graph/maxrl.yaml",
         "configs/recipe/maxrl.yaml",
         "cispo.py",
         "configs/recipe/cispo.yaml",
@@ -89,14 +88,10 @@ def test_every_command_of_the_page(inside, capfd, undocumented_metrics):
     assert "largest = 2" in printed[5]
 
 
-def test_a_wrong_wire_is_named(inside, capfd):
-    graph = inside / "configs" / "graph" / "maxrl.yaml"
-    text = graph.read_text()
-    graph.write_text(text.replace("rewards.rewards}}", "rewards.reward}}"))
-    try:
-        assert main(["graph", "recipe=maxrl"]) == 2
-    finally:
-        graph.write_text(text)
+@pytest.mark.parametrize("command", ["graph", "train"])
+def test_a_wrong_wire_is_named(command, inside, capfd):
+    (wire,) = re.findall(r"A wrong wire, such as `(\S+)`, stops both commands", PAGE)
+    assert main([command, "recipe=maxrl", wire]) == 2
     assert "rewards (rewards.outcome) has no output 'reward'. Did you mean 'rewards'?" in capfd.readouterr().err
 
 

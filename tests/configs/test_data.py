@@ -1,14 +1,12 @@
 """Every data file composes, and its entries load from small files of the schema that the dataset's card states."""
 
-import base64
 import json
-import pickle
 import re
-import zlib
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hub_rows import SCHEMAS, derived
 
 from pipeline.app.cli import main
 from pipeline.app.data.check import check_entry
@@ -22,172 +20,6 @@ PROMISED = (
     "dapo_math_17k math numina_cot "
     "numina_competitions numina_olympiads openr1_math_4k "
 )
-
-
-def packed(tests):
-    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
-
-
-def competition(i):
-    return {"problem_idx": i, "problem": f"Find {i} + 1.", "answer": i + 1}
-
-
-def numina(i):
-    source = ["olympiads", "amc_aime", "cn_k12"][i % 3]
-    solution = f"It is \\boxed{{{i}}}." if i % 6 != 3 else "It is \\boxed{" + "x + " * 20 + "1}."
-    return {
-        "source": source,
-        "problem": f"Prove nothing, find {i}.",
-        "solution": solution,
-        "messages": [{"content": "c", "role": "user"}],
-    }
-
-
-def hendrycks(i):
-    return {
-        "problem": f"Find {i}.",
-        "level": f"Level {i % 5 + 1}",
-        "type": "Algebra",
-        "solution": f"So $\\boxed{{\\frac{{{i}}}{{7}}}}$.",
-    }
-
-
-def sciknoweval(i):
-    kind = "mcq-4-choices" if i % 2 else "open-ended-qa"
-    choices = {"text": ["iron", "gold", "lead", "tin"], "label": ["A", "B", "C", "D"]}
-    details = {"level": f"L{i % 4}", "task": "t", "subtask": "s", "source": "u"}
-    prompt = {"default": "Answer the question."}
-    return {
-        "question": f"Metal {i}?",
-        "choices": choices,
-        "answerKey": "BCD"[i % 3],
-        "type": kind,
-        "details": details,
-        "prompt": prompt,
-    }
-
-
-def livecode(i):
-    public = json.dumps([{"input": f"{i}\n", "output": f"{i}\n", "testtype": "stdin"}])
-    private = packed([{"input": f"{i + 1}\n", "output": f"{i + 1}\n", "testtype": "stdin"}])
-    return {
-        "question_title": "t",
-        "question_content": f"Print the number, {i}.",
-        "platform": "atcoder",
-        "question_id": str(i),
-        "contest_date": "2025-01-01T00:00:00",
-        "starter_code": "" if i % 2 else "class Solution:\n    def same(self, n: int) -> int:\n",
-        "difficulty": ["easy", "medium", "hard"][i % 3],
-        "public_test_cases": public,
-        "private_test_cases": private if i % 4 else json.dumps([]),
-        "metadata": "{}" if i % 2 else json.dumps({"func_name": "same"}),
-    }
-
-
-def apps(i):
-    tests = {"inputs": [f"{i}\n"], "outputs": [f"{i}\n"]} | ({"fn_name": "f"} if i % 2 else {})
-    tests["inputs"] = [[i]] if i % 2 else tests["inputs"]
-    return {
-        "id": i,
-        "question": f"Echo {i}.",
-        "input_output": json.dumps(tests),
-        "difficulty": "interview",
-        "url": "u",
-        "starter_code": "",
-    }
-
-
-def reasoning(i):
-    dataset = "apps" if i % 2 else "taco"
-    return {
-        "id": str(i),
-        "input": "-",
-        "output": "r",
-        "source": "s",
-        "dataset": dataset,
-        "split": "train",
-        "index": str(i // 2),
-    }
-
-
-def commonsense(i):
-    choices = {"label": ["A", "B", "C", "D", "E"], "text": ["sky", "sea", "sun", "sand", "salt"]}
-    return {
-        "id": str(i),
-        "question": f"Where is {i}?",
-        "question_concept": "c",
-        "choices": choices,
-        "answerKey": "ABCDE"[i % 5],
-    }
-
-
-# Dataset → its row number i, with the columns of the card.
-SCHEMAS = {
-    "HuggingFaceH4/aime_2024": lambda i: {
-        "id": i,
-        "problem": f"Find {i}.",
-        "solution": "s",
-        "answer": f"{i:03}",
-        "url": "u",
-        "year": "2024",
-    },
-    "MathArena/aime_2025": competition,
-    "MathArena/aime_2026": competition,
-    "MathArena/hmmt_nov_2025": lambda i: (
-        competition(i) | {"answer": f"\\frac{{{i}}}{{3}}", "problem_type": ["Algebra"]}
-    ),
-    "MathArena/hmmt_feb_2025": lambda i: competition(i) | {"answer": f"\\sqrt{{{i + 2}}}", "problem_type": ["Algebra"]},
-    "math-ai/amc23": lambda i: {"id": i, "question": f"Find {i}.", "answer": float(i), "url": "u"},
-    "math-ai/minervamath": lambda i: {"question": f"Find {i}.", "answer": f"{i}.5e3"},
-    "HuggingFaceH4/MATH-500": lambda i: (
-        hendrycks(i) | {"answer": f"\\frac{{{i}}}{{7}}", "subject": "Algebra", "unique_id": str(i)}
-    ),
-    "Hothan/OlympiadBench": lambda i: {
-        "id": i,
-        "question": f"Find {i}.",
-        "solution": ["s"],
-        "final_answer": [f"${i}$"] if i % 2 else [f"{i}", f"{i + 1}"],
-        "is_multiple_answer": not i % 2,
-        "language": "English",
-    },
-    "nvidia/AceReason-Math": lambda i: {"problem": f"Find {i}.", "answer": f"{i}"},
-    "DigitalLearningGmbH/MATH-lighteval": hendrycks,
-    "hicai-zju/SciKnowEval": sciknoweval,
-    "ChilleD/StrategyQA": lambda i: {
-        "qid": str(i),
-        "term": "t",
-        "description": "d",
-        "question": f"Is {i} even?",
-        "answer": i % 2 == 0,
-        "facts": "f",
-    },
-    "tau/commonsense_qa": commonsense,
-    "livecodebench/code_generation_lite": livecode,
-    "codeparrot/apps": apps,
-    "nvidia/OpenCodeReasoning": reasoning,
-    "openai/gsm8k": lambda i: {"question": f"Count to {i}.", "answer": f"1 #### 2\nso <<1+1=2>>\n#### {i},000"},
-    "zwhe99/DeepMath-103K": lambda i: {
-        "question": f"Find {i}.",
-        "final_answer": f"{i}\\pi",
-        "difficulty": 5.0,
-        "topic": "t",
-        "r1_solution_1": "s",
-    },
-    "knoveleng/open-rs": lambda i: {"problem": f"Find {i}.", "solution": "s", "answer": f"{i}", "level": "Hard"},
-    "open-r1/DAPO-Math-17k-Processed": lambda i: {
-        "prompt": f"Find {i}.",
-        "solution": f"{i}",
-        "data_source": "math_dapo",
-        "ability": "MATH",
-    },
-    "AI-MO/NuminaMath-CoT": numina,
-    "open-r1/OpenR1-Math-220k": lambda i: {
-        "problem": f"Find {i}.",
-        "solution": "s",
-        "answer": f"{i}",
-        "problem_type": "Algebra",
-    },
-}
 ROWS = 60
 
 
@@ -196,8 +28,8 @@ def copies(tmp_path_factory):
     """Dataset → a local copy with `ROWS` rows: the files an entry names, or one Parquet file."""
     folder = tmp_path_factory.mktemp("copies")
 
-    def make(name, files):
-        rows = [SCHEMAS[name](i) for i in range(ROWS)]
+    def make(name, files, settings):
+        rows = [SCHEMAS[name](i) if name in SCHEMAS else derived(settings, i) for i in range(ROWS)]
         place = folder / name.replace("/", "--")
         if files:
             place.mkdir(exist_ok=True)
@@ -218,10 +50,10 @@ def localised(settings, copies):
     """The entry with a local copy of its schema in place of the hub."""
     if settings["source"] == "chains":
         return settings | {"size": 5}
-    local = settings | {"path": str(copies(settings["name"], settings.get("files")))}
+    local = settings | {"path": str(copies(settings["name"], settings.get("files"), settings))}
     if settings.get("join"):
         join = settings["join"]
-        local["join"] = join | {"path": str(copies(join["name"], join.get("files")))}
+        local["join"] = join | {"path": str(copies(join["name"], join.get("files"), settings))}
     return local
 
 
@@ -242,6 +74,15 @@ def test_entries_load_and_the_verifier_accepts_their_answers(name, copies):
         if settings["source"] == "hub":
             assert settings["verifier"].startswith("verifier.")
             assert "revision" in settings
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math", "commonsense_qa", "strategyqa", "sciknoweval_l3", "livecodebench"])
+def test_a_new_dataset_needs_no_schema(name, copies):
+    """Its file alone is enough: rows are derived from the columns of its entry."""
+    settings = compose([f"data={name}"])["data"]["eval"] | {"name": f"somebody/{name}"}
+    check = check_entry(localised(settings, copies), "data.eval", None, 0)
+    assert len(check.loaded.rows) == ROWS
+    assert check.refused == []
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith("chains")])
@@ -324,7 +165,7 @@ def test_a_joined_dataset_gives_question_and_tests(copies):
 
 
 def test_the_command_checks(copies, capsys):
-    local = copies("openai/gsm8k", None)
+    local = copies("openai/gsm8k", None, {})
     assert main(["data", "check", "gsm8k", "--entry", "eval", "--path", str(local), "--rows", "10"]) == 0
     said = capsys.readouterr().out
     assert "10 read, the first 10 looked at, 10 usable" in said

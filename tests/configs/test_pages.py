@@ -22,16 +22,16 @@ def pictures():
 
 @pytest.mark.parametrize("page", GRAPH_PAGES)
 def test_picture_is_that_of_a_shipped_graph(page, pictures):
-    found = re.findall(r"^```mermaid\n(.*?)^```$", PAGES[page], re.M | re.S)
-    assert all(picture.strip() in pictures for picture in found), (
+    result = re.findall(r"^```mermaid\n(.*?)^```$", PAGES[page], re.M | re.S)
+    assert all(picture.strip() in pictures for picture in result), (
         f"draw docs/papers/{page}.md anew: creditgraph graph graph=NAME"
     )
 
 
 @pytest.mark.parametrize("page", RATIO_PAGES)
 def test_sections(page):
-    found = re.findall(r"^## (.*)$", PAGES[page], re.M)
-    assert found == [
+    result = re.findall(r"^## (.*)$", PAGES[page], re.M)
+    assert result == [
         "What the paper claims",
         "The graph",
         "What we read into it",

@@ -19,10 +19,10 @@ def experiment(recipe, *overrides):
     return build_experiment(compose([f"recipe={recipe}", *overrides]), recipe)
 
 
-def setting(found, path):
+def setting(experiment, path):
     """A setting by dotted path ("learner.objective.config.clip_low"), of a node or of the sections model and run."""
     head, *rest = path.split(".")
-    value = getattr(found, head) if head in ("model", "run") else found.graph[head].config
+    value = getattr(experiment, head) if head in ("model", "run") else experiment.graph[head].config
     for name in rest:
         value = getattr(value, name)
     return value
@@ -32,9 +32,9 @@ def setting(found, path):
 
 
 def test_every_shipped_graph_and_recipe_is_sound():
-    found = dict(check_shipped([CONFIG_DIR]))
-    assert {name: problems for name, problems in found.items() if problems} == {}
-    assert len(found) == len(list_choices("graph", [CONFIG_DIR])) + len(list_choices("recipe", [CONFIG_DIR]))
+    problems_of = dict(check_shipped([CONFIG_DIR]))
+    assert {name: problems for name, problems in problems_of.items() if problems} == {}
+    assert len(problems_of) == len(list_choices("graph", [CONFIG_DIR])) + len(list_choices("recipe", [CONFIG_DIR]))
 
 
 @pytest.mark.parametrize("method", PAPERS)
@@ -177,18 +177,18 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_published_settings(recipe):
-    found = experiment(recipe)
-    assert {path: setting(found, path) for path in PUBLISHED[recipe]} == PUBLISHED[recipe]
+    checked = experiment(recipe)
+    assert {path: setting(checked, path) for path in PUBLISHED[recipe]} == PUBLISHED[recipe]
 
 
 def test_published_batch_of_grpo():
-    found = experiment("grpo_deepseek_math_7b")
-    assert found.graph["prompts"].config.batch * found.graph["sampler"].config.group_size == 1024
+    checked = experiment("grpo_deepseek_math_7b")
+    assert checked.graph["prompts"].config.batch * checked.graph["sampler"].config.group_size == 1024
 
 
 def test_localiser_of_srpo_is_sampled_as_published():
-    found = experiment("srpo_qwen2_5_14b_instruct").graph["localizer"].config
-    assert (found.temperature, found.max_tokens) == (0.3, 4096)
+    checked = experiment("srpo_qwen2_5_14b_instruct").graph["localizer"].config
+    assert (checked.temperature, checked.max_tokens) == (0.3, 4096)
 
 
 # --- methods differ by a node or a setting ---
@@ -243,10 +243,10 @@ def train(recorded):
     the recorded batch."""
 
     def once(recipe, *overrides):
-        found = experiment(recipe, *overrides)
-        node = found.graph["learner"]
+        checked = experiment(recipe, *overrides)
+        node = checked.graph["learner"]
         learner = node.cls(node.config)
-        learner.setup(Context(node="learner", iterations=1, device="cpu", model=found.model))
+        learner.setup(Context(node="learner", iterations=1, device="cpu", model=checked.model))
         out = learner.run(trajectories=recorded[0], credit=recorded[1])
         moments = {name: m["exp_avg"] for name, m in learner.state_dict()["optimizer"]["moments"].items()}
         return out.weights.tensors, out.report.metrics, moments
@@ -307,13 +307,13 @@ def test_in_one_step_all_ratios_are_one_and_the_gradient_is_grpos(train, recipe)
 
 def test_the_methods_are_not_the_same(train):
     names = ("grpo_lambda", "grpo_lambda_both", "gspo", "p_trace", "s_trace")
-    found = {name: train(f"toy_{name}") for name in names} | {"grpo": train(*GRPO4)}
-    for left in found:
-        for right in found:
-            assert left == right or not same(found[left][0], found[right][0]), (left, right)
+    trained = {name: train(f"toy_{name}") for name in names} | {"grpo": train(*GRPO4)}
+    for left in trained:
+        for right in trained:
+            assert left == right or not same(trained[left][0], trained[right][0]), (left, right)
     # Differentiated traces scale a token's gradient by about 1/(1 − d), less where the response ends; S-trace by the
     # kept share of that.
-    scale = {name: found[name][1]["gradient_scale"] for name in ("grpo_lambda", "p_trace", "s_trace")}
+    scale = {name: trained[name][1]["gradient_scale"] for name in ("grpo_lambda", "p_trace", "s_trace")}
     assert scale["p_trace"] == pytest.approx(scale["grpo_lambda"], rel=1e-4)
     assert 1 < scale["s_trace"] < 0.5 * scale["p_trace"]
-    assert found["gspo"][1]["clip_fraction"] > found["grpo"][1]["clip_fraction"]
+    assert trained["gspo"][1]["clip_fraction"] > trained["grpo"][1]["clip_fraction"]

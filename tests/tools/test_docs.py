@@ -172,3 +172,9 @@ def test_marked_examples_run(page, tmp_path):
         environment = os.environ | {"PATH": commands, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_page_of_verifiers_lists_each():
+    table = PAGES["docs/verifiers.md"].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(verifier\.\w+)` \|", table, re.MULTILINE)
+    assert sorted(listed) == sorted(use for use in BUILTIN if use.startswith("verifier."))

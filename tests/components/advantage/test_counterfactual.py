@@ -61,8 +61,8 @@ def _run(
     ],
 )
 def test_edits_by_hand(first, second, left, right):
-    found = edited_tokens([ord(c) for c in first], [ord(c) for c in second])
-    assert ["".join(str(int(m)) for m in mask) for mask in found[:2]] == [left, right]
+    result = edited_tokens([ord(c) for c in first], [ord(c) for c in second])
+    assert ["".join(str(int(m)) for m in mask) for mask in result[:2]] == [left, right]
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,8 +101,8 @@ def test_repair_share_by_hand_and_slow(reference):
     g = torch.Generator().manual_seed(0)
     uid = torch.randperm(50, generator=g) * 10**10
     parent, right = uid[torch.randint(0, 50, (90,), generator=g)], torch.rand(90, generator=g) < 0.5
-    found = repair_share(parent, right, torch.ones(90, dtype=torch.bool), uid)
-    assert found.tolist() == pytest.approx(reference.repair_share(uid.tolist(), parent.tolist(), right.tolist()))
+    result = repair_share(parent, right, torch.ones(90, dtype=torch.bool), uid)
+    assert result.tolist() == pytest.approx(reference.repair_share(uid.tolist(), parent.tolist(), right.tolist()))
 
 
 def test_shaped_rewards_by_hand(toolbox):
@@ -144,10 +144,10 @@ def test_the_bound_is_where_the_variance_turns(seed, shaping):
     correct = torch.rand(20, generator=g) < 0.4
     phi = torch.where(correct, 0.0, (torch.rand(20, generator=g) < 0.5) * torch.rand(20, generator=g)).double()
     reward = correct.double()
-    found = shaping_statistics(reward, reward + shaping * phi, phi, correct)
-    difference = found["shaped_reward_var"] - found["reward_var"]
+    result = shaping_statistics(reward, reward + shaping * phi, phi, correct)
+    difference = result["shaped_reward_var"] - result["reward_var"]
     if abs(difference) > 1e-9:
-        assert (difference < 0) == (shaping < found["shaping_bound"])
+        assert (difference < 0) == (shaping < result["shaping_bound"])
 
 
 def test_the_bound_without_spread():
@@ -218,13 +218,13 @@ def test_a_right_trajectory_is_never_masked_or_shaped(toolbox):
     assert metrics["repaired_share"] == 0
 
 
-def test_an_unjudged_revision_repairs_nothing(toolbox):
+def test_an_unverified_revision_repairs_nothing(toolbox):
     out, metrics = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], revision_valid=[False], normalize="mean")
     assert out.credit.advantage.row(1).tolist() == [-0.25] * 4
     assert metrics["repair_rate"] == 0
 
 
-def test_an_unjudged_trajectory_has_no_credit(toolbox):
+def test_an_unverified_trajectory_has_no_credit(toolbox):
     out, metrics = _run(toolbox, [1, 0, 0, 0], [], valid=[True, True, True, False], normalize="mean")
     assert out.credit.advantage.row(3).tolist() == [0] * 4
     assert out.credit.advantage.row(0).tolist() == pytest.approx([2 / 3] * 4)

@@ -35,7 +35,7 @@ def test_without_refinement_it_is_drgrpo(toolbox):
     assert metrics["refined_advantage"] == 0
 
 
-def test_an_unjudged_refinement_gets_nothing_and_changes_nothing(toolbox):
+def test_an_unverified_refinement_gets_nothing_and_changes_nothing(toolbox):
     credit, _, _, _ = _run(toolbox, [0, 1, 0], [-1, -1, 1000], valid=[True, True, False])
     assert credit.advantage.to_lists() == [[-0.5, -0.5], [0.5], [0, 0]]
 

@@ -19,10 +19,10 @@ def _run(toolbox, values, iteration=0, valid=None, **config):
 
 def test_improvement_by_hand_and_slow(reference):
     reward, first = torch.tensor([1.0, 0.0, 1.0, 0.25]), torch.tensor([-1, -1, 1, 0])
-    found, valid = improvement_reward(reward, torch.ones(4, dtype=torch.bool), first, 10.0)
+    result, valid = improvement_reward(reward, torch.ones(4, dtype=torch.bool), first, 10.0)
     # 1 + 10·(1 − 0) and 0.25 + 10·(0.25 − 1).
-    assert found.tolist() == [1, 0, 11, -7.25]
-    assert found.tolist() == reference.improvement_reward(reward.tolist(), first.tolist(), 10.0)
+    assert result.tolist() == [1, 0, 11, -7.25]
+    assert result.tolist() == reference.improvement_reward(reward.tolist(), first.tolist(), 10.0)
     assert valid.all()
 
 

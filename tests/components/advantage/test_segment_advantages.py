@@ -99,11 +99,11 @@ def test_additive_by_hand_and_without_weight(toolbox, case):
     for row, before, cuts, v in zip(
         out.advantage.to_lists(), full["credit"].advantage.to_lists(), ends, values, strict=True
     ):
-        wanted, begin = [], 0
+        expected, begin = [], 0
         for k, end in enumerate(cuts):
-            wanted += [a + 1.2 * (v[k + 1] - v[k]) for a in before[begin:end]]
+            expected += [a + 1.2 * (v[k + 1] - v[k]) for a in before[begin:end]]
             begin = end
-        assert row == pytest.approx(wanted, abs=1e-5)
+        assert row == pytest.approx(expected, abs=1e-5)
     assert toolbox.start(AdditiveAdvantage, alpha=0.0).run(**full).credit.advantage.equal(full["credit"].advantage)
 
 

@@ -72,8 +72,8 @@ def test_path_advantage_by_hand(toolbox):
     credit = node.run(trajectories=batch, rewards=toolbox.rewards(batch.uid, [1, 0, 0])).credit
     # V(root) = 1/3. a: [(1/2 − 1/3) + (1/2 − 1/3)]/√2; b: (1 − 1/3) + (1 − 1/2); c: −1/3 − 1/2; d: −1/3 − 1/3.
     a, b, c, d = (1 / 3) / math.sqrt(2), 7 / 6, -5 / 6, -2 / 3
-    for row, wanted in enumerate([[a] * 3 + [b] * 2, [a] * 3 + [c] * 3, [d] * 2]):
-        assert credit.advantage.row(row).tolist() == pytest.approx(wanted)
+    for row, expected in enumerate([[a] * 3 + [b] * 2, [a] * 3 + [c] * 3, [d] * 2]):
+        assert credit.advantage.row(row).tolist() == pytest.approx(expected)
     assert bool(credit.mask.values.all())
     assert node.context.metrics["trained_share"] == 1
     once = (
@@ -142,17 +142,17 @@ def test_depth_one_is_the_group_advantage(toolbox):
     reward, group = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 0.5]), [7, 7, 7, 9, 9, 9]
     batch = _batch(toolbox, [-1] * 6, [0] * 6, [2, 3, 1, 4, 2, 2], group=group)
     rewards = toolbox.rewards(batch.uid, reward.tolist(), valid=[True, True, True, True, False, True])
-    wanted = group_advantage(rewards.value, batch.group, rewards.valid, normalize="mean")
+    expected = group_advantage(rewards.value, batch.group, rewards.valid, normalize="mean")
     for value in ("leaves", "children"):
         credit = (
             toolbox.start(TreeSiblings, max_probability=1.0, value=value)
             .run(trajectories=batch, rewards=rewards)
             .credit
         )
-        assert torch.allclose(credit.advantage.values, batch.response_tokens.spread(wanted).values)
+        assert torch.allclose(credit.advantage.values, batch.response_tokens.spread(expected).values)
         assert bool(credit.mask.values.all())
     paths = toolbox.start(TreePaths).run(trajectories=batch, rewards=rewards).credit
-    assert torch.allclose(paths.advantage.values, 2 * batch.response_tokens.spread(wanted).values)
+    assert torch.allclose(paths.advantage.values, 2 * batch.response_tokens.spread(expected).values)
 
 
 def test_a_full_tree_has_one_value_whichever_way(toolbox):

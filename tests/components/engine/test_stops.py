@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from slow_generation import slow_generation
 
 from components.text.stops import DecodeMatcher, TableMatcher, TokenText, byte_automaton, decode_rows, token_table
 from pipeline.core.handles import Sampling
@@ -76,7 +77,7 @@ def test_reset_and_keep():
     assert matcher.advance(torch.tensor([0, 0])).tolist() == [False, True]
 
 
-def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, reference, ask):
+def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, ask):
     policy, model = start("qwen2", "byte", extra=5)
     assert policy.engine.text.pieces is not None
     sampling = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 60, "stop": ("t", "e ")}
@@ -84,7 +85,7 @@ def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, referenc
     done = ask(policy, rows, list(range(12)), **sampling)
     forbidden = range(len(policy.tokenizer), len(policy.tokenizer) + 5)
     for i in range(12):
-        tokens, _, _, _, reason = reference.slow_generation(
+        tokens, _, _, _, reason = slow_generation(
             model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1}, 96, forbidden
         )
         assert (done.tokens.row(i).tolist(), done.finish_reason[i]) == (tokens, reason)
@@ -92,7 +93,7 @@ def test_stop_string_across_byte_tokens_is_kept_and_ends_the_row(start, referenc
     assert int(done.tokens.values.max()) < len(policy.tokenizer)
 
 
-def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, reference, monkeypatch):
+def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, monkeypatch):
     from tokenizers import decoders
 
     policy, model = start()
@@ -105,9 +106,7 @@ def test_tokenizer_that_does_not_concatenate_falls_back_to_decoding(start, ask, 
     rows = [[5, 6, 20]] * 8
     done = ask(policy, rows, list(range(8)), **sampling)
     for i in range(8):
-        tokens, _, _, _, reason = reference.slow_generation(
-            model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1}
-        )
+        tokens, _, _, _, reason = slow_generation(model, policy.tokenizer, rows[i], i, Sampling(**sampling), {1})
         assert (done.tokens.row(i).tolist(), done.finish_reason[i]) == (tokens, reason)
     assert "stop" in done.finish_reason
 

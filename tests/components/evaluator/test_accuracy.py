@@ -132,13 +132,13 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
     """Counts of two replicas add up to those of one; samples of a problem do not depend on its replica."""
     settings = {"samples": 2, "num_problems": 5}
 
-    def judged(text):
+    def verified(text):
         return float(sum(map(ord, text)) % 3 == 0)
 
     def word(context, n):
         return "abc"[(sum(map(ord, context)) + n) % 3]
 
-    whole = _node(**settings).run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged)).report.metrics
+    whole = _node(**settings).run(policy=toolbox.policy(word), verifier=toolbox.verifier(verified)).report.metrics
     sums, parts = [], []
     for rank in range(2):
         node = Accuracy(Accuracy.Config(**settings))
@@ -154,7 +154,7 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
         )
         given = []
         node.context.all_sum = lambda x, given=given: given.append(x) or x
-        node.run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged))
+        node.run(policy=toolbox.policy(word), verifier=toolbox.verifier(verified))
         sums.append(given)
         parts.append(len(node._prompts))
     assert parts == [3, 2]
@@ -162,4 +162,4 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
     both = _node(**settings)
     iterator = iter(totals)
     both.context.all_sum = lambda x: next(iterator)
-    assert both.run(policy=toolbox.policy(word), verifier=toolbox.verifier(judged)).report.metrics == whole
+    assert both.run(policy=toolbox.policy(word), verifier=toolbox.verifier(verified)).report.metrics == whole

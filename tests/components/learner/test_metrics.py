@@ -10,7 +10,7 @@ from components.learner.metrics import Mismatch, MismatchError, MismatchGuard, m
 from components.learner.objective import Meters
 
 
-def found(learner, engine, mask=None):
+def mismatch(learner, engine, mask=None):
     meters = Meters()
     mismatch_meters(
         meters,
@@ -23,15 +23,15 @@ def found(learner, engine, mask=None):
 
 def test_effective_sample_size_by_hand():
     # Ratios 1 and 3: (1 + 3)² / (2 · (1 + 9)) = 16 / 20.
-    assert found([-1.0, math.log(3.0) - 2.0], [-1.0, -2.0])["mismatch_ess"] == pytest.approx(0.8)
+    assert mismatch([-1.0, math.log(3.0) - 2.0], [-1.0, -2.0])["mismatch_ess"] == pytest.approx(0.8)
     # A common factor changes nothing, equal log-probs give 1, masked tokens do not count.
-    assert found([-1.0, -2.0], [-1.5, -2.5])["mismatch_ess"] == pytest.approx(1.0)
-    assert found([-1.0, -2.0], [-1.0, -2.0])["mismatch_ess"] == 1.0
-    assert found([-1.0, -9.0], [-1.0, -2.0], torch.tensor([True, False]))["mismatch_ess"] == 1.0
+    assert mismatch([-1.0, -2.0], [-1.5, -2.5])["mismatch_ess"] == pytest.approx(1.0)
+    assert mismatch([-1.0, -2.0], [-1.0, -2.0])["mismatch_ess"] == 1.0
+    assert mismatch([-1.0, -9.0], [-1.0, -2.0], torch.tensor([True, False]))["mismatch_ess"] == 1.0
 
 
 def test_no_comparable_token_has_no_sample_size():
-    assert "mismatch_ess" not in found([-1.0], [-2.0], torch.tensor([False]))
+    assert "mismatch_ess" not in mismatch([-1.0], [-2.0], torch.tensor([False]))
 
 
 def test_warns_once_and_stops(caplog):

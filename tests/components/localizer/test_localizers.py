@@ -23,7 +23,7 @@ PROBLEM = {
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "wanted"),
+    ("text", "count", "expected"),
     [
         ("Step 1 is right. \\boxed{2}", 5, (2, "boxed")),
         ("\\boxed{2} wait, \\boxed{ 4 }", 5, (4, "boxed")),
@@ -38,8 +38,8 @@ PROBLEM = {
         ("\\boxed{99999999999999999999999}", 7, (7, "boxed")),
     ],
 )
-def test_parsing(text, count, wanted):
-    assert parse_step(text, count) == wanted
+def test_parsing(text, count, expected):
+    assert parse_step(text, count) == expected
 
 
 def test_self_asks_the_policy_and_reads_its_answers(toolbox):
@@ -56,10 +56,10 @@ def test_self_asks_the_policy_and_reads_its_answers(toolbox):
     assert metrics["step_fraction"] == pytest.approx((1 / 3 + 2 / 3 + 0) / 3)
     request = policy.calls[0]
     assert (request.sampling.temperature, request.sampling.max_tokens, request.sampling.thoughts) == (0.3, 40, None)
-    asked = "".join(map(chr, request.tokens.row(0).tolist()))
-    assert "1 + 1?" in asked
-    assert "Step 3: c" in asked
-    assert "final answer of this attempt is wrong" in asked
+    prompt = "".join(map(chr, request.tokens.row(0).tolist()))
+    assert "1 + 1?" in prompt
+    assert "Step 3: c" in prompt
+    assert "final answer of this attempt is wrong" in prompt
 
 
 def test_uniform_covers_all_steps_evenly_and_keeps_to_the_prompt(toolbox):
@@ -71,10 +71,10 @@ def test_uniform_covers_all_steps_evenly_and_keeps_to_the_prompt(toolbox):
     assert (counts[1:] - 1000).abs().max() < 104
     # Two failures of each prompt: what else is in the batch, their ids and the order of prompts change no draw.
     pairs = failures.replace(prompt_uid=torch.arange(3000) // 2)
-    wanted = toolbox.start(UniformLocalizer).run(failures=pairs).errors.step
+    expected = toolbox.start(UniformLocalizer).run(failures=pairs).errors.step
     rows = torch.tensor([34, 35, 10, 11])
     few = toolbox.start(UniformLocalizer).run(failures=pairs.select(rows).replace(uid=torch.arange(4))).errors
-    assert few.step.tolist() == wanted[rows].tolist()
+    assert few.step.tolist() == expected[rows].tolist()
     assert few.source == ["uniform"] * 4
 
 

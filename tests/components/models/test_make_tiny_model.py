@@ -93,7 +93,7 @@ def test_revising_examples_differ_from_the_reference(teacher):
     assert 0.2 < sum(right) / len(right) < 0.9
 
 
-def test_wrong_width_is_told(tool, capsys):
+def test_wrong_width_is_reported(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main(["--width", "70"])
     assert "--width 70: expected a multiple of 32" in capsys.readouterr().err

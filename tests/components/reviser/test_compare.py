@@ -1,4 +1,4 @@
-"""Revisions of wrong chains beside siblings."""
+"""Revisions of wrong chains, compared with siblings."""
 
 import pytest
 import torch
@@ -49,8 +49,8 @@ def test_pairs_equal_the_slow_version(reference, most, only_correct):
     torch.manual_seed(0)
     group, correct, valid = torch.randint(0, 6, (40,)) * 10**12, torch.rand(40) < 0.4, torch.rand(40) < 0.8
     correct &= valid
-    found = list(zip(*(t.tolist() for t in pair_up(group, correct, valid, most, only_correct)), strict=True))
-    assert found == reference.pair_up(group.tolist(), correct.tolist(), valid.tolist(), most, only_correct)
+    result = list(zip(*(t.tolist() for t in pair_up(group, correct, valid, most, only_correct)), strict=True))
+    assert result == reference.pair_up(group.tolist(), correct.tolist(), valid.tolist(), most, only_correct)
 
 
 def test_a_revision_knows_its_original_its_problem_and_its_reference(toolbox):
@@ -127,7 +127,7 @@ def test_rows_without_verdict_are_neither_revised_nor_shown(toolbox):
     assert (out.revisions.parent.tolist(), out.references.reference.tolist()) == ([1001], [1000])
 
 
-def test_a_revision_that_cannot_be_judged_stays_invalid_and_is_written_down(toolbox):
+def test_a_revision_that_cannot_be_verified_stays_invalid_and_is_written_down(toolbox):
     def rule(text):
         if "nan" in text:
             return float("nan")

@@ -1,4 +1,4 @@
-"""Outcome rewards from a judge."""
+"""Outcome rewards from a verifier."""
 
 import math
 
@@ -14,7 +14,7 @@ def _rule(text):
     return {"good": 1.0, "half": 0.5, "nan": math.nan, "inf": math.inf}.get(text, 0.0)
 
 
-def test_values_follow_the_judge(toolbox):
+def test_values_follow_the_verifier(toolbox):
     node = toolbox.start(Outcome)
     rewards = node.run(
         verifier=toolbox.verifier(_rule),

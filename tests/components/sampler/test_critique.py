@@ -33,8 +33,8 @@ def _scored(toolbox, script):
 
 def _run(toolbox, originals, refinements, prompts=("p",), **settings):
     """`originals` and `refinements`: what the n-th request for a prompt and for a refinement gives."""
-    asked = iter(refinements)
-    policy = _scored(toolbox, lambda c, n: originals[n] if len(c) == 1 else next(asked))
+    texts = iter(refinements)
+    policy = _scored(toolbox, lambda c, n: originals[n] if len(c) == 1 else next(texts))
     settings = {"originals": len(originals), "refinements": len(refinements), **settings}
     node = toolbox.start(Critique, **settings)
     out = node.run(prompts=toolbox.prompts(list(prompts)), policy=policy, verifier=toolbox.verifier(_rule)).trajectories
@@ -47,9 +47,9 @@ def test_the_best_refinement_joins_the_group(toolbox):
     assert out.group.tolist() == out.prompt_uid.tolist() == [100] * 4
     # Wrong originals in turn: poor1, poor2, poor1, poor2; the second refinement refines poor2.
     assert out.parent.tolist() == [-1, -1, -1, out.uid[2].item()]
-    asked = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
-    assert ["poor1" in asked[0], "poor2" in asked[1], "poor1" in asked[2], "poor2" in asked[3]] == [True] * 4
-    assert all("The final answer of this attempt is wrong." in text for text in asked)
+    prompts = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
+    assert ["poor1" in prompts[0], "poor2" in prompts[1], "poor1" in prompts[2], "poor2" in prompts[3]] == [True] * 4
+    assert all("The final answer of this attempt is wrong." in text for text in prompts)
     assert len(torch.cat([call.seed for call in policy.calls]).unique()) == 7
     assert metrics["refinements"] == 4
     assert metrics["kept"] == 1
@@ -81,8 +81,8 @@ def test_all_right_is_left_as_it_is_or_refined_too(toolbox):
     assert len(policy.calls) == 1
     assert metrics["no_refinement_share"] == 1
     everything, _, policy = _run(toolbox, ["good", "poor"], ["half", "good"], refine="all")
-    asked = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
-    assert ["is correct" in asked[0], "is wrong" in asked[1]] == [True, True]
+    prompts = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
+    assert ["is correct" in prompts[0], "is wrong" in prompts[1]] == [True, True]
     assert everything.text == ["good", "poor", "good"]
 
 
@@ -102,11 +102,11 @@ def test_a_refinement_that_never_ends_is_never_the_best(toolbox):
     assert metrics["no_refinement_share"] == 1
 
 
-def test_unjudged_rows(toolbox):
+def test_unverified_rows(toolbox):
     out, _, policy = _run(toolbox, ["poor?", "poor"], ["good?", "half"])
     assert out.text == ["poor?", "poor", "half"]
-    asked = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
-    assert not any("poor?" in text for text in asked)
+    prompts = decode_rows(policy.tokenizer, policy.calls[1].tokens.to_lists())
+    assert not any("poor?" in text for text in prompts)
     assert _run(toolbox, ["poor"], ["nan", "half"])[0].text == ["poor", "half"]
 
 

@@ -83,8 +83,8 @@ def test_complete_groups_leave_and_the_others_go_on(toolbox):
         assert late.text[row] == "b" * length
         assert late.token_versions.row(row).tolist() == [0] * 10 + [1] * 10 + [2] * (length - 20)
         # Each token keeps the log-prob of the weights that sampled it.
-        wanted = torch.tensor([-float(t // 10) - t / 100 for t in range(length)])
-        torch.testing.assert_close(late.engine_logprobs.row(row), wanted)
+        expected = torch.tensor([-float(t // 10) - t / 100 for t in range(length)])
+        torch.testing.assert_close(late.engine_logprobs.row(row), expected)
     assert node.context.metrics["staleness_max"] == 2
     assert node.context.metrics["rollout_staleness"] == 1.0
     assert node.context.metrics["carried_groups"] == 0
@@ -139,8 +139,8 @@ def test_tokens_of_older_weights_may_be_scored_again(toolbox):
     out, policy = step(toolbox, node, ["c3"], 1)
     assert out.prompts.text == ["a15", "c3"]
     rows = out.trajectories
-    wanted = -1.0 - rows.response_tokens.positions / 100
-    torch.testing.assert_close(rows.engine_logprobs.values, wanted)
+    expected = -1.0 - rows.response_tokens.positions / 100
+    torch.testing.assert_close(rows.engine_logprobs.values, expected)
     assert policy.scored == 2
     assert node.context.metrics["rescored_tokens"] == 20
     assert rows.token_versions.row(0).tolist()[:11] == [0] * 10 + [1]
@@ -174,10 +174,10 @@ def test_frozen_weights_give_the_tokens_of_an_uninterrupted_run(tiny, mode):
     settings = {"group_size": 3, "max_tokens": 90, "mode": mode, "stop": ("}",) if mode == "plain" else ()}
     whole, cut = tiny.start(Chains, **settings), tiny.start(Partial, **settings, carry=Carry(tokens=7, max_staleness=1))
     cut.context.node = whole.context.node
-    wanted = whole.run(prompts=tiny.prompts, policy=tiny.policy).trajectories
+    expected = whole.run(prompts=tiny.prompts, policy=tiny.policy).trajectories
     place = {(p, n): i for i, (p, n) in enumerate((p, n) for p in tiny.prompts.uid.tolist() for n in range(3))}
-    found, iterations = {}, 0
-    while len(found) < len(wanted):
+    rows_of, iterations = {}, 0
+    while len(rows_of) < len(expected):
         # The prompts come once; later iterations bring none.
         out = cut.run(
             prompts=tiny.prompts if iterations == 0 else tiny.prompts.select(torch.zeros(6, dtype=torch.bool)),
@@ -187,14 +187,14 @@ def test_frozen_weights_give_the_tokens_of_an_uninterrupted_run(tiny, mode):
         rows = out.trajectories
         for uid in out.prompts.uid.tolist():
             mine = (rows.prompt_uid == uid).nonzero()[:, 0].tolist()
-            found |= {place[uid, n]: rows.select(torch.tensor([i])) for n, i in enumerate(mine)}
+            rows_of |= {place[uid, n]: rows.select(torch.tensor([i])) for n, i in enumerate(mine)}
         assert iterations < 20
     assert iterations > 2
-    for i, row in found.items():
-        assert row.response_tokens.to_lists()[0] == wanted.response_tokens.row(i).tolist()
-        assert row.thought_ends.to_lists()[0] == wanted.thought_ends.row(i).tolist()
-        assert (row.text[0], row.finish_reason[0]) == (wanted.text[i], wanted.finish_reason[i])
-        torch.testing.assert_close(row.engine_logprobs.values, wanted.engine_logprobs.row(i), atol=2e-5, rtol=1e-4)
+    for i, row in rows_of.items():
+        assert row.response_tokens.to_lists()[0] == expected.response_tokens.row(i).tolist()
+        assert row.thought_ends.to_lists()[0] == expected.thought_ends.row(i).tolist()
+        assert (row.text[0], row.finish_reason[0]) == (expected.text[i], expected.finish_reason[i])
+        torch.testing.assert_close(row.engine_logprobs.values, expected.engine_logprobs.row(i), atol=2e-5, rtol=1e-4)
     assert cut.context.metrics["carried_groups"] == 0
 
 

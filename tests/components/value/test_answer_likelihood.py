@@ -56,15 +56,15 @@ def test_bank_from_references_and_from_correct_trajectories(toolbox, table):
     )
 
     def bank(given=rewards, **settings):
-        found = answer_bank(table().tokenizer, prompts, trajectories, given, AnswerSettings(**EXIT, **settings))
-        texts = ["".join(map(chr, row)) for row in found.tokens.to_lists()]
-        return [[texts[e] for e in row] for row in found.entries.to_lists()], found
+        result = answer_bank(table().tokenizer, prompts, trajectories, given, AnswerSettings(**EXIT, **settings))
+        texts = ["".join(map(chr, row)) for row in result.tokens.to_lists()]
+        return [[texts[e] for e in row] for row in result.entries.to_lists()], result
 
-    rows, found = bank()
+    rows, result = bank()
     # The second problem has no reference: distinct answers of its correct, valid trajectories, in order.
     assert rows == [["E7}"]] + [["E2}", "E4}"]] * 6
-    assert found.reward.tolist() == [1.0] + [1.0, 2.0] * 6
-    assert found.scored.tolist() == [2, 2, 2]
+    assert result.reward.tolist() == [1.0] + [1.0, 2.0] * 6
+    assert result.scored.tolist() == [2, 2, 2]
     assert bank(references=1)[0][1] == ["E2}"]
     assert bank(bank="reference")[0] == [["E7}"]] + [[]] * 6
     assert bank(bank="group")[0] == [[]] + [["E2}", "E4}"]] * 6
@@ -78,11 +78,11 @@ def test_continuations_by_hand(toolbox):
     bounds = boundaries_of(trajectories, segments, rewards)
     bank = continuation_bank(trajectories, rewards, bounds.place, 4)
     texts = ["".join(map(chr, row)) for row in bank.tokens.to_lists()]
-    found = [[texts[e] for e in row] for row in bank.entries.to_lists()]
-    # Behind 0 thoughts both correct responses, behind 1 the same rest of both, nothing at an end; the last problem has
+    result = [[texts[e] for e in row] for row in bank.entries.to_lists()]
+    # After 0 thoughts both correct responses, after 1 the same rest of both, nothing at an end; the last problem has
     # none.
     own = [["abc", "xbc"], ["bc"], ["c"], []]
-    assert found == own * 3 + [["abc", "xbc"], ["bc"], []] + [[], []]
+    assert result == own * 3 + [["abc", "xbc"], ["bc"], []] + [[], []]
     assert continuation_bank(trajectories, rewards, bounds.place, 1).entries.lengths.max() == 1
 
 
@@ -166,9 +166,9 @@ def test_biased_low_unless_the_bank_covers_every_rewarded_continuation(toolbox, 
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         texts, inputs = _toy(toolbox, lambda t, g=generator: torch.rand(1, generator=g).item() < 0.5)
-        found = node.run(policy=policy, **inputs).values.values
+        result = node.run(policy=policy, **inputs).values.values
         for i, text in enumerate(texts):
-            gaps += [b - a for a, b in zip(found.row(i).tolist(), exact(text), strict=True)]
+            gaps += [b - a for a, b in zip(result.row(i).tolist(), exact(text), strict=True)]
     assert min(gaps) > -1e-6
     assert sum(gaps) / len(gaps) > 0.05
 
@@ -183,8 +183,8 @@ def test_immediate_with_all_answers_is_the_value_of_stopping_here(toolbox, table
     inputs = {"prompts": prompts, "trajectories": trajectories, "segments": segments, "policy": policy}
     both = node.run(**inputs, rewards=toolbox.rewards(trajectories.uid, [1, 1, 0])).values.values
     one = node.run(**inputs, rewards=toolbox.rewards(trajectories.uid, [1, 0, 0])).values.values
-    wanted = sum(policy.probability("PE", c + "}") for c in "12")
-    assert both.row(2).tolist()[0] == pytest.approx(wanted)
+    expected = sum(policy.probability("PE", c + "}") for c in "12")
+    assert both.row(2).tolist()[0] == pytest.approx(expected)
     assert bool((one.values < both.values).all())
 
 
@@ -289,7 +289,7 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
     assert rewards.correct.any()
     node = tiny.start(AnswerLikelihood, value=value, length_normalise=False, exit_text=" \\boxed{ ", answer_end=" }")
     inputs = {"trajectories": trajectories, "segments": segments}
-    found = node.run(prompts=prompts, policy=policy, rewards=rewards, **inputs).values.values
+    result = node.run(prompts=prompts, policy=policy, rewards=rewards, **inputs).values.values
     bounds = boundaries_of(trajectories, segments)
     if value == "immediate":
         bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, node.config)
@@ -307,7 +307,7 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
             slow += scores.logprobs.values[-int(bank.scored[entry]) :].sum().exp().item()
         if value == "continuation" and bool(bounds.last[b]):
             slow = float(rewards.correct[row])
-        assert found.values[b].item() == pytest.approx(slow, abs=1e-5)
+        assert result.values[b].item() == pytest.approx(slow, abs=1e-5)
 
 
 def test_no_trajectories(toolbox, table):

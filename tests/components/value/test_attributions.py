@@ -45,15 +45,15 @@ def test_leave_one_out_slow_version(toolbox, table, case):
 
 def test_gradients_are_summed_per_segment(toolbox, table, case):
     policy = table("abE7}")
-    asked = []
+    calls = []
 
     def attribute(context, tokens, temperature):
-        asked.append((context.to_lists(), tokens.to_lists()))
+        calls.append((context.to_lists(), tokens.to_lists()))
         return context.with_values(torch.arange(len(context.values)).float())
 
     policy.attribute = attribute
     values = toolbox.start(GradientAttribution, **EXIT, length_normalise=False).run(policy=policy, **case).values.values
-    context, tokens = asked[0]
+    context, tokens = calls[0]
     assert ["".join(map(chr, c)) for c in context] == ["PabbaE", "PaE", "PE"]
     assert ["".join(map(chr, t)) for t in tokens] == ["7}"] * 3
     # Context tokens are numbered 0 … : "abba" has 1 to 4, "a" has 7.

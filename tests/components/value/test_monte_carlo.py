@@ -83,7 +83,7 @@ def test_failed_verdicts_are_left_out(toolbox):
     assert node.context.metrics["invalid"] == 4
 
 
-def test_a_state_without_budget_is_judged_as_it_stands(toolbox):
+def test_a_state_without_budget_is_verified_as_it_stands(toolbox):
     limits = ThoughtLimits(max_thoughts=1)
     node, inputs = _case(toolbox, [TWO], [0.0], continuations=2, max_tokens=200, thoughts=limits)
     inputs["verifier"] = toolbox.verifier(lambda text: 0.25 if text == "a" + STOP else float("boxed{1}" in text))

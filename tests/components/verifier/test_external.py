@@ -1,4 +1,4 @@
-"""A verifier behind HTTP: a real server that answers, fails, hangs and talks nonsense."""
+"""A verifier over HTTP: a real server that answers, fails, hangs and talks nonsense."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""math-verify behind a hard time limit: equalities, hangs, crashes."""
+"""math-verify under a hard time limit: equalities, hangs, crashes."""
 
 import os
 import signal

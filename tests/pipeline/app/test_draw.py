@@ -71,8 +71,8 @@ def test_svg_has_every_node_and_wire_and_is_self_contained(srpo: Nodes) -> None:
     words = [t.text for t in root.iter(f"{SVG}text")]
     assert {n.name for n in graph.nodes} <= set(words)
     paths = [p for p in root.iter(f"{SVG}path") if "wire" in p.get("class", "").split()]
-    told = sorted(str(p[0].text) for p in paths)
-    assert told == sorted(f"{w} → {n.name}" for n in graph.nodes for _, w in n.all_wires)
+    titles = sorted(str(p[0].text) for p in paths)
+    assert titles == sorted(f"{w} → {n.name}" for n in graph.nodes for _, w in n.all_wires)
     dashed = [str(p[0].text) for p in paths if "delayed" in p.get("class", "")]
     assert dashed == ["learner.weights@1 → engine"]
     assert "weights@1" in words
@@ -151,8 +151,8 @@ def test_separate_by_hand() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.1, 20), st.floats(0.5, 4)), min_size=1, max_size=8))
 def test_separate_keeps_every_gap(rows: list[tuple[float, float, float]]) -> None:
-    wanted, gaps, weights = [r[0] for r in rows], [r[1] for r in rows[:-1]], [r[2] for r in rows]
-    placed = separate(wanted, gaps, weights)
+    positions, gaps, weights = [r[0] for r in rows], [r[1] for r in rows[:-1]], [r[2] for r in rows]
+    placed = separate(positions, gaps, weights)
     assert all(b - a >= gap - 1e-6 for (a, b), gap in zip(pairwise(placed), gaps, strict=True))
 
 

@@ -184,11 +184,11 @@ def test_tensorboard_reads_back(run):
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     rows = read_metrics(run / "metrics.jsonl")
-    found = events.Scalars("sampler/response_length")
-    assert [e.step for e in found] == [0, 1, 2, 3, 4]
+    actual = events.Scalars("sampler/response_length")
+    assert [e.step for e in actual] == [0, 1, 2, 3, 4]
     for name in ("sampler/response_length", "learner/loss", "evaluator/accuracy"):
-        wanted = {r["iteration"]: r[name] for r in rows if name in r}
-        assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(wanted, rel=1e-6)
+        expected = {r["iteration"]: r[name] for r in rows if name in r}
+        assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(expected, rel=1e-6)
     assert {"evaluator/accuracy", "seconds/iteration"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["graph"]
     assert [e.step for e in events.Tensors("rollouts/text_summary")] == [0, 2, 4]

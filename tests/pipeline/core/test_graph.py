@@ -17,9 +17,9 @@ def problems(nodes: Any) -> list[str]:
 
 
 def only(nodes: Nodes) -> str:
-    found = problems(nodes)
-    assert len(found) == 1, found
-    return found[0]
+    result = problems(nodes)
+    assert len(result) == 1, result
+    return result[0]
 
 
 def graph(nodes: Nodes) -> Graph:
@@ -300,9 +300,9 @@ def test_rows_of_another_iteration_are_another_population() -> None:
 
 def test_cycle_shows_its_path_and_the_wire_to_delay(srpo: Nodes) -> None:
     srpo["engine"]["in"]["weights"] = "learner.weights"
-    found = only(srpo)
-    assert found.startswith("cycle: engine → sampler → ")
-    assert found.endswith(
+    result = only(srpo)
+    assert result.startswith("cycle: engine → sampler → ")
+    assert result.endswith(
         "learner → engine; read the iteration before, for example 'engine.weights: learner.weights@1'."
     )
 

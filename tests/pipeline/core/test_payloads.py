@@ -64,8 +64,8 @@ def test_concat_of_a_cut_is_the_whole(uids: list[int], cut: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(-(2**62), 2**62), unique=True, min_size=1, max_size=12), st.data())
 def test_index_of_is_list_index(uids: list[int], data: st.DataObject) -> None:
-    asked = data.draw(st.lists(st.sampled_from(uids), max_size=20))
-    assert Batch(uid=tensor(*uids)).index_of(tensor(*asked)).tolist() == [uids.index(u) for u in asked]
+    requested = data.draw(st.lists(st.sampled_from(uids), max_size=20))
+    assert Batch(uid=tensor(*uids)).index_of(tensor(*requested)).tolist() == [uids.index(u) for u in requested]
 
 
 def test_index_of_names_what_is_missing() -> None:
@@ -154,7 +154,7 @@ def test_trajectories_stay_whole_under_select_and_concat() -> None:
         assert a.equal(b) if isinstance(a, Jagged | torch.Tensor) else a == b, f.name
 
 
-def test_entropies_that_an_engine_left_out_are_told() -> None:
+def test_entropies_that_an_engine_left_out_are_reported() -> None:
     assert known_entropies(torch.tensor([0.5, 0.0]), "reader").tolist() == [0.5, 0.0]
     with pytest.raises(
         CreditgraphError, match=r"reader: the engine gave no entropy for 1 of 2 tokens; expected all of them"

@@ -78,7 +78,7 @@ def test_defaults(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "wanted"),
+    ("name", "value", "expected"),
     [
         ("count", 3, 3),
         ("count", "3", 3),
@@ -104,10 +104,10 @@ def test_defaults(values: Any) -> None:
         ("share", 1, 1.0),
     ],
 )
-def test_converted(name: str, value: Any, wanted: Any) -> None:
-    found = getattr(built({name: value}), name)
-    assert found == wanted
-    assert type(found) is type(wanted)
+def test_converted(name: str, value: Any, expected: Any) -> None:
+    actual = getattr(built({name: value}), name)
+    assert actual == expected
+    assert type(actual) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_long_values_are_cut() -> None:
     assert "…" in text
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     _, problems = build_config(Needs, {"size": "l", "stepz": 2}, "node")
     assert problems == [
         "node.stepz: unknown setting. Did you mean 'steps'?",

@@ -120,7 +120,7 @@ def test_context_stream_and_uids() -> None:
 
 def test_counter_seed_follows_the_stream_and_fits_an_engine() -> None:
     for seed, counter in [(0, 0), (5, 1), (2**63 - 1, 700)]:
-        found = counter_seed(seed, counter)
-        assert 0 <= found < 2**63
+        result = counter_seed(seed, counter)
+        assert 0 <= result < 2**63
         # The uniform is the upper 53 bits of the same number.
-        assert (found >> 10) * 2.0**-53 == counter_uniform(np.array([seed], dtype=np.uint64), counter)[0]
+        assert (result >> 10) * 2.0**-53 == counter_uniform(np.array([seed], dtype=np.uint64), counter)[0]

@@ -129,9 +129,9 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, damage
     else:
         (newest / ("manifest.json" if damage == "no manifest" else "state.json")).unlink()
     with caplog.at_level(logging.WARNING, "creditgraph"):
-        found = store.latest()
-    assert found.iteration == 4
-    assert found.groups["a"]["w"][0] == 4
+        result = store.latest()
+    assert result.iteration == 4
+    assert result.groups["a"]["w"][0] == 4
     assert "000005" in caplog.text
     assert "Skipping it and using the previous one" in caplog.text
     with pytest.raises(RunError, match="000005"):

@@ -64,10 +64,10 @@ def test_an_evaluation_job_has_its_suite_and_its_folders(tmp_path, capsys):
     (mine / "suite" / "small.yaml").write_text("title: Small\n")
     run.mkdir()
     (run / "config.yaml").write_text("run: {}\n")
-    asked = ["submit", "--eval", str(run), "cluster=one_node", "--dry-run"]
-    assert main([*asked, "suite=small"]) == 2
+    command = ["submit", "--eval", str(run), "cluster=one_node", "--dry-run"]
+    assert main([*command, "suite=small"]) == 2
     assert "suite=small: no suite of that name; expected a file of configs/suite" in capsys.readouterr().err
-    assert main([*asked, "suite=small", "--config-dir", str(mine)]) == 0
+    assert main([*command, "suite=small", "--config-dir", str(mine)]) == 0
     assert f" eval {run} suite=small --config-dir {mine}" in capsys.readouterr().out
 
 

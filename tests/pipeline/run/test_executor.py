@@ -197,8 +197,8 @@ def test_evaluate_alone_uses_the_checkpointed_values(tmp_path):
     ):
         executor.setup()
         assert executor.restore() == 5
-        found = executor.evaluate()
-    assert found["evaluator/version"] == 5
+        result = executor.evaluate()
+    assert result["evaluator/version"] == 5
 
 
 def test_a_learner_is_never_run_by_an_evaluation():

@@ -39,12 +39,12 @@ def run(path, delay, overlap, fail_at=-1, sleep=0.0):
 
 @pytest.mark.parametrize(("delay", "overlap"), [(1, False), (2, True)])
 def test_what_is_finished_is_saved_and_continued(tmp_path, delay, overlap):
-    _, wanted = run(tmp_path / "whole", delay, overlap)
+    _, expected = run(tmp_path / "whole", delay, overlap)
     with pytest.raises(LostError, match=r"score .*iteration 4: all 2 servers are lost"):
         run(tmp_path / "cut", delay, overlap, fail_at=4, sleep=0.05)
-    first, found = run(tmp_path / "cut", delay, overlap)
+    first, actual = run(tmp_path / "cut", delay, overlap)
     assert first == 4 if not overlap else first <= 4
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, expected)
 
 
 def test_a_loss_in_the_first_iteration_leaves_nothing(tmp_path):

@@ -40,10 +40,10 @@ class Made(Team):
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_merged_reports_are_sums_means_and_the_slowest(replicas):
     place = RankView(Graph(()), Made(Ranks(world=replicas, num_replicas=replicas)))
-    found = place.merge({"score": report(0)})["score"]
+    result = place.merge({"score": report(0)})["score"]
     all_of_them = [report(r) for r in range(replicas)]
     odd = [3.0 * r for r in range(replicas) if r % 2]
-    assert found.metrics == pytest.approx(
+    assert result.metrics == pytest.approx(
         {
             "score/rows": sum(10.0 + r for r in range(replicas)),
             "score/mean": sum(0.1 * r for r in range(replicas)) / replicas,
@@ -51,6 +51,6 @@ def test_merged_reports_are_sums_means_and_the_slowest(replicas):
             "seconds/score": max(r.seconds for r in all_of_them),
         }
     )
-    assert found.rejected == [{"row": r} for r in range(replicas)]
-    assert found.seconds == max(r.seconds for r in all_of_them)
-    assert found.counts == {"score/rows"}
+    assert result.rejected == [{"row": r} for r in range(replicas)]
+    assert result.seconds == max(r.seconds for r in all_of_them)
+    assert result.counts == {"score/rows"}

@@ -27,7 +27,7 @@ def test_a_new_run_gets_its_folders_and_configuration(tmp_path):
         assert all(p.is_dir() for p in (run.path / "record", run.path / "checkpoints", run.path / "logs"))
 
 
-def test_a_second_process_is_refused_and_told_who_runs(tmp_path):
+def test_a_second_process_is_refused_and_the_error_names_who_runs(tmp_path):
     with RunDirectory.open(tmp_path / "r", CONFIG):
         with pytest.raises(RunError) as caught:
             RunDirectory.open(tmp_path / "r", CONFIG)
@@ -64,7 +64,7 @@ def test_free_settings_may_change(tmp_path):
         ({**CONFIG, "nodes": {**CONFIG["nodes"], "b": {"use": "z"}}}, "  nodes.b: was absent, now {'use': 'z'}"),
     ],
 )
-def test_another_graph_or_seed_is_refused_unless_told(tmp_path, config, line):
+def test_another_graph_or_seed_is_refused_unless_allowed(tmp_path, config, line):
     RunDirectory.open(tmp_path / "r", CONFIG).close()
     with pytest.raises(RunError) as caught:
         RunDirectory.open(tmp_path / "r", config)

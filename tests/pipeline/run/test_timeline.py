@@ -31,11 +31,11 @@ def check(spans):
         assert e["dur"] >= 0
         tracks[e["pid"], e["tid"]].append(e)
     outer = defaultdict(float)
-    for track, found in tracks.items():
-        ends = [e["ts"] + e["dur"] for e in found]
+    for track, events in tracks.items():
+        ends = [e["ts"] + e["dur"] for e in events]
         assert all(b >= a - 2 for a, b in itertools.pairwise(ends)), "rounded to microseconds"
         open_ends = []
-        for e in sorted(found, key=lambda e: (e["ts"], -e["dur"])):
+        for e in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
             while open_ends and open_ends[-1] <= e["ts"] + 2:
                 open_ends.pop()
             end = e["ts"] + e["dur"]
@@ -149,14 +149,14 @@ def test_a_heartbeat_tells_what_takes_so_long(tmp_path):
     trace = Timeline(tmp_path)
     trace.start(Team())
     with trace.span("sampler", "generation", 7), trace.span("generate", "generation"):
-        found = None
-        while not (found and found["lanes"]):  # the thread beats once a second
+        beat = None
+        while not (beat and beat["lanes"]):  # the thread beats once a second
             time.sleep(0.02)
-            found = heartbeat.read_heartbeat(tmp_path / "heartbeat.json")
+            beat = heartbeat.read_heartbeat(tmp_path / "heartbeat.json")
     trace.close()
-    lane = found["lanes"]["main"]
+    lane = beat["lanes"]["main"]
     assert (lane["node"], lane["iteration"], lane["phase"], lane["inside"]) == ("sampler", 7, "generation", "generate")
-    assert lane["since"] <= found["time"]
+    assert lane["since"] <= beat["time"]
     assert where(tmp_path) == "", "all have ended"
 
 

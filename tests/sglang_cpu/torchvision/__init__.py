@@ -34,9 +34,9 @@ class _Module(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        found = type(name, (), {}) if name[0].isupper() else _Module(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
+        result = type(name, (), {}) if name[0].isupper() else _Module(f"{self.__name__}.{name}")
+        setattr(self, name, result)
+        return result
 
     def __call__(self, *_, **__):
         raise NotImplementedError(f"{self.__name__}: tests/sglang_cpu stands in for torchvision, for text models only.")

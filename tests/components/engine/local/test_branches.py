@@ -38,11 +38,11 @@ def test_equal_to_scoring_each_branch_alone(start, kind, score_tokens):
 def test_models_without_a_lean_decoder_give_the_same(start):
     policy, _ = start("gpt2")
     trunk, row, at, tokens = _ragged(2)
-    found = policy.score_branches(trunk, row, at, tokens)
+    result = policy.score_branches(trunk, row, at, tokens)
     alone = policy.score(
         Jagged.from_rows([trunk.row(r)[:a] for r, a in zip(row.tolist(), at.tolist(), strict=True)]), tokens
     )
-    assert found.logprobs.equal(alone.logprobs)
+    assert result.logprobs.equal(alone.logprobs)
 
 
 def test_trunks_are_counted_once(start):
@@ -69,7 +69,7 @@ def test_nothing_to_score(start):
 
 
 @pytest.mark.parametrize(
-    ("row", "at", "length", "found"),
+    ("row", "at", "length", "message"),
     [
         ([0], [0], 1, "expected a start after 1 to 2 tokens .* but branch 0 starts after 0"),
         ([0], [3], 1, "branch 0 starts after 3"),
@@ -78,10 +78,10 @@ def test_nothing_to_score(start):
         ([0], [2], 95, "expected at most 96 tokens .* but prefix plus branch have 97"),
     ],
 )
-def test_bad_branches(start, row, at, length, found):
+def test_bad_branches(start, row, at, length, message):
     policy, _ = start("qwen2", decoder="lean")
     trunk, tokens = Jagged.from_rows([[3, 4]], torch.int32), Jagged.from_rows([[5] * length], torch.int32)
-    with pytest.raises(CreditgraphError, match=found):
+    with pytest.raises(CreditgraphError, match=message):
         policy.score_branches(trunk, torch.tensor(row), torch.tensor(at), tokens)
 
 
@@ -90,7 +90,7 @@ def test_attribution_by_finite_differences(start, kind):
     policy, model = start(kind, attributions=kind == "qwen2")
     context = Jagged.from_rows([[3, 9, 12, 5], [7], [8, 8, 20]], torch.int32)
     tokens = Jagged.from_rows([[6, 11], [4, 5, 6], []], torch.int32)
-    found = policy.attribute(context, tokens)
+    result = policy.attribute(context, tokens)
     model = model.double()
     for i in range(2):
         row, target = context.row(i).long(), tokens.row(i).long()
@@ -104,8 +104,8 @@ def test_attribution_by_finite_differences(start, kind):
 
         # d/ds log p(…, s·e_t, …) at s = 1 is gradient × embedding.
         slow = [(logprob(1 + 0.01, t) - logprob(1 - 0.01, t)) / 0.02 for t in range(len(row))]
-        assert found.row(i).tolist() == pytest.approx(slow, abs=2e-3)
-    assert found.row(2).tolist() == [0.0, 0.0, 0.0]
+        assert result.row(i).tolist() == pytest.approx(slow, abs=2e-3)
+    assert result.row(2).tolist() == [0.0, 0.0, 0.0]
     model.float()
 
 

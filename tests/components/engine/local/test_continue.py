@@ -96,7 +96,7 @@ def test_pauses_change_no_token_and_no_thought(tokenizer, start):
     for n in range(30):
         requests = random_requests(generator, tokenizer)
         replay = Replay(policy, requests)
-        wanted = replay.done
+        expected = replay.done
 
         def local(part, _):
             return policy.generate(part)
@@ -105,15 +105,15 @@ def test_pauses_change_no_token_and_no_thought(tokenizer, start):
             return feed_all(rows_of(policy, part), part, replay, rows, generator)
 
         for generate in (local, fed):
-            tokens, logprobs, entropies, ends, found, calls = in_parts(requests, generate, generator)
-            assert tokens == wanted.tokens.to_lists(), n
-            assert ends == wanted.thought_ends.to_lists(), n
-            assert found == wanted.finish_reason, n
+            tokens, logprobs, entropies, ends, actual, calls = in_parts(requests, generate, generator)
+            assert tokens == expected.tokens.to_lists(), n
+            assert ends == expected.thought_ends.to_lists(), n
+            assert actual == expected.finish_reason, n
             # A prefill in place of single steps adds in another order.
             flat = [torch.tensor([x for row in rows for x in row]) for rows in (logprobs, entropies)]
-            torch.testing.assert_close(flat[0], wanted.logprobs.values, atol=2e-5, rtol=1e-4, check_dtype=False)
-            torch.testing.assert_close(flat[1], wanted.entropies.values, atol=2e-5, rtol=1e-4, check_dtype=False)
-        reasons, most = reasons | set(found), max(most, calls)
+            torch.testing.assert_close(flat[0], expected.logprobs.values, atol=2e-5, rtol=1e-4, check_dtype=False)
+            torch.testing.assert_close(flat[1], expected.entropies.values, atol=2e-5, rtol=1e-4, check_dtype=False)
+        reasons, most = reasons | set(actual), max(most, calls)
     assert {"stop", "length", "thoughts", "final"} <= reasons
     assert most > 3
 

@@ -82,12 +82,12 @@ def gpu_hash(values):
 
 def main():
     os.environ["TRITON_INTERPRET"] = "1"  # runs the hash kernel without a GPU
-    asked = json.load(sys.stdin)
+    inputs = json.load(sys.stdin)
     answer = {
-        "problems": [problem_of(path, body) for path, body in asked["bodies"]],
-        "hashes": [f"{gpu_hash(values):016x}" for values in asked["hashes"]],
+        "problems": [problem_of(path, body) for path, body in inputs["bodies"]],
+        "hashes": [f"{gpu_hash(values):016x}" for values in inputs["hashes"]],
     }
-    with open(asked["answer"], "w", encoding="utf-8") as file:
+    with open(inputs["answer"], "w", encoding="utf-8") as file:
         json.dump(answer, file)
 
 

@@ -80,10 +80,10 @@ def verdicts(tmp_path_factory):
         pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
     answer = tmp_path_factory.mktemp("contract") / "answer.json"
     words = [[1, 2, 3], list(range(-9000, 9000))]
-    asked = {"bodies": [*GOOD.values(), *BAD.values()], "hashes": words, "answer": str(answer)}
+    inputs = {"bodies": [*GOOD.values(), *BAD.values()], "hashes": words, "answer": str(answer)}
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name("sglang_contract.py")],
-        input=json.dumps(asked),
+        input=json.dumps(inputs),
         capture_output=True,
         text=True,
         timeout=900,

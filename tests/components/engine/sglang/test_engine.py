@@ -256,7 +256,7 @@ def test_pausing(pair, in_flight):
 
 
 @needs_sglang
-def test_another_server_at_the_address_is_found_out(pair):
+def test_another_server_at_the_address_is_noticed(pair):
     async def scene():
         async with httpx.AsyncClient(base_url=pair.address, timeout=60.0, trust_env=False) as client:
             dialect = pair.sglang.backend.pool._dialect

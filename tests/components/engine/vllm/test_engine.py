@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_on_the_way
 
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.local.engine import LocalEngine
 from components.engine.messages import BadResponse
-from components.engine.served.addresses import own_address
-from components.engine.served.dialect import ServedModel
-from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.engine import VllmEngine
-from components.engine.vllm.settings import VllmSettings
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
@@ -30,46 +25,8 @@ pytestmark = [
     # One engine takes tens of seconds to start, so one worker runs all of them.
     pytest.mark.xdist_group("vllm"),
 ]
-CONTEXT = 192
 PROMPTS = 100
-
-
-class Pair:
-    """engine.vllm and engine.local on one model, always loaded with the same weights."""
-
-    def __init__(self, path):
-        from components.models.load import load_causal_lm
-
-        spec = ModelSpec(path=path, max_context=CONTEXT)
-        self.vllm, self.local = VllmEngine(VllmEngine.Config(kv_cache_gb=0.25)), LocalEngine(LocalEngine.Config())
-        for engine in (self.vllm, self.local):
-            engine.setup(Context(node="engine", model=spec))
-        self.model = load_causal_lm(spec)
-        self.original = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.version = -1
-        self.load()
-
-    def load(self, noise=0.0):
-        """Loads the original weights, with noise, in both; the model has them too."""
-        generator = torch.Generator().manual_seed(self.version + 10)
-        own = {name: t for name, t in self.original.items() if name not in self.vllm.names.tied}
-        changed = {name: t + noise * torch.randn(t.shape, generator=generator) for name, t in own.items()}
-        self.version += 1
-        self.weights = Weights(version=self.version, tensors=changed)
-        self.model.float().load_state_dict(self.vllm.names.resolve(self.weights))
-        self.policy = self.vllm.run(weights=self.weights).policy
-        self.reference = self.local.run(weights=self.weights).policy
-
-    def exact(self, context, tokens, temperature):
-        """Log-probs and entropies of each row by transformers in float64."""
-        model, logprobs, entropies = self.model.double(), [], []
-        for before, after in zip(context.to_lists(), tokens.rows(), strict=True):
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([before + after.tolist()])).logits[0, len(before) - 1 : -1]
-            table = torch.log_softmax(logits / temperature, -1)
-            logprobs.append(table.gather(1, after.long()[:, None])[:, 0])
-            entropies.append(-(table.exp() * table).sum(-1))
-        return torch.cat(logprobs).float(), torch.cat(entropies).float()
+DIFFER = r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats"
 
 
 @pytest.fixture(scope="module")
@@ -309,47 +266,11 @@ def test_padding_columns_are_never_drawn(pair, chains):
         runner.sampler.forbidden = None
 
 
-def corrupt_a_layer(pair, monkeypatch):
-    from components.engine.vllm.worker import WorkerExtension
-
-    reload = WorkerExtension.creditgraph_reload
-
-    def wrong(worker, tensors):
-        reload(worker, ((n, t + 0.05 if n.endswith("layers.1.mlp.down_proj.weight") else t) for n, t in tensors))
-
-    monkeypatch.setattr(type(worker_of(pair)), "creditgraph_reload", wrong)
-
-
-def skip_the_tied_head(pair, monkeypatch):
-    monkeypatch.setattr("components.engine.vllm.worker.refresh_tied", lambda model: None)
-
-
-def swap_on_the_way(pair, monkeypatch):
-    call = pair.vllm.backend.llm.collective_rpc
-
-    def wrong(method, args=(), **kwargs):
-        if method == "creditgraph_load":
-            args = (args[0], {n: t.flip(0) for n, t in args[1].items()}, args[2])
-        return call(method, args=args, **kwargs)
-
-    monkeypatch.setattr(pair.vllm.backend.llm, "collective_rpc", wrong)
-
-
-def worker_of(pair):
-    return pair.vllm.backend.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
 @pytest.mark.parametrize(
     ("corrupt", "sentence"),
     [
-        (
-            corrupt_a_layer,
-            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
-        ),
-        (
-            skip_the_tied_head,
-            r"update to weights version \d+: its log-probs of a fixed sequence differ by up to .* nats",
-        ),
+        (corrupt_a_layer, DIFFER),
+        (skip_the_tied_head, DIFFER),
         (
             swap_on_the_way,
             r"weights version (\d+): expected version \1 with checksum \w+, the engine reports version \1 with \w+",
@@ -454,29 +375,3 @@ def test_toy_srpo_trains_with_one_override(pair, tmp_path):
     updated = [line["engine/update_difference"] for line in lines if "engine/update_difference" in line]
     assert len(updated) >= 2
     assert max(updated) < 1e-4
-
-
-def test_a_broadcast_declares_what_it_sends(tmp_path):
-    """The parts of an NCCL broadcast that run without a GPU: the declared tensors, and vLLM's own request classes."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    from components.engine.vllm.nccl import FileSource
-
-    channel = FileChannel(ChannelSettings(path=str(tmp_path)), torch.bfloat16)
-    update = channel.publish(Weights(version=1, tensors={"a": torch.ones(3, 2), "b": torch.zeros(4)}))
-    source = FileSource("cpu")
-    source.files = update.files
-    declared = [(m.name, m.dtype, m.shape) for m in source.metadata()]
-    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
-    assert declared == [("a", torch.bfloat16, (3, 2)), ("b", torch.bfloat16, (4,))]
-    assert own_address("127.0.0.1", 8000) == "127.0.0.1"
-    assert NCCLTrainerInitInfo(
-        rank=0, master_address="h", master_port=1, world_size=3, packed_buffer_size_bytes=1 << 20
-    ).is_sender
-    channel.close()
-
-
-def test_a_broadcast_of_vllm_without_a_gpu_is_refused():
-    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
-    with pytest.raises(ConfigError, match=r"engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast'"):
-        VllmDialect(VllmSettings(channel=ChannelSettings(kind="broadcast")), model)

@@ -1,3 +1,5 @@
+"""One step of learner.hf: loss, gradient, mini-batches, what is skipped, bad input, replicas."""
+
 import dataclasses
 import math
 import re
@@ -5,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from learner_steps import FAST, REINFORCE, distance, run, same
 
 from components.learner.hf.learner import HFLearner
 from components.learner.hf.settings import Lora
@@ -15,21 +18,6 @@ from pipeline.core.errors import AlignmentError, DataError
 from pipeline.core.jagged import Jagged
 from pipeline.core.settings import build_config
 
-FAST = OptimizerSettings(lr=1e-2)
-REINFORCE = ObjectiveSettings(use="reinforce", aggregate="seq_mean_token_mean")
-
-
-def run(learner, batch):
-    return learner.run(trajectories=batch[0], credit=batch[1])
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def distance(a, b):
-    return max(float((a[n] - b[n]).abs().max()) for n in a)
-
 
 def at_own_logprobs(learner, batch, temperature=1.0):
     """The batch with the engine log-probs that this learner computes itself."""
@@ -37,9 +25,9 @@ def at_own_logprobs(learner, batch, temperature=1.0):
 
     trajectories, credit = batch
     packed = pack(trajectories.prompt_tokens, trajectories.response_tokens, torch.arange(len(trajectories)))
-    found = learner.model.logprobs(packed, temperature)[0]
+    result = learner.model.logprobs(packed, temperature)[0]
     return trajectories.replace(
-        engine_logprobs=found.with_values(found.values.detach()), temperature=temperature
+        engine_logprobs=result.with_values(result.values.detach()), temperature=temperature
     ), credit
 
 
@@ -219,13 +207,13 @@ def test_logprobs_as_first_computed_are_given_out(make_learner, make_batch, sett
     nothing = torch.where(credit.advantage.row_ids == 2, 0.0, credit.advantage.values)
     out = run(learner, (trajectories, credit.replace(advantage=credit.advantage.with_values(nothing))))
     assert out.logprobs.uid.tolist() == trajectories.uid.tolist()
-    found, skipped = out.logprobs.logprobs, before.row_ids == 2
+    result, skipped = out.logprobs.logprobs, before.row_ids == 2
     if "old_logprobs" in settings:  # all tokens are computed, before any step
-        assert float((found.values - before.values).abs().max()) < 1e-5
+        assert float((result.values - before.values).abs().max()) < 1e-5
         return
-    assert bool(found.values[skipped].isnan().all())  # a row without credit is not run
-    assert not bool(found.values[~skipped].isnan().any())
-    gap = (found.values - before.values)[~skipped].abs()
+    assert bool(result.values[skipped].isnan().all())  # a row without credit is not run
+    assert not bool(result.values[~skipped].isnan().any())
+    gap = (result.values - before.values)[~skipped].abs()
     if "minibatches" in settings:  # later mini-batches are computed after the first one's step
         assert 0 < float(gap.max()) < 1
         assert float(gap.min()) < 1e-5
@@ -263,90 +251,7 @@ def test_entropy_bonus_raises_entropy(make_learner, make_batch):
     assert entropies[-1] > entropies[0] + 0.05
 
 
-# --- LoRA, publishing ---
-
-
-def test_lora_publishes_what_peft_merges(make_learner, make_batch):
-    learner = make_learner(lora=Lora(rank=4, alpha=8), optimizer=FAST)
-    trained = learner.model.trainable()
-    assert trained
-    assert all(".lora_" in n for n in trained)
-    initial = learner.initial()["weights"].tensors
-    published = run(learner, make_batch()).weights.tensors
-    assert distance(initial, published) > 1e-3
-    assert same(published, learner.model.published())
-    merged = learner.model._peft.merge_and_unload().state_dict()
-    assert set(merged) - set(published) == {"lm_head.weight"}
-    for name, tensor in published.items():
-        torch.testing.assert_close(tensor, merged[name], rtol=0, atol=0)
-
-
-def test_lora_target_that_does_not_fit(make_learner):
-    with pytest.raises(ValueError, match=r"lora\.target 'nonesuch' does not fit Qwen2ForCausalLM"):
-        make_learner(lora=Lora(rank=2, target="nonesuch"))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_published_weights_load_into_a_fresh_model(make_learner, make_batch, tied):
-    from transformers import AutoModelForCausalLM
-
-    learner = make_learner(tied=tied, optimizer=FAST)
-    tensors = run(learner, make_batch()).weights.tensors
-    assert ("lm_head.weight" in tensors) is not tied
-    model = AutoModelForCausalLM.from_pretrained(learner.context.model.path)
-    loaded = model.load_state_dict(tensors, strict=False)
-    assert loaded.unexpected_keys == []
-    assert loaded.missing_keys == (["lm_head.weight"] if tied else [])
-    ids = torch.arange(10)[None]
-    learner.model.causal_lm.set_attn_implementation("sdpa")
-    torch.testing.assert_close(model(input_ids=ids).logits, learner.model.causal_lm(input_ids=ids).logits)
-
-
-def test_published_weights_are_a_snapshot(make_learner, make_batch):
-    learner = make_learner(optimizer=FAST)
-    first = run(learner, make_batch()).weights.tensors
-    copy = {n: t.clone() for n, t in first.items()}
-    run(learner, make_batch())
-    assert same(first, copy)
-
-
-# --- resuming ---
-
-
-@pytest.mark.parametrize("lora", [Lora(), Lora(rank=2)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_is_bit_exact(make_learner, make_batch, lora, dtype):
-    more = {
-        "lora": lora,
-        "dtype": dtype,
-        "minibatches": 2,
-        "optimizer": OptimizerSettings(lr=1e-2, schedule="cosine", warmup=2),
-        "objective": ObjectiveSettings(kl=KL(coefficient=0.1)),
-    }
-    straight, first, second = (make_learner(**more) for _ in range(3))
-    for i in range(4):
-        straight.context.iteration = i
-        wanted = run(straight, make_batch(seed=i))
-    for i in range(2):
-        first.context.iteration = i
-        last = run(first, make_batch(seed=i))
-    second.load_state_dict(first.state_dict())
-    resumed = second.initial()["weights"]
-    assert resumed.version == 2
-    assert same(resumed.tensors, last.weights.tensors)
-    for i in range(2, 4):
-        second.context.iteration = i
-        found = run(second, make_batch(seed=i))
-    assert same(found.weights.tensors, wanted.weights.tensors)
-    assert found.report.metrics == wanted.report.metrics
-
-
-def test_bfloat16_trains(make_learner, make_batch):
-    learner = make_learner(dtype="bfloat16", optimizer=FAST)
-    out = run(learner, make_batch())
-    assert {t.dtype for t in out.weights.tensors.values()} == {torch.bfloat16}
-    assert out.report.metrics["steps"] == 1
-    assert learner.state_dict()["optimizer"]["masters"]["model.norm.weight"].dtype == torch.float32
+# --- recomputing activations ---
 
 
 def test_recomputed_activations_change_nothing(make_learner, make_batch):
@@ -425,10 +330,10 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
     assert first == second
     assert first["imbalance_after"] <= first["imbalance_before"]
     alone = make_learner(**settings)
-    wanted = run(alone, batch).report.metrics
+    expected = run(alone, batch).report.metrics
     split = {"imbalance_before", "imbalance_after", "forward_tokens", "shared_tokens"}
-    once, both = ({k: v for k, v in m.items() if k not in split} for m in (wanted, first))
-    assert set(first) - set(wanted) == {"imbalance_before", "imbalance_after"}
+    once, both = ({k: v for k, v in m.items() if k not in split} for m in (expected, first))
+    assert set(first) - set(expected) == {"imbalance_before", "imbalance_after"}
     assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)
     assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
     if minibatches == 1:

@@ -66,7 +66,7 @@ def ranks() -> Any:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value
-    head), "qwen2-tied", "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (norms behind;
+    head), "qwen2-tied", "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (post-norm;
     sliding windows, YaRN)."""
     made: dict[str, str] = {}
 
@@ -92,7 +92,7 @@ def _write(kind: str, path: Path) -> str:
         "tie_word_embeddings": False,
     }
     scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
-    config = {
+    shapes = {
         "qwen2": lambda: transformers.Qwen2Config(**{**shared, "vocab_size": 51, "num_key_value_heads": 1}),
         "qwen2-tied": lambda: transformers.Qwen2Config(**{**shared, "tie_word_embeddings": True}),
         "qwen3": lambda: transformers.Qwen3Config(**shared, head_dim=12),
@@ -108,7 +108,9 @@ def _write(kind: str, path: Path) -> str:
         "llama": lambda: transformers.LlamaConfig(
             **shared, rope_parameters={**scaled, "original_max_position_embeddings": 16}
         ),
-    }[kind]()
+    }
+    # A model type without a shape above gets the shared one.
+    config = shapes[kind]() if kind in shapes else transformers.AutoConfig.for_model(kind, **shared)
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

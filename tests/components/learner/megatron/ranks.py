@@ -38,12 +38,12 @@ def differing(model: MegatronModel, path: str, dtype: torch.dtype) -> list[str]:
     """Names whose export differs from the file; names missing or doubled."""
     from safetensors.torch import load_file
 
-    wanted = load_file(f"{path}/model.safetensors")
+    expected = load_file(f"{path}/model.safetensors")
     bad = []
     for name, tensor in model.export():
-        if name not in wanted or not torch.equal(wanted.pop(name).to(dtype), tensor):
+        if name not in expected or not torch.equal(expected.pop(name).to(dtype), tensor):
             bad.append(name)
-    return bad + sorted(wanted)
+    return bad + sorted(expected)
 
 
 def _fill(model: MegatronModel, tensors: Any) -> None:
@@ -85,11 +85,11 @@ def chain(path: str, steps: list[dict[str, Any]]) -> list[str]:
         model = MegatronModel.build(path, layout)
         _fill(model, reversed(tensors.items()))
         tensors = dict(model.export())
-    wanted = load_file(f"{path}/model.safetensors")
+    expected = load_file(f"{path}/model.safetensors")
     return [
         k
-        for k in wanted.keys() | tensors.keys()
-        if k not in wanted or k not in tensors or not torch.equal(wanted[k], tensors[k])
+        for k in expected.keys() | tensors.keys()
+        if k not in expected or k not in tensors or not torch.equal(expected[k], tensors[k])
     ]
 
 
@@ -134,14 +134,14 @@ def _pass(
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    found: list[tuple[Tensor, Tensor]] = [(torch.zeros(0), torch.zeros(0))]
+    outputs: list[tuple[Tensor, Tensor]] = [(torch.zeros(0), torch.zeros(0))]
 
     def step(given: Any, chunk: Any) -> Any:
         batch: PackedBatch = next(given)
 
         def loss(hidden: Tensor) -> Any:
             logprobs, entropies = (x.values for x in model.logprobs(hidden, batch, temperature=0.8))
-            found.append((logprobs.detach(), entropies.detach()))
+            outputs.append((logprobs.detach(), entropies.detach()))
             return objective(logprobs, entropies), torch.tensor(1), {}
 
         return model.forward(chunk, batch), loss
@@ -166,7 +166,7 @@ def _pass(
     gradients = dict(model.export())
     for parameter, data in weights:
         parameter.data = data
-    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), gradients
+    return torch.cat([f[0] for f in outputs]), torch.cat([f[1] for f in outputs]), gradients
 
 
 def head(

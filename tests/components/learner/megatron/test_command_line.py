@@ -41,8 +41,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]
 def test_it_trains_as_learner_hf_does(
     size: int, layout: list[str], reference: list[dict[str, float]], processes: Callable[[int], Any], tmp_path: Path
 ) -> None:
-    found = train(processes, size, tmp_path, "learner=megatron", *layout)
+    result = train(processes, size, tmp_path, "learner=megatron", *layout)
     # After a step, weights and so rollouts' log-probs differ by rounding.
-    for hf, megatron, tolerance in zip(reference, found, (1e-5, 1e-3), strict=True):
+    for hf, megatron, tolerance in zip(reference, result, (1e-5, 1e-3), strict=True):
         assert megatron["rewards/mean"] == hf["rewards/mean"]
         assert megatron.get("learner/grad_norm") == pytest.approx(hf.get("learner/grad_norm"), rel=tolerance)

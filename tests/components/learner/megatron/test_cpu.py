@@ -70,11 +70,11 @@ def test_random_regions_are_restored(random: types.ModuleType, megatron_on_cpu: 
         tracker = random.CudaRNGStatesTracker()
         tracker.add("region", 5)
         torch.manual_seed(1)
-        wanted = torch.rand(3)
+        expected = torch.rand(3)
         torch.manual_seed(1)
         with tracker.fork("region"):
             inside = torch.rand(3)
-        assert torch.equal(torch.rand(3), wanted)
+        assert torch.equal(torch.rand(3), expected)
         torch.manual_seed(5)
         assert torch.equal(torch.rand(3), inside)
 
@@ -93,6 +93,6 @@ def test_inert_with_cuda(monkeypatch: pytest.MonkeyPatch, random: types.ModuleTy
         assert states == (random._get_cuda_rng_state, random._set_cuda_rng_state)
         assert as_megatron(lambda: torch.zeros(1).type())() == "torch.FloatTensor"
         seen: list[str] = []
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: seen.append("asked") or 0)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: seen.append("called") or 0)
         as_megatron(lambda: torch.cuda.current_device())()
-        assert seen == ["asked"]
+        assert seen == ["called"]

@@ -68,15 +68,15 @@ def reference(training: Any, folder: str) -> dict[str, dict[str, Any]]:
     return training.train_hf(folder, training.CASES)
 
 
-def relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def relative(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest difference of a tensor over the tensor's largest value, over all tensors."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted)
+    assert actual.keys() == expected.keys()
+    return max(float((actual[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected)
 
 
-def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """‖found − wanted‖ / ‖wanted‖, all tensors as one vector."""
-    a, b = (torch.cat([x[n].double().flatten() for n in sorted(wanted)]) for x in (found, wanted))
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """‖actual − expected‖ / ‖expected‖, all tensors as one vector."""
+    a, b = (torch.cat([x[n].double().flatten() for n in sorted(expected)]) for x in (actual, expected))
     return float((a - b).norm() / b.norm())
 
 
@@ -84,21 +84,17 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if k not in CUT}
 
 
-def test_every_objective_is_covered(training: Any) -> None:
-    assert {case["objective"].use for case in training.CASES.values()} == set(OBJECTIVES)
-
-
-def compare(found: dict[str, Any], wanted: dict[str, Any], place: str) -> None:
-    for a, b in zip(found["metrics"], wanted["metrics"], strict=True):
+def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> None:
+    for a, b in zip(actual["metrics"], expected["metrics"], strict=True):
         assert learned(a) == pytest.approx(learned(b), rel=1e-5, abs=2e-6), place
-    assert float((found["logprobs"] - wanted["logprobs"]).abs().max()) < 1e-5, place
-    if found["gradients"]:
-        assert distance(found["gradients"], wanted["gradients"]) < 1e-5, place
+    assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 1e-5, place
+    if actual["gradients"]:
+        assert distance(actual["gradients"], expected["gradients"]) < 1e-5, place
         # Of a single tensor up to 1.02e-5 was seen.
-        assert relative(found["gradients"], wanted["gradients"]) < 3e-5, place
-    assert relative(found["weights"], wanted["weights"]) < 1e-5, place
+        assert relative(actual["gradients"], expected["gradients"]) < 3e-5, place
+    assert relative(actual["weights"], expected["weights"]) < 1e-5, place
     # All weights as one vector.
-    assert distance(found["weights"], wanted["weights"]) < 1e-6, place
+    assert distance(actual["weights"], expected["weights"]) < 1e-6, place
 
 
 @pytest.mark.slow
@@ -109,9 +105,9 @@ def test_equal_to_learner_hf(
     answers = pool.run(training.train_layouts, folder, layouts, {name: training.CASES[name] for name in cases})
     for place, layout in enumerate(layouts):
         for case in cases:
-            found, name = answers[0][place][case], f"{layout}, {case}"
-            assert all(other[place][case]["metrics"] == found["metrics"] for other in answers), name
-            compare(found, reference[case], name)
+            result, name = answers[0][place][case], f"{layout}, {case}"
+            assert all(other[place][case]["metrics"] == result["metrics"] for other in answers), name
+            compare(result, reference[case], name)
 
 
 def test_a_replica_without_rows_takes_part(pool: Any, training: Any, folder: str) -> None:
@@ -131,10 +127,10 @@ def test_every_rank_has_all_logprobs_and_a_pipeline_reports_its_bubble(
     settings = {**training.CASES["reinforce"], "old_logprobs": old, "micro_batch_tokens": 40}
     learner = training.hf_learner(folder, settings)
     trajectories, credit = training.make_batch(0)
-    wanted = learner.run(trajectories=trajectories, credit=credit).logprobs.logprobs.values
+    expected = learner.run(trajectories=trajectories, credit=credit).logprobs.logprobs.values
     for layouts in pool.run(training.one_step, folder, [{}, {**TP2, **PP2}], settings):
         for logprobs, _ in layouts:
-            assert float((logprobs - wanted).abs().max()) < 1e-5
+            assert float((logprobs - expected).abs().max()) < 1e-5
         replicas, pipeline = (metrics for _, metrics in layouts)
         assert "bubble" not in replicas
         # Two stages and few micro-batches: at least one stage waits while the other computes.
@@ -154,15 +150,15 @@ def test_nan_on_one_rank_skips_the_step_on_all(
 
 def test_bfloat16_stays_near_learner_hf(pool: Any, training: Any, folder: str) -> None:
     cases = {"reinforce": training.CASES["reinforce"]}
-    wanted = training.train_hf(folder, cases, "bfloat16")["reinforce"]
+    of_hf = training.train_hf(folder, cases, "bfloat16")["reinforce"]
     layout = {**TP2, "distributed_optimizer": "on"}
-    found = pool.run(training.train_layouts, folder, [layout], cases, "bfloat16")[0][0]["reinforce"]
-    assert {t.dtype for t in found["weights"].values()} == {torch.bfloat16}
+    actual = pool.run(training.train_layouts, folder, [layout], cases, "bfloat16")[0][0]["reinforce"]
+    assert {t.dtype for t in actual["weights"].values()} == {torch.bfloat16}
     for name, more in (("loss", {"abs": 0.05}), ("grad_norm", {})):
-        expected = [m[name] for m in wanted["metrics"]]
-        assert [m[name] for m in found["metrics"]] == pytest.approx(expected, rel=0.1, **more)
+        expected = [m[name] for m in of_hf["metrics"]]
+        assert [m[name] for m in actual["metrics"]] == pytest.approx(expected, rel=0.1, **more)
     # Steps of 3e-3 on weights of about 0.2, whose neighbours in bfloat16 are 1e-3 apart.
-    gaps = [float((found["weights"][n].float() - w.float()).abs().max()) for n, w in wanted["weights"].items()]
+    gaps = [float((actual["weights"][n].float() - w.float()).abs().max()) for n, w in of_hf["weights"].items()]
     assert max(gaps) < 0.02
 
 
@@ -175,14 +171,14 @@ def test_a_checkpoint_is_continued_by_any_layout(
     pool: Any, training: Any, folder: str, tmp_path: Path, distributed: str, layouts: list[dict[str, Any]]
 ) -> None:
     target, more = str(tmp_path / "shards"), {"distributed_optimizer": distributed}
-    wanted = pool.run(training.save_and_step, folder, {**TP2, **more}, target)[0]
+    expected = pool.run(training.save_and_step, folder, {**TP2, **more}, target)[0]
     for layout in (TP2, *layouts):
-        found = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
-        assert found["version"] == wanted["version"] == 3
-        assert all(torch.equal(found["saved"][n], w) for n, w in wanted["saved"].items()), layout
-        assert found["metrics"]["trained_tokens_total"] == wanted["metrics"]["trained_tokens_total"]
-        assert found["metrics"]["lr"] == wanted["metrics"]["lr"]
-        assert relative(found["weights"], wanted["weights"]) < 1e-6, layout
+        actual = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
+        assert actual["version"] == expected["version"] == 3
+        assert all(torch.equal(actual["saved"][n], w) for n, w in expected["saved"].items()), layout
+        assert actual["metrics"]["trained_tokens_total"] == expected["metrics"]["trained_tokens_total"]
+        assert actual["metrics"]["lr"] == expected["metrics"]["lr"]
+        assert relative(actual["weights"], expected["weights"]) < 1e-6, layout
 
 
 def test_a_damaged_checkpoint_is_refused_on_every_rank(pool: Any, training: Any, folder: str, tmp_path: Path) -> None:

@@ -66,12 +66,12 @@ def test_value_and_gradient_equal_float64_softmax(tensor: int, pool: Any, ranks:
     given[2].clamp_(max=28)
     answers = pool.run(ranks.head, tensor, *given, cases)
     for i, (vocab, temperature, by) in enumerate(cases):
-        wanted = plain(*given, vocab, temperature, by)
+        expected = plain(*given, vocab, temperature, by)
         replica = [a[i] for a in answers[:tensor]]
         for logprobs, entropies, d_hidden, _ in replica:
-            for x, y in zip((logprobs, entropies, d_hidden), wanted[:3], strict=True):
+            for x, y in zip((logprobs, entropies, d_hidden), expected[:3], strict=True):
                 torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat([r[3] for r in replica]).double(), wanted[3], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([r[3] for r in replica]).double(), expected[3], rtol=1e-5, atol=1e-5)
 
 
 def peak(rows: int, vocab: int, chunk: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, EntropyMask, ObjectiveSettings
+from components.learner.objective import KL, OBJECTIVES, EntropyMask, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
 from pipeline.core.component import Context, ModelSpec, Ranks
@@ -123,11 +123,11 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for p, moment in moments.items():
             p.copy_(moment / 0.1)
-    found = dict(learner.backend.model.export())
+    result = dict(learner.backend.model.export())
     with torch.no_grad():
         for p, value in kept.items():
             p.copy_(value)
-    return found
+    return result
 
 
 def logprobs_of(learner: Any) -> torch.Tensor:
@@ -158,7 +158,8 @@ def train(
 
 
 WIDE = {"clip_low": 0.2, "clip_high": 0.2}
-CASES: dict[str, dict[str, Any]] = {
+# Settings of the learner that exercise more of an objective than its defaults do.
+SPECIAL: dict[str, dict[str, Any]] = {
     "reinforce": {
         "objective": ObjectiveSettings(use="reinforce", entropy_bonus=0.01, aggregate="seq_mean_token_mean"),
         "micro_batch_tokens": 0,
@@ -185,6 +186,10 @@ CASES: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 10,
         "share_prefixes": False,
     },
+}
+# Every shipped objective; one without special settings is trained with its defaults.
+CASES = {
+    use: SPECIAL.get(use) or {"objective": ObjectiveSettings(use=use), "micro_batch_tokens": 60} for use in OBJECTIVES
 }
 
 
@@ -243,8 +248,8 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
         if what == "gradient":
             hidden = hidden.clone()
             hidden.register_hook(lambda grad: grad * float("nan"))
-        found = own(hidden, *args, **kwargs)
-        return tuple(x.with_values(x.values * float("nan")) for x in found) if what == "loss" else found
+        result = own(hidden, *args, **kwargs)
+        return tuple(x.with_values(x.values * float("nan")) for x in result) if what == "loss" else result
 
     if dist.get_rank() == dist.get_world_size() - 1:
         learner.backend.model.logprobs = logprobs

@@ -113,10 +113,10 @@ def test_dual_clip_by_hand():
 @pytest.mark.parametrize("dual_clip", [0.0, 1.5])
 def test_token_equals_loop(reference, dual_clip):
     inputs = make_inputs(spread=0.8)
-    found = losses(inputs, ObjectiveSettings(config={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual_clip}))[0]
-    for row in range(len(found)):
+    result = losses(inputs, ObjectiveSettings(config={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual_clip}))[0]
+    for row in range(len(result)):
         args = (inputs.logprobs.row(row), inputs.old_logprobs.row(row), inputs.advantage.row(row))
-        torch.testing.assert_close(found.row(row), torch.stack(reference.token_loss(*args, 0.2, 0.3, dual_clip)))
+        torch.testing.assert_close(result.row(row), torch.stack(reference.token_loss(*args, 0.2, 0.3, dual_clip)))
 
 
 def test_reinforce_by_hand():
@@ -208,13 +208,13 @@ def test_aggregate_equals_loop(reference, how, drop_empty):
     mask = Jagged.from_rows([[True, False, True], [False, False], [True], [True, True, False, True]])
     values = mask.with_values(torch.randn(10, generator=torch.Generator().manual_seed(0)))
     objective = ObjectiveSettings(aggregate=how, constant_length=7 if how == "constant" else 0, drop_empty=drop_empty)
-    found = aggregate(values, mask, objective, counts(mask, objective))
-    wanted = reference.aggregate_loss(values.to_lists(), mask.to_lists(), how, objective.constant_length, drop_empty)
-    assert float(found) == pytest.approx(wanted)
+    actual = aggregate(values, mask, objective, counts(mask, objective))
+    expected = reference.aggregate_loss(values.to_lists(), mask.to_lists(), how, objective.constant_length, drop_empty)
+    assert float(actual) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("how", "wanted"),
+    ("how", "expected"),
     [
         ("token_mean", 6 / 3),
         ("seq_mean_token_mean", (1.5 + 3) / 3),
@@ -222,12 +222,12 @@ def test_aggregate_equals_loop(reference, how, drop_empty):
         ("constant", 6 / 12),
     ],
 )
-def test_aggregate_by_hand(how, wanted):
+def test_aggregate_by_hand(how, expected):
     # Rows (1, 2), (3, ·), (·): trained tokens 2, 1, 0; B = 3, Σm = 3, L_max = 4.
     mask = Jagged.from_rows([[True, True], [True, False], [False]])
     values = mask.with_values(torch.tensor([1.0, 2.0, 3.0, 50.0, 60.0]))
     objective = ObjectiveSettings(aggregate=how, constant_length=4 if how == "constant" else 0)
-    assert float(aggregate(values, mask, objective, counts(mask, objective))) == pytest.approx(wanted)
+    assert float(aggregate(values, mask, objective, counts(mask, objective))) == pytest.approx(expected)
 
 
 def test_drop_empty_by_hand():
@@ -263,7 +263,7 @@ def test_cut_does_not_matter(how, use):
     )
     inputs = prepare(make_inputs(spread=0.5), objective)
     denominators = counts(inputs.mask, objective)
-    terms, wanted = losses(inputs, objective)
+    terms, expected = losses(inputs, objective)
     whole = aggregate(terms, inputs.mask, objective, denominators)
     meters, loss = Meters(), torch.zeros(())
     for index in ([3], [0, 2], [1]):
@@ -272,8 +272,8 @@ def test_cut_does_not_matter(how, use):
     torch.testing.assert_close(loss, whole)
     a, b = (torch.autograd.grad(x, inputs.logprobs.values)[0] for x in (loss, whole))
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-    assert meters.values() == pytest.approx(wanted)
-    assert set(wanted) >= {"approx_kl", "entropy", "kl_reference"}
+    assert meters.values() == pytest.approx(expected)
+    assert set(expected) >= {"approx_kl", "entropy", "kl_reference"}
 
 
 # --- settings and plug-in ---
@@ -360,9 +360,9 @@ def test_objective_from_outside_has_settings_and_metrics_of_its_own(outside):
     ],
 )  # fmt: skip
 def test_wrong_settings_are_reported_with_their_place(outside, values, problems):
-    settings, found = build_config(ObjectiveSettings, values, "l")
+    settings, result = build_config(ObjectiveSettings, values, "l")
     assert settings is None
-    assert found == problems
+    assert result == problems
 
 
 @pytest.mark.parametrize(

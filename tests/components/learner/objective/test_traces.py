@@ -1,78 +1,18 @@
-import dataclasses
+"""The scan and traces: numbers by hand, double loops, and identities with PPO's clip."""
+
 import math
 
 import pytest
 import torch
+from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
-from components.learner.objective import (
-    EntropyMask,
-    LossInputs,
-    Meters,
-    ObjectiveSettings,
-    aggregate,
-    counts,
-    loss_terms,
-    prepare,
-)
-from components.learner.objective.entropy_mask import high_by_scope
+from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
 from components.learner.objective.ratio import safe_exp
 from components.learner.objective.trace import Trace, trace_sum
-from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
 CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]
-
-
-def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constant=False):
-    g = torch.Generator().manual_seed(seed)
-    base = Jagged.from_lengths(-torch.rand(sum(lengths), generator=g) * 3, torch.tensor(lengths))
-    size = len(base.values)
-    mask = torch.rand(size, generator=g) > 0.25 if masked else torch.ones(size, dtype=torch.bool)
-    per_token = base.with_values(torch.randn(size, generator=g))
-    return LossInputs(
-        logprobs=base.with_values((base.values + spread * torch.randn(size, generator=g)).requires_grad_()),
-        old_logprobs=base,
-        engine_logprobs=base,
-        advantage=base.spread(torch.randn(len(lengths), generator=g)) if constant else per_token,
-        mask=base.with_values(mask),
-        group=torch.arange(len(lengths)) // 2,
-        old_entropies=base.with_values(torch.rand(size, generator=g)),
-    )
-
-
-def losses(inputs, objective):
-    """Prepared inputs, loss per token, metrics."""
-    inputs = prepare(inputs, objective)
-    meters = Meters()
-    loss = loss_terms(inputs, objective, meters)
-    return inputs, loss, meters.values()
-
-
-def gradient(inputs, objective):
-    inputs, loss, _ = losses(inputs, objective)
-    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask, objective))
-    return torch.autograd.grad(total, inputs.logprobs.values)[0]
-
-
-def gspo(use="gspo", **config):
-    """With a clip wide enough for ratios to leave 1."""
-    return ObjectiveSettings(use=use, config={"clip_low": 0.2, "clip_high": 0.2, **config})
-
-
-def by_hand(logs, advantage, **more):
-    """One row, ratios exp(logs) against old log-probs 0."""
-    row = Jagged.from_rows([torch.tensor(logs)])
-    return LossInputs(
-        logprobs=row.with_values(row.values.requires_grad_()),
-        old_logprobs=row.with_values(torch.zeros(len(logs))),
-        engine_logprobs=row.with_values(torch.zeros(len(logs))),
-        advantage=Jagged.from_rows([torch.tensor(advantage)]),
-        mask=row.with_values(torch.ones(len(logs), dtype=torch.bool)),
-        group=torch.zeros(1, dtype=torch.int64),
-        old_entropies=row.with_values(torch.zeros(len(logs))),
-        **more,
-    )
 
 
 # --- the scan ---
@@ -83,18 +23,18 @@ def by_hand(logs, advantage, **more):
 def test_scan_equals_loop(lengths, decay):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), dtype=torch.float64, generator=g).requires_grad_()
-    found = trace_sum(Jagged.from_lengths(x, torch.tensor(lengths)), Trace.Config(decay=decay)).values
-    wanted = []
+    actual = trace_sum(Jagged.from_lengths(x, torch.tensor(lengths)), Trace.Config(decay=decay)).values
+    expected = []
     for row in torch.split(x.detach(), lengths):
         carry = 0.0
         for value in row.tolist():
             carry = value + decay * carry
-            wanted.append(carry)
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+            expected.append(carry)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
     # The adjoint, without another loop: ⟨u, S x⟩ = ⟨Sᵀ u, x⟩.
     u = torch.randn(sum(lengths), dtype=torch.float64, generator=g)
-    (adjoint,) = torch.autograd.grad((found * u).sum(), x)
-    assert float(adjoint @ x.detach()) == pytest.approx(float(u @ found.detach()), rel=1e-10)
+    (adjoint,) = torch.autograd.grad((actual * u).sum(), x)
+    assert float(adjoint @ x.detach()) == pytest.approx(float(u @ actual.detach()), rel=1e-10)
 
 
 def test_scan_float32_is_exact_enough():
@@ -110,14 +50,14 @@ def test_scan_float32_is_exact_enough():
 @pytest.mark.parametrize("decay", [0.0, 0.6, 0.97, 1.0])
 def test_trace_sum_equals_loop(reference, style, floor, decay):
     x = Jagged.from_lengths(torch.randn(84, generator=torch.Generator().manual_seed(0)), torch.tensor([9, 1, 70, 4]))
-    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
+    actual = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor))
     for row in range(len(x)):
         values = x.row(row).tolist()
-        wanted = [
+        expected = [
             sum(reference.trace_weight(t, k, decay, style, floor) * values[k - 1] for k in range(1, t + 1))
             for t in range(1, len(values) + 1)
         ]
-        torch.testing.assert_close(found.row(row), torch.tensor(wanted), rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(actual.row(row), torch.tensor(expected), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("style", "floor"), STYLES)
@@ -130,16 +70,16 @@ def test_trace_sum_in_float64_equals_its_matrix(reference, style, floor, decay, 
     g = torch.Generator().manual_seed(0)
     x = Jagged.from_lengths(torch.randn(sum(lengths), dtype=torch.float64, generator=g), torch.tensor(lengths))
     x = x.with_values((x.values * (x.positions >= x.spread(torch.tensor(start)).values)).requires_grad_())
-    found = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
+    result = trace_sum(x, Trace.Config(decay=decay, style=style, floor=floor), torch.tensor(start), past_only)
     u = x.with_values(torch.randn(sum(lengths), dtype=torch.float64, generator=g))
-    (adjoint,) = torch.autograd.grad((found.values * u.values).sum(), x.values)
+    (adjoint,) = torch.autograd.grad((result.values * u.values).sum(), x.values)
     for row, (length, first) in enumerate(zip(lengths, start, strict=True)):
         matrix = torch.zeros(length, length, dtype=torch.float64)
         for t in range(1, length - first + 1):
             for k in range(1, t if past_only else t + 1):
                 matrix[first + t - 1, first + k - 1] = reference.trace_weight(t, k, decay, style, floor)
         close = {"rtol": 1e-9, "atol": 1e-9}
-        torch.testing.assert_close(found.row(row).detach(), matrix @ x.row(row).detach(), **close)
+        torch.testing.assert_close(result.row(row).detach(), matrix @ x.row(row).detach(), **close)
         torch.testing.assert_close(x.with_values(adjoint).row(row)[first:], (matrix.T @ u.row(row))[first:], **close)
 
 
@@ -170,10 +110,10 @@ def test_masked_tokens_may_hold_anything(clip, style, floor, value):
 def test_safe_exp_by_hand():
     x = torch.tensor([0.0, 1.0, 20.0, 21.0, -30.0, math.inf, math.nan], requires_grad=True)
     meters = Meters()
-    found = safe_exp(x, torch.ones(7, dtype=torch.bool), meters)
+    result = safe_exp(x, torch.ones(7, dtype=torch.bool), meters)
     edge = math.exp(20)
-    assert found.tolist() == pytest.approx([1.0, math.e, edge, edge, math.exp(-20), edge, math.nan], nan_ok=True)
-    (slope,) = torch.autograd.grad(found.sum(), x)
+    assert result.tolist() == pytest.approx([1.0, math.e, edge, edge, math.exp(-20), edge, math.nan], nan_ok=True)
+    (slope,) = torch.autograd.grad(result.sum(), x)
     assert slope.tolist() == pytest.approx([1.0, math.e, edge, 0, 0, 0, 0])
     assert meters.values()["ratio_overflow"] == pytest.approx(4 / 7)
 
@@ -189,8 +129,8 @@ def test_traced_by_hand():
     assert metrics["gradient_scale"] == pytest.approx(4.25 / 3)
     assert metrics["clip_fraction"] == pytest.approx(1 / 3)
     # C_1 = R_1 + ½ R_2, C_2 = R_2, C_3 = 0 (clipped)
-    wanted = [-(math.exp(0.1) + 0.5 * math.exp(0.25)) / 3, -math.exp(0.25) / 3, 0.0]
-    assert gradient(inputs, objective).tolist() == pytest.approx(wanted)
+    expected = [-(math.exp(0.1) + 0.5 * math.exp(0.25)) / 3, -math.exp(0.25) / 3, 0.0]
+    assert gradient(inputs, objective).tolist() == pytest.approx(expected)
 
 
 def test_current_by_hand():
@@ -223,15 +163,15 @@ def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
     prepared, loss, _ = losses(inputs, objective)
     trained = prepared.mask.values
     high = prepared.columns["high_entropy"] if keep < 1 else prepared.mask
-    wanted = []
+    expected = []
     for row in range(len(inputs.mask)):
         args = [getattr(inputs, n).row(row) for n in ("logprobs", "old_logprobs", "advantage")]
         masks = (inputs.mask.row(row).tolist(), high.row(row).tolist())
-        wanted += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
-    wanted = torch.stack(wanted)
-    torch.testing.assert_close(loss.values[trained], wanted[trained], rtol=1e-5, atol=1e-5)
+        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(loss.values[trained], expected[trained], rtol=1e-5, atol=1e-5)
     leaf = inputs.logprobs.values
-    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (loss.values, wanted))
+    a, b = (torch.autograd.grad(x[trained].sum(), leaf)[0] for x in (loss.values, expected))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -285,9 +225,9 @@ def test_on_policy_scale_is_the_gradient(reference):
     # Differentiated, on-policy, constant A: C_k = A (1 − d^{T−k+1})/(1 − d).
     inputs = make_inputs(spread=0.0, masked=False, constant=True)
     objective = ObjectiveSettings(use="trace", config={"decay": 0.9})
-    found = gradient(inputs, objective) * len(inputs.mask.values)
+    result = gradient(inputs, objective) * len(inputs.mask.values)
     left = inputs.mask.spread(inputs.mask.lengths).values - inputs.mask.positions
-    torch.testing.assert_close(found, -inputs.advantage.values * (1 - 0.9**left) / 0.1, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, -inputs.advantage.values * (1 - 0.9**left) / 0.1, rtol=1e-4, atol=1e-4)
 
 
 def test_frame_of_ratio_objectives(reference):
@@ -302,8 +242,8 @@ def test_frame_of_ratio_objectives(reference):
         ),
     }
     for objective, weight in cases.values():
-        wanted = reference.ratio_frame_gradient(logs, advantage, weight, 0.2, 0.2)
-        assert (-4 * gradient(by_hand(logs, advantage), objective)).tolist() == pytest.approx(wanted, rel=1e-5)
+        expected = reference.ratio_frame_gradient(logs, advantage, weight, 0.2, 0.2)
+        assert (-4 * gradient(by_hand(logs, advantage), objective)).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_normalise_divides_by_the_mean_scale():
@@ -325,9 +265,9 @@ def test_overflowing_trace_is_finite_and_counted():
 def test_rows_without_trained_tokens(use):
     inputs = make_inputs()
     inputs = inputs.replace(mask=inputs.mask.with_values(inputs.mask.values & (inputs.mask.row_ids != 2)))
-    found = gradient(inputs, gspo(use))
-    assert bool(torch.isfinite(found).all())
-    assert float(found[inputs.mask.row_ids == 2].abs().sum()) == 0
+    result = gradient(inputs, gspo(use))
+    assert bool(torch.isfinite(result).all())
+    assert float(result[inputs.mask.row_ids == 2].abs().sum()) == 0
 
 
 @pytest.mark.parametrize(("style", "floor"), STYLES)
@@ -339,153 +279,6 @@ def test_a_masked_prefix_is_as_if_it_were_prompt(style, floor):
     masked = short.replace(mask=short.mask.with_values(keep))
     cut = short.map(lambda j: j.slice_rows(torch.tensor([5]), torch.tensor([12])), short.group)
     torch.testing.assert_close(losses(masked, objective)[1].values[5:], losses(cut, objective)[1].values)
-
-
-# --- sequence ratios ---
-
-
-def test_gspo_by_hand():
-    # mean l = .1 and −.2: s = e^{.1}, e^{−.2}
-    inputs = by_hand([0.3, -0.1], [2.0, 2.0])
-    _, loss, _ = losses(inputs, gspo())
-    assert loss.values.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2)
-
-
-@pytest.mark.parametrize("use", ["gspo", "gspo_gated"])
-def test_gspo_equals_loop(use):
-    inputs = make_inputs(spread=0.3)
-    gate = inputs.mask.with_values(torch.rand(84, generator=torch.Generator().manual_seed(5)) > 0.5)
-    inputs = inputs.replace(columns={"gate": gate})
-    found = losses(inputs, gspo(use))[1]
-    for row in range(len(found)):
-        logs = (inputs.logprobs.row(row) - inputs.old_logprobs.row(row)).tolist()
-        chosen = inputs.mask.row(row) & gate.row(row) if use == "gspo_gated" else inputs.mask.row(row)
-        used = [x for x, m in zip(logs, chosen.tolist(), strict=True) if m]
-        s = math.exp(sum(used) / len(used)) if used else 1.0
-        wanted = [-min(s * a, min(max(s, 0.8), 1.2) * a) for a in inputs.advantage.row(row).tolist()]
-        assert found.row(row).tolist() == pytest.approx(wanted, rel=1e-4)
-
-
-def test_gate_of_ones_is_the_sequence_ratio():
-    inputs = make_inputs()
-    a, b = (gradient(inputs, gspo(use)) for use in ("gspo", "gspo_gated"))
-    assert torch.equal(a, b)
-
-
-def test_token_form_has_the_sequence_value_and_gradient_at_equal_advantages():
-    inputs = make_inputs(constant=True)
-    a, b = (dataclasses.replace(gspo(form=f), aggregate="seq_mean_token_mean") for f in ("sequence", "token"))
-    torch.testing.assert_close(losses(inputs, a)[1].values, losses(inputs, b)[1].values)
-    torch.testing.assert_close(gradient(inputs, a), gradient(inputs, b))
-
-
-def test_token_form_scales_each_token_by_its_own_advantage():
-    # s = 1 here (mean l = 0): gradients −A_t/2 per token, where the sequence form spreads −mean(A)/2.
-    inputs = by_hand([0.1, -0.1], [1.0, 3.0])
-    assert gradient(inputs, gspo(form="token")).tolist() == pytest.approx([-0.5, -1.5])
-    assert gradient(inputs, gspo()).tolist() == pytest.approx([-1.0, -1.0])
-
-
-def test_normalised_trace_without_decay_ends_in_the_sequence_ratio():
-    inputs = make_inputs(spread=0.1)
-    wide = {"clip_low": 1.0, "clip_high": 1e6}
-    ones = inputs.advantage.with_values(torch.ones(84))
-    trained_last = inputs.mask.with_values(
-        inputs.mask.values | (inputs.mask.positions == inputs.mask.spread(inputs.mask.lengths).values - 1)
-    )
-    inputs = inputs.replace(advantage=ones, mask=trained_last)
-    trace = losses(inputs, ObjectiveSettings(use="trace", config={"decay": 1.0, "clip": "normalised", **wide}))[1]
-    sequence = losses(inputs, gspo(**wide))[1]
-    last = inputs.mask.offsets[1:] - 1
-    torch.testing.assert_close(trace.values[last], sequence.values[last])
-
-
-# --- entropy masks ---
-
-
-def high(values, keep):
-    return high_by_scope(
-        values, torch.ones(len(values), dtype=torch.bool), torch.zeros(len(values), dtype=torch.int64), keep
-    )
-
-
-def test_high_entropy_by_hand():
-    values = torch.tensor([0.5, 0.1, 0.9, 0.9, 0.0])
-    # ⌈.4·5⌉ = 2nd largest, ⌈.5·5⌉ = 3rd, ⌈.01·5⌉ = 1st with its equal, all: the smallest
-    expected = {0.4: [0, 0, 1, 1, 0], 0.5: [1, 0, 1, 1, 0], 0.01: [0, 0, 1, 1, 0], 1.0: [1, 1, 1, 1, 1]}
-    for keep, flags in expected.items():
-        assert high(values, keep).int().tolist() == flags
-    assert high(torch.zeros(0), 0.5).tolist() == []
-
-
-@pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.99])
-def test_high_entropy_equals_sort(keep):
-    values = torch.rand(1001, generator=torch.Generator().manual_seed(0)) ** 4
-    threshold = values.sort(descending=True).values[math.ceil(keep * 1001) - 1]
-    assert high(values, keep).equal(values >= threshold)
-
-
-@pytest.mark.parametrize("scope", ["batch", "sequence", "group"])
-@pytest.mark.parametrize("keep", [0.2, 0.5])
-def test_entropy_mask_equals_loop(reference, scope, keep):
-    inputs = make_inputs()
-    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
-    found = prepared.columns["high_entropy"].values.tolist()
-    ids = {
-        "batch": [0] * 84,
-        "sequence": inputs.mask.row_ids.tolist(),
-        "group": inputs.group[inputs.mask.row_ids].tolist(),
-    }[scope]
-    entropies, mask = inputs.old_entropies.values.tolist(), inputs.mask.values.tolist()
-    wanted = [None] * 84
-    for one in set(ids):
-        places = [i for i in range(84) if ids[i] == one]
-        high = reference.high_entropy([entropies[i] for i in places], [mask[i] for i in places], keep)
-        for place, value in zip(places, high, strict=True):
-            wanted[place] = value
-    assert found == wanted
-
-
-def test_entropy_mask_wants_the_entropies_of_trained_tokens():
-    inputs = make_inputs()
-    trained, entropies = inputs.mask.values, inputs.old_entropies.values
-    settings = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.5, where="loss"))
-    for scope, unknown in (("others", ~trained), ("trained", trained)):
-        gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
-        if scope == "others":
-            wanted = prepare(inputs, settings).columns["high_entropy"]
-            assert prepare(gaps, settings).columns["high_entropy"].equal(wanted)
-            continue
-        with pytest.raises(
-            CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"
-        ):
-            prepare(gaps, settings)
-
-
-def test_mask_on_the_loss_is_80_20():
-    inputs = make_inputs()
-    for denominator in ("all", "kept"):
-        objective = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.2, where="loss", denominator=denominator))
-        prepared, _, _ = losses(inputs, objective)
-        high = prepared.columns["high_entropy"].values
-        plain = gradient(inputs, ObjectiveSettings()) * int(inputs.mask.values.sum())
-        count = int(high.sum()) if denominator == "kept" else int(inputs.mask.values.sum())
-        torch.testing.assert_close(gradient(inputs, objective), torch.where(high, plain, 0.0) / count)
-
-
-def test_trace_without_decay_masked_on_the_loss_is_80_20():
-    inputs = make_inputs()
-    mask = EntropyMask(keep=0.2, where="trace_and_loss")
-    trace = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": "current"}, entropy_mask=mask)
-    torch.testing.assert_close(gradient(inputs, trace), gradient(inputs, ObjectiveSettings(entropy_mask=mask)))
-
-
-def test_sparse_trace_by_hand():
-    # Only token 1 has high entropy: z = .1, .05 (d = .5), and token 2 has no own term in the traced ratio.
-    inputs = by_hand([0.1, 0.2], [1.0, 1.0])
-    inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([1.0, 0.1])]))
-    objective = ObjectiveSettings(use="trace", config={"decay": 0.5}, entropy_mask=EntropyMask(keep=0.5))
-    assert losses(inputs, objective)[1].values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05)])
 
 
 @pytest.mark.parametrize(

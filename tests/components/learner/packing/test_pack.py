@@ -23,23 +23,23 @@ def rows(device):
 
 def test_packed_equals_separate(model, reference, device):
     prompts, responses = rows(device)
-    wanted, wanted_entropy = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
+    expected, wanted_entropy = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
     learner = LearnerModel(model)
     assert learner.packs
     index = torch.tensor([2, 0, 3, 1], device=device)
     logprobs, entropies = learner.logprobs(pack(prompts, responses, index), 0.7)
     for place, row in enumerate(index.tolist()):
-        torch.testing.assert_close(logprobs.row(place), wanted[row], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs.row(place), expected[row], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropies.row(place), wanted_entropy[row], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_gradient_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     loss = torch.cat(reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())[0]).square().sum()
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(loss, list(model.parameters()))
     learner = LearnerModel(model)
-    found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
-    for a, b in zip(torch.autograd.grad(found.values.square().sum(), list(model.parameters())), wanted, strict=True):
+    actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
+    for a, b in zip(torch.autograd.grad(actual.values.square().sum(), list(model.parameters())), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
 
 
@@ -58,11 +58,11 @@ def test_sliding_window_equals_separate(reference, device):
     )
     model = MistralForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
-    wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
+    expected, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
     learner = LearnerModel(model)
     assert learner.packs
-    found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
-    torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
+    torch.testing.assert_close(actual.values, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_go_one_by_one_through_a_model_that_refuses(reference, device, caplog):
@@ -81,12 +81,12 @@ def test_rows_go_one_by_one_through_a_model_that_refuses(reference, device, capl
     )
     model = Gemma2ForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
-    wanted, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
+    expected, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
     assert _packs(model) is False
     assert "does not take packed sequences" in caplog.text
     learner = LearnerModel(model)
-    found, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
-    torch.testing.assert_close(found.values, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+    actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
+    torch.testing.assert_close(actual.values, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_layout_by_hand():

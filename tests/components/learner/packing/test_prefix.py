@@ -77,22 +77,22 @@ def test_shared_equals_separate(reference, device, kind, rows, sort):
     prompts, responses = (x.to(device) for x in tree_rows(rows))
     g = torch.Generator().manual_seed(1)
     a, b = (torch.randn(len(responses.values), generator=g).to(device) for _ in range(2))
-    wanted, wanted_entropy = (
+    expected, wanted_entropy = (
         torch.cat(x) for x in reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
     )
     parameters = list(model.parameters())
-    gradient = torch.autograd.grad((a * wanted + b * wanted_entropy).sum(), parameters)
+    gradient = torch.autograd.grad((a * expected + b * wanted_entropy).sum(), parameters)
     learner = LearnerModel(model)
     order = Sorted.of(prompts.join(responses)).order if sort else torch.arange(len(prompts), device=device)
     batch = pack(prompts, responses, order, share=True)
     assert (batch.saved > 0) or not sort
     logprobs, entropies = learner.logprobs(batch, 0.7)
     flat = responses.with_values(torch.arange(len(responses.values), device=device)).select(order).values
-    torch.testing.assert_close(logprobs.values, wanted[flat], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs.values, expected[flat], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies.values, wanted_entropy[flat], rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad((a[flat] * logprobs.values + b[flat] * entropies.values).sum(), parameters)
+    actual = torch.autograd.grad((a[flat] * logprobs.values + b[flat] * entropies.values).sum(), parameters)
     scale = max(float(x.abs().max()) for x in gradient)
-    assert max(float((x - y).abs().max()) for x, y in zip(found, gradient, strict=True)) < 1e-5 * scale
+    assert max(float((x - y).abs().max()) for x, y in zip(actual, gradient, strict=True)) < 1e-5 * scale
 
 
 def test_pack_by_hand():
@@ -143,8 +143,8 @@ def test_tree_counts_distinct_prefixes(kind, seed):
     tree = Sorted.of(whole)
     inputs = [r[:-1] for r in whole.to_lists()]
     assert unique_tokens(tree, whole.lengths - 1) == nodes(inputs)
-    found = paths(tree.overlap, whole.lengths[tree.order])
-    assert len(set(found.values.tolist())) == nodes(whole.to_lists())
+    result = paths(tree.overlap, whole.lengths[tree.order])
+    assert len(set(result.values.tolist())) == nodes(whole.to_lists())
     some = torch.rand(len(whole), generator=torch.Generator().manual_seed(seed)) < 0.5
     part = tree.restrict(some)
     assert sorted(part.order.tolist()) == some.nonzero()[:, 0].tolist()

@@ -119,7 +119,7 @@ def test_the_whole_bench(tmp_path):
     json.dumps(result)
 
 
-def test_a_failing_method_is_named_and_the_others_are_judged():
+def test_a_failing_method_is_named_and_the_others_are_measured():
     # A kind of engine without attribution: the node refuses while it runs.
     broken = Method(
         "broken", "toy_rredcot", ("value.use=value.gradient_attribution", "~value.value", "engine.attributions=false")

@@ -222,9 +222,9 @@ def test_failures_of_all_runs_are_collected(tmp_path):
 
 
 def test_methods_are_chosen_by_name_recipe_and_settings():
-    found = choose_methods(["srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4", "grpo"])
-    assert [m.name for m in found] == ["grpo", "srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4"]
-    assert found[3].overrides == ("learner.minibatches=4",)
+    result = choose_methods(["srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4", "grpo"])
+    assert [m.name for m in result] == ["grpo", "srpo", "toy_srpo_1x8", "grpo,learner.minibatches=4"]
+    assert result[3].overrides == ("learner.minibatches=4",)
     with pytest.raises(ConfigError, match=r"method 'sprro': no recipe 'sprro'.*Did you mean"):
         choose_methods(["sprro"])
 

@@ -19,16 +19,16 @@ def draws(count, size=6, seed=0, mean=1.0, sd=0.5):
 
 def test_sums_are_those_of_a_double_loop():
     g, t = draws(5), {i: v for i, v in draws(7, seed=1).items() if i != 2}
-    found = GradientSums.of(g, t, tokens=100.0).metrics()
+    result = GradientSums.of(g, t, tokens=100.0).metrics()
     cross = [float(g[p] @ t[q]) for p in g for q in t if p != q]
     size = [float(g[p] @ g[q]) for p in g for q in g if p != q]
     true_size = [float(t[p] @ t[q]) for p in t for q in t if p != q]
     mean = [sum(x) / len(x) for x in (cross, size, true_size)]
     noise = sum(float(v @ v) for v in g.values()) / 5 - mean[1]
-    assert found["cosine"] == pytest.approx(mean[0] / math.sqrt(mean[1] * mean[2]))
-    assert found["signal"] == pytest.approx(mean[0] / math.sqrt(mean[2]))
-    assert found["noise"] == pytest.approx(noise)
-    assert found["tokens"] == pytest.approx(noise * 20 / found["signal"] ** 2)
+    assert result["cosine"] == pytest.approx(mean[0] / math.sqrt(mean[1] * mean[2]))
+    assert result["signal"] == pytest.approx(mean[0] / math.sqrt(mean[2]))
+    assert result["noise"] == pytest.approx(noise)
+    assert result["tokens"] == pytest.approx(noise * 20 / result["signal"] ** 2)
 
 
 def test_noise_is_the_trace_of_the_sample_covariance():
@@ -39,11 +39,11 @@ def test_noise_is_the_trace_of_the_sample_covariance():
 
 def test_known_variance_is_found():
     # six independent coordinates with sd ½: trace 6/4; mean 1 in each: ‖ḡ‖ = √6; one token per prompt: 1.5/6 tokens
-    found = GradientSums.of(draws(20_000), draws(20_000, seed=9, sd=0.1), tokens=20_000.0).metrics()
-    assert found["noise"] == pytest.approx(1.5, rel=0.02)
-    assert found["signal"] == pytest.approx(math.sqrt(6), rel=0.01)
-    assert found["cosine"] == pytest.approx(1.0, abs=0.01)
-    assert found["tokens"] == pytest.approx(0.25, rel=0.03)
+    result = GradientSums.of(draws(20_000), draws(20_000, seed=9, sd=0.1), tokens=20_000.0).metrics()
+    assert result["noise"] == pytest.approx(1.5, rel=0.02)
+    assert result["signal"] == pytest.approx(math.sqrt(6), rel=0.01)
+    assert result["cosine"] == pytest.approx(1.0, abs=0.01)
+    assert result["tokens"] == pytest.approx(0.25, rel=0.03)
 
 
 def test_a_scaled_gradient_needs_the_same_tokens_and_a_noisier_one_more():
@@ -57,13 +57,13 @@ def test_a_scaled_gradient_needs_the_same_tokens_and_a_noisier_one_more():
 
 def test_shared_rollouts_do_not_make_noise_look_like_signal():
     # zero-mean gradients that equal the true ones prompt by prompt: no signal remains
-    found = []
+    result = []
     for seed in range(200):
         g = draws(8, seed=seed, mean=0.0)
         sums = GradientSums.of(g, g, 1.0)
-        found.append((float(sums.total @ sums.true_total) - sums.common) / 56)
-    spread = torch.tensor(found).std() / math.sqrt(200)
-    assert abs(sum(found) / 200) < 3 * float(spread)
+        result.append((float(sums.total @ sums.true_total) - sums.common) / 56)
+    spread = torch.tensor(result).std() / math.sqrt(200)
+    assert abs(sum(result) / 200) < 3 * float(spread)
 
 
 def test_parts_add_up_to_the_whole():
@@ -95,13 +95,13 @@ def test_mean_of_prompt_gradients_is_the_gradient_of_the_batch(toolbox, model):
         thought_ends=Jagged.from_rows([[3], [2], [3]], torch.int32),
     )
     weight = tokens.with_values(torch.tensor([0.1, 0.2, 0.3, 0.0, 0.0, -0.4, 0.5, 0.6], dtype=torch.float64))
-    found = prompt_gradients(model, rows, weight, 1.0)
-    assert sorted(found) == [100, 101]
+    actual = prompt_gradients(model, rows, weight, 1.0)
+    assert sorted(actual) == [100, 101]
     parameters = list(model.trainable().values())
     logprobs, _ = model.logprobs(pack(rows.prompt_tokens, tokens, torch.arange(3)), 1.0)
-    wanted = torch.autograd.grad((logprobs.values * weight.values.float()).sum(), parameters)
-    whole = torch.cat([g.flatten() for g in wanted])
-    assert torch.allclose((found[100] + found[101]) / 2, whole, atol=1e-5)
+    expected = torch.autograd.grad((logprobs.values * weight.values.float()).sum(), parameters)
+    whole = torch.cat([g.flatten() for g in expected])
+    assert torch.allclose((actual[100] + actual[101]) / 2, whole, atol=1e-5)
 
 
 def test_a_prompt_without_credit_has_a_zero_gradient(toolbox, model):
@@ -112,5 +112,5 @@ def test_a_prompt_without_credit_has_a_zero_gradient(toolbox, model):
         prompt_tokens=Jagged.from_rows([[3]], torch.int32),
         thought_ends=Jagged.from_rows([[2]], torch.int32),
     )
-    found = prompt_gradients(model, rows, tokens.with_values(torch.zeros(2, dtype=torch.float64)), 1.0)
-    assert float(found[100].abs().sum()) == 0.0
+    result = prompt_gradients(model, rows, tokens.with_values(torch.zeros(2, dtype=torch.float64)), 1.0)
+    assert float(result[100].abs().sum()) == 0.0

@@ -47,7 +47,7 @@ def test_compare_reports_the_runs_there_are(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("tool", ["compare", "creditbench"])
-def test_a_wrong_name_is_told_and_nothing_runs(monkeypatch, tmp_path, capsys, tool):
+def test_a_wrong_name_is_reported_and_nothing_runs(monkeypatch, tmp_path, capsys, tool):
     option = "--recipes" if tool == "compare" else "--methods"
     assert run(monkeypatch, tool, option, "spro", "--out", tmp_path / "out") == 2
     assert f"{tool}: method 'spro': no recipe 'spro'. Did you mean 'srpo'?" in capsys.readouterr().err

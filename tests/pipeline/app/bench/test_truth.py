@@ -66,8 +66,8 @@ def measured(toolbox, policy, verifier, rows, samples=16):
 
 def test_values_are_those_of_enumeration(toolbox, policy, verifier, rows):
     truth = measured(toolbox, policy, verifier, rows)
-    wanted = [[value_by_enumeration(t[:k]) for k in range(3)] for t in ("aa", "ab", "ba", "bb")]
-    assert truth.values.to_lists() == wanted
+    expected = [[value_by_enumeration(t[:k]) for k in range(3)] for t in ("aa", "ab", "ba", "bb")]
+    assert truth.values.to_lists() == expected
     # V("") = ½·¾ + ½·¼ = ½; A(aa) = (¾ − ½, 1 − ¾)
     assert truth.advantage.row(0).tolist() == [0.25, 0.25]
     assert truth.advantage.row(3).tolist() == [-0.25, -0.25]
@@ -156,28 +156,28 @@ def ones(credit):
 
 def test_credit_per_thought_by_hand(toolbox):
     credit = Jagged.from_rows([[1.0, 2.0, -1.0, -3.0, -5.0], [1.0, 0.0, 4.0]], torch.float64)
-    found = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
-    assert found.credit.tolist() == [1.5, -3.0, 1.0, 2.0]
-    assert np.allclose(found.truth, [0.3, -0.8, 0.25, 0.25])
+    result = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
+    assert result.credit.tolist() == [1.5, -3.0, 1.0, 2.0]
+    assert np.allclose(result.truth, [0.3, -0.8, 0.25, 0.25])
     # failed row: |−1| + |−3| + |−5| of 12; uniform: 3 of 5 tokens
-    assert found.error_share == pytest.approx(9 / 12)
-    assert found.uniform_share == pytest.approx(3 / 5)
-    assert found.metrics()["sign"] == 1.0
+    assert result.error_share == pytest.approx(9 / 12)
+    assert result.uniform_share == pytest.approx(3 / 5)
+    assert result.metrics()["sign"] == 1.0
 
 
 def test_inherited_thoughts_are_left_out(toolbox):
     credit = Jagged.from_rows([[0.0, 0.0, -1.0, -3.0, -5.0], [1.0, 0.0, 4.0]], torch.float64)
     mask = credit.with_values(credit.values != 0)
-    found = per_thought(credit, mask, torch.tensor([2, 0]), make_truth(toolbox))
-    assert found.credit.tolist() == [-3.0, 1.0, 2.0]
-    assert found.error_share == 1.0
+    result = per_thought(credit, mask, torch.tensor([2, 0]), make_truth(toolbox))
+    assert result.credit.tolist() == [-3.0, 1.0, 2.0]
+    assert result.error_share == 1.0
 
 
 def test_a_chain_without_credit_has_no_share(toolbox):
     credit = Jagged.from_rows([[0.0] * 5, [1.0, 0.0, 4.0]], torch.float64)
-    found = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
-    assert math.isnan(found.error_share)
-    assert found.metrics()["zero_share"] == 0.5
+    result = per_thought(credit, ones(credit), torch.zeros(2, dtype=torch.int64), make_truth(toolbox))
+    assert math.isnan(result.error_share)
+    assert result.metrics()["zero_share"] == 0.5
 
 
 def credited(toolbox, **objective):
@@ -190,8 +190,8 @@ def credited(toolbox, **objective):
 
 def test_effective_credit_of_grpo_is_the_advantage(toolbox):
     for use in ("ppo_clip", "reinforce", "gspo"):
-        found = credited(toolbox, use=use)
-        assert found.credit.values.tolist() == pytest.approx([1, 1, 1, 0, -0.5], abs=1e-6), use
+        result = credited(toolbox, use=use)
+        assert result.credit.values.tolist() == pytest.approx([1, 1, 1, 0, -0.5], abs=1e-6), use
     # seq_mean_token_mean: (1/2 rows)(1/T_i), T = 3 and 1
     weight = credited(toolbox, use="ppo_clip", aggregate="seq_mean_token_mean").weight
     assert weight.values.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 0, -0.25], abs=1e-6)
@@ -199,5 +199,5 @@ def test_effective_credit_of_grpo_is_the_advantage(toolbox):
 
 def test_effective_credit_of_a_trace_by_hand(toolbox):
     # C_k = A (1 − d^{T−k+1})/(1 − d), d = ½: k = 1, 2, 3 of 3 → 1.75, 1.5, 1
-    found = credited(toolbox, use="trace", config={"decay": 0.5})
-    assert found.credit.values.tolist() == pytest.approx([1.75, 1.5, 1, 0, -0.5], abs=1e-6)
+    result = credited(toolbox, use="trace", config={"decay": 0.5})
+    assert result.credit.values.tolist() == pytest.approx([1.75, 1.5, 1, 0, -0.5], abs=1e-6)

@@ -13,9 +13,9 @@ def states(findings):
 
 
 def test_this_installation_is_sound():
-    found = states(doctor.installation())
-    assert found["torch"] == found["python"] == "ok"
-    assert "FAIL" not in found.values()
+    result = states(doctor.installation())
+    assert result["torch"] == result["python"] == "ok"
+    assert "FAIL" not in result.values()
 
 
 def test_a_shared_folder(tmp_path):
@@ -39,8 +39,8 @@ def test_clock_skew(tmp_path, monkeypatch):
 def test_a_folder_that_not_all_nodes_see(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    found = list(doctor._seen_by_all(tmp_path, deadline=0.5))
-    assert "1 of 2 nodes do not write here" in found[0].text
+    result = list(doctor._seen_by_all(tmp_path, deadline=0.5))
+    assert "1 of 2 nodes do not write here" in result[0].text
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     (finding,) = doctor.shared(tmp_path / "elsewhere")
     assert finding.state == "FAIL"

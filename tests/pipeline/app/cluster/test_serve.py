@@ -24,8 +24,8 @@ def test_the_last_server_lists_all(tmp_path, monkeypatch):
     assert list_servers(tmp_path, 0, 2, "7-0")
     assert list_servers(tmp_path, 1, 2, "7-0")  # both may find that they are the last
     monkeypatch.setenv(ATTEMPT, "7-0")
-    found = read_rendezvous(tmp_path / "servers", 1.0)
-    assert [(s.name, s.url) for s in found] == [("server 0", "http://node0:80"), ("server 1", "http://node1:81")]
+    result = read_rendezvous(tmp_path / "servers", 1.0)
+    assert [(s.name, s.url) for s in result] == [("server 0", "http://node0:80"), ("server 1", "http://node1:81")]
 
 
 @pytest.mark.parametrize("hours", [-3, 3])

@@ -45,12 +45,12 @@ def test_overlap_equals_a_plain_comparison_of_sets():
         return [tuple(words[i : i + 8]) for i in range(len(words) - 7)]
 
     known = {g for text in training for g in grams(text)}
-    found = search(problems, training, n=8)
+    actual = search(problems, training, n=8)
     expected = [sum(g in known for g in grams(p)) / len(grams(p)) for p in problems]
-    assert [o.share for o in found] == pytest.approx(expected)
+    assert [o.share for o in actual] == pytest.approx(expected)
     assert any(expected)
     assert not all(expected)
-    assert [o.flagged for o in found] == [share > 0 for share in expected]
+    assert [o.flagged for o in actual] == [share > 0 for share in expected]
 
 
 def test_a_copied_problem_is_found_in_other_notation_and_surroundings():
@@ -67,9 +67,9 @@ def test_a_copied_problem_is_found_in_other_notation_and_surroundings():
 def test_eight_words_find_what_thirteen_do_not_and_a_share_can_be_asked_for():
     part = " ".join(LONG.split()[:10])
     assert not search([LONG], [part])[0].flagged
-    (found,) = search([LONG], [part], n=8)
-    assert found.flagged
-    assert found.share == pytest.approx(3 / (len(LONG.split()) - 7))
+    (result,) = search([LONG], [part], n=8)
+    assert result.flagged
+    assert result.share == pytest.approx(3 / (len(LONG.split()) - 7))
     assert not search([LONG], [part], n=8, share=0.5)[0].flagged
 
 

@@ -50,8 +50,8 @@ def test_majority_of_k_averages_over_blocks():
 
 def test_the_bootstrap_by_hand():
     # Two problems, 0 and 1: the mean of two draws is 0, ½ or 1 with chances ¼, ½, ¼, so every quantile below ¼ is 0.
-    (found,) = bootstrap([0, 1], resamples=4000)
-    assert (found.value, found.low, found.high) == (0.5, 0.0, 1.0)
+    (result,) = bootstrap([0, 1], resamples=4000)
+    assert (result.value, result.low, result.high) == (0.5, 0.0, 1.0)
     (narrow,) = bootstrap([0, 1], resamples=4000, confidence=0.4)  # from quantile .3 to .7
     assert (narrow.low, narrow.high) == (0.5, 0.5)
     (same,) = bootstrap([1, 1, 1])
@@ -62,8 +62,8 @@ def test_the_bootstrap_against_a_plain_loop():
     values = np.array([0.1, 0.9, 0.4])
     drawn = Stream(0, "test").generator().integers(0, 3, size=(50, 3))
     expected = [np.mean([values[i] for i in row]) for row in drawn]
-    found = resampled_means(values[:, None], Stream(0, "test").generator(), 50)
-    assert found[:, 0] == pytest.approx(expected)
+    actual = resampled_means(values[:, None], Stream(0, "test").generator(), 50)
+    assert actual[:, 0] == pytest.approx(expected)
 
 
 def test_equal_keys_give_equal_intervals_and_columns_share_their_draws():
@@ -80,6 +80,6 @@ def test_intervals_hold_the_truth_as_often_as_promised():
     hits = 0
     for experiment in range(200):
         right = np.random.default_rng(experiment).random(100) < 0.3
-        (found,) = bootstrap(right, seed=experiment, resamples=1000)
-        hits += found.low <= 0.3 <= found.high
+        (result,) = bootstrap(right, seed=experiment, resamples=1000)
+        hits += result.low <= 0.3 <= result.high
     assert 0.90 <= hits / 200 <= 0.99

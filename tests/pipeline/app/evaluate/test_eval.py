@@ -1,7 +1,5 @@
-"""`creditgraph eval … suite=…` from the command line to the files: results, resuming, comparing, and what goes
-wrong."""
+"""`creditgraph eval … suite=…` from the command line to the files: results, resuming and comparing."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from small_suite import SUITE, evaluate, items, records, write_suite
 
 from components.data.sources import parse_source
 from components.models.load import resolve_model_path
@@ -18,100 +17,8 @@ from components.text import chains
 from pipeline.app.cli import main
 from pipeline.app.evaluate.sets import data_entry
 
-pytestmark = pytest.mark.xdist_group(
-    "evaluation"
-)  # one process, so that the run and the whole evaluation are made once
-
-SUITE = {
-    "title": "Small",
-    "version": 1,
-    "resamples": 500,
-    "defaults": {
-        "mode": "thought",
-        "max_tokens": 96,
-        "samples": 4,
-        "k": [2, 4],
-        "verifier": {"use": "eval_toys:LoggedExact"},
-    },
-    "tasks": {
-        "one": {"data": "chains_one", "problems": 5},
-        "late": {"data": "chains_late", "problems": 4, "greedy": False},
-    },
-}
-SMALL = [
-    "prompts.batch=2",
-    "evaluator.num_problems=2",
-    "evaluator.every=0",
-    "data.train.size=300",
-    "data.eval.size=4",
-    "run.device=cpu",
-]
-
-
-@pytest.fixture(autouse=True)
-def _log(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVAL_TOYS_LOG", str(tmp_path / "judged"))
-
-
-def write_suite(folder, **changes):
-    (folder / "suite").mkdir(parents=True, exist_ok=True)
-    (folder / "suite" / "small.yaml").write_text(yaml.safe_dump({**SUITE, **changes}, sort_keys=False))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory):
-    return write_suite(tmp_path_factory.mktemp("configs"))
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of two iterations, with a checkpoint after each."""
-    root = tmp_path_factory.mktemp("runs")
-    arguments = [
-        "train",
-        "recipe=toy_grpo",
-        f"run.root={root}",
-        "run.name=r",
-        *SMALL,
-        "sampler.group_size=4",
-        "run.iterations=2",
-    ]
-    assert main([*arguments, "run.checkpoint.every=1", "run.checkpoint.keep=9", "run.record.every=0"]) == 0
-    return root / "r"
-
-
-@pytest.fixture
-def run(finished, tmp_path):
-    """A copy of that run."""
-    return shutil.copytree(finished, tmp_path / "r")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, configs):
-    """The embedded model evaluated in one go."""
-    root = tmp_path_factory.mktemp("model")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVAL_TOYS_LOG", str(root / "judged"))
-        assert evaluate(configs, "model=tiny", f"root={root}", "chunk=6") == 0
-    return root / "model-tiny" / "eval" / "small" / "initial"
-
-
-def evaluate(configs, *arguments):
-    return main(["eval", "suite=small", *arguments, "-c", configs])
-
-
-def items(folder):
-    """File name → bytes, of everything an evaluation records."""
-    return {
-        str(p.relative_to(folder)): p.read_bytes()
-        for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name != "lock"
-    }
-
-
-def records(folder, task):
-    return pq.read_table(folder / "items" / task).to_pylist()
+# One process makes the run and the whole evaluation once for both files of the group.
+pytestmark = pytest.mark.xdist_group("evaluation")
 
 
 # --- results ---
@@ -145,14 +52,14 @@ def test_results_are_those_of_the_records(model):
         if r["pass"] == "sampled":
             right[r["problem"], r["sample"]] = r["correct"]
     greedy = [r["correct"] for r in rows if r["pass"] == "greedy"]
-    found = {name: m["value"] for name, m in task["metrics"].items()}
-    assert list(found) == ["greedy pass@1", "avg@4", "pass@2", "pass@4", "maj@4"]
-    assert found["greedy pass@1"] == pytest.approx(np.mean(greedy))
-    assert found["avg@4"] == pytest.approx(right.mean())
-    assert found["pass@4"] == pytest.approx(right.any(1).mean())
+    result = {name: m["value"] for name, m in task["metrics"].items()}
+    assert list(result) == ["greedy pass@1", "avg@4", "pass@2", "pass@4", "maj@4"]
+    assert result["greedy pass@1"] == pytest.approx(np.mean(greedy))
+    assert result["avg@4"] == pytest.approx(right.mean())
+    assert result["pass@4"] == pytest.approx(right.any(1).mean())
     # Pairs without a right sample: C(4 − c, 2) of 6.
     wrong = 4 - right.sum(1)
-    assert found["pass@2"] == pytest.approx(np.mean(1 - wrong * (wrong - 1) / 12))
+    assert result["pass@2"] == pytest.approx(np.mean(1 - wrong * (wrong - 1) / 12))
     assert all(m["low"] <= m["value"] <= m["high"] for m in task["metrics"].values())
     assert task["responses"] == 25
     assert list(results["tasks"]["late"]["metrics"]) == ["avg@4", "pass@2", "pass@4", "maj@4"]
@@ -164,7 +71,7 @@ def test_results_are_those_of_the_records(model):
         "# Small: tiny, checkpoint initial",
         "| one ",
         "mean of tasks",
-        f"{100 * found['avg@4']:.1f} [",
+        f"{100 * result['avg@4']:.1f} [",
         "Contamination not checked",
     ):
         assert part in page
@@ -187,7 +94,7 @@ def test_seeds_depend_on_problem_and_sample_alone(model, configs, tmp_path):
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path):
-    """SIGKILL in the fifth chunk: four are on disk, and are not asked again."""
+    """SIGKILL in the fifth chunk: four are on disk, and are not sampled again."""
     arguments = ["eval", "suite=small", "model=tiny", f"root={tmp_path}", "chunk=6", "-c", configs]
     pid = os.fork()  # a new interpreter would spend most of its time importing
     if not pid:
@@ -201,15 +108,15 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes(model, configs, tmp_path)
     before = {name: data for name, data in items(folder).items() if name.endswith(".parquet")}
     assert len(before) == 4
     assert not (folder / "results.json").exists()
-    judged = (tmp_path / "judged").read_text().splitlines()
+    verified = (tmp_path / "verified").read_text().splitlines()
     (folder / "items" / "one" / ".tmp-sampled-000004.parquet").write_bytes(b"half of a chunk")
     assert main(arguments) == 0
     (folder / "items" / "one" / ".tmp-sampled-000004.parquet").unlink(missing_ok=True)
     assert items(folder) == items(model)
-    after = (tmp_path / "judged").read_text().splitlines()
-    assert len(after) == 25 + 16  # every item judged once in both processes together
-    assert sum(c == "\n" for c in (model.parents[3] / "judged").read_text()) == 41
-    assert len(judged) == sum(pq.read_metadata(folder / name).num_rows for name in before)
+    after = (tmp_path / "verified").read_text().splitlines()
+    assert len(after) == 25 + 16  # every item verified once in both processes together
+    assert sum(c == "\n" for c in (model.parents[3] / "verified").read_text()) == 41
+    assert len(verified) == sum(pq.read_metadata(folder / name).num_rows for name in before)
 
 
 def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatch, capsys):
@@ -228,10 +135,10 @@ def test_a_signal_to_end_is_obeyed_in_order(model, configs, tmp_path, monkeypatc
     assert items(tmp_path / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
 
-def test_a_finished_evaluation_asks_nothing_again(model, configs, tmp_path, capsys):
+def test_a_finished_evaluation_samples_nothing_again(model, configs, tmp_path, capsys):
     shutil.copytree(model.parents[3], tmp_path / "again")
     assert evaluate(configs, "model=tiny", f"root={tmp_path / 'again'}") == 0
-    assert not (tmp_path / "judged").exists()
+    assert not (tmp_path / "verified").exists()
     assert "responses to sample" not in capsys.readouterr().out
     assert items(tmp_path / "again" / "model-tiny" / "eval" / "small" / "initial") == items(model)
 
@@ -272,19 +179,19 @@ def test_runs_side_by_side_with_paired_differences(run, configs, tmp_path, capsy
     assert "only reads" in capsys.readouterr().err
     assert evaluate(configs, *arguments) == 0
     assert "| one " in capsys.readouterr().out
-    found = json.loads((run / "eval" / "small" / "comparison.json").read_text())
-    assert found["subjects"] == ["r", "other", "tiny"]
-    same = found["tasks"]["one"]["differences"]["other"]
+    result = json.loads((run / "eval" / "small" / "comparison.json").read_text())
+    assert result["subjects"] == ["r", "other", "tiny"]
+    same = result["tasks"]["one"]["differences"]["other"]
     assert same["problems"] == 5
     assert all((m["value"], m["low"], m["high"], m["resolved"]) == (0, 0, 0, False) for m in same["metrics"].values())
-    values = {n: m["value"] for n, m in found["tasks"]["one"]["metrics"]["avg@4"].items()}
-    gap = found["tasks"]["one"]["differences"]["tiny"]["metrics"]["avg@4"]
+    values = {n: m["value"] for n, m in result["tasks"]["one"]["metrics"]["avg@4"].items()}
+    gap = result["tasks"]["one"]["differences"]["tiny"]["metrics"]["avg@4"]
     assert gap["value"] == pytest.approx(values["tiny"] - values["r"])
     assert gap["low"] <= gap["value"] <= gap["high"]
-    judged = (tmp_path / "judged").read_text()
+    verified = (tmp_path / "verified").read_text()
     assert evaluate(configs, *arguments, "--compare") == 0
     assert "tiny − r" in capsys.readouterr().out
-    assert (tmp_path / "judged").read_text() == judged
+    assert (tmp_path / "verified").read_text() == verified
 
 
 def test_checkpoints_have_records_of_their_own_and_other_weights(run, configs):
@@ -339,102 +246,3 @@ def test_training_data_out_of_reach_is_said_and_kept_so(run, configs, tmp_path, 
     assert evaluate(configs, f"run={run}", "tasks=one") == 0
     assert "contamination is not checked" in capsys.readouterr().out
     assert "absent.jsonl" in (run / "eval" / "small" / "000001" / "results.md").read_text()
-
-
-# --- mistakes ---
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["model=tiny", "suite=smalls"], ["suite=smalls", "Did you mean 'small'?"]),
-        (["suite=small"], ["nothing to evaluate", "run=RUN or model=NAME"]),
-        (["suite=small", "model=tiny", "checkpiont=1"], ["'checkpiont=1': unknown. Did you mean 'checkpoint'?"]),
-        (["suite=small", "model=tiyn"], ["model=tiyn", "Did you mean 'tiny'?"]),
-        (["suite=small", "model=tiny", "engine=vlmm"], ["engine=vlmm", "Did you mean 'vllm'?"]),
-        (["suite=small", "model=tiny", "engine.max_rowz=1"], ["engine.max_rowz: unknown setting"]),
-        (["suite=small", "model=tiny", "tasks=ones"], ["tasks=ones: no such task", "Did you mean 'one'?"]),
-        (["suite=small", "model=tiny", "tasks.one.samples=2"], ["got k = 4 and 2 samples"]),
-        (["suite=small", "model=tiny", "data.ones.path=x"], ["data.ones: no such task"]),
-        (
-            ["suite=small", "model=tiny", "tasks.one.verifier.use=verifier.exct"],
-            ["verifier.exct", "Did you mean 'verifier.exact'?"],
-        ),
-        (["suite=small", "run=/nowhere/r"], ["/nowhere/r: no run there"]),
-        (["suite=small", "model=tiny", "chunk=0"], ["chunk: expected at least 1 response, got 0"]),
-        (["--fresh"], ["expected suite=NAME with run=RUN or model=NAME"]),
-    ],
-)
-def test_a_wrong_command_gets_a_sentence(arguments, parts, configs, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", *arguments, "-c", configs]) == 2
-    text = capsys.readouterr().err
-    for part in parts:
-        assert part in text
-    assert "Traceback" not in text
-
-
-def test_sets_out_of_reach_are_all_named_with_the_local_override(tmp_path, capsys):
-    folder = tmp_path / "c"
-    (folder / "data").mkdir(parents=True)
-    for name in ("far", "further"):
-        entry = {
-            "source": "file",
-            "path": str(tmp_path / f"{name}.jsonl"),
-            "template": "plain",
-            "verifier": "verifier.exact",
-        }
-        (folder / "data" / f"{name}.yaml").write_text(yaml.safe_dump({"eval": entry}))
-    configs = write_suite(folder, tasks={"far": {}, "further": {}})
-    assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
-    text = capsys.readouterr().err
-    for part in (
-        "2 of 2 sets cannot be loaded",
-        "far.jsonl does not exist",
-        "data.far.path=FILE",
-        "data.further.path=FILE",
-    ):
-        assert part in text
-    (tmp_path / "mine.jsonl").write_text(
-        '{"question": "s1 + 1", "answer": "1"}\n{"question": "s1 + 2", "answer": ""}\n'
-    )
-    found = [f"data.{n}.path={tmp_path / 'mine.jsonl'}" for n in ("far", "further")]
-    assert evaluate(configs, "model=tiny", f"root={tmp_path}", *found, "tasks.further.max_tokens=4000") == 0
-    out = capsys.readouterr().out
-    assert "further: max_tokens is 4000, but the model's context leaves" in out
-    results = tmp_path / "model-tiny" / "eval" / "small" / "initial"
-    assert json.loads((results / "results.json").read_text())["tasks"]["far"]["rejected"] == 1
-    assert [json.loads(line)["task"] for line in (results / "rejected.jsonl").read_text().splitlines()] == [
-        "far",
-        "further",
-    ]
-
-
-def test_checkpoints_that_are_not_there(finished, configs, tmp_path, capsys):
-    assert evaluate(configs, f"run={finished}", "checkpoint=7") == 2
-    assert "has none of that iteration; there are 0, 1" in capsys.readouterr().err
-    assert evaluate(configs, f"run={finished}", f"checkpoint={tmp_path}/exported") == 2
-    assert "no such folder" in capsys.readouterr().err
-    shutil.copytree(finished, tmp_path / "r", ignore=shutil.ignore_patterns("checkpoints", "eval"))
-    assert evaluate(configs, f"run={tmp_path / 'r'}") == 2
-    assert "no checkpoint; continue the run" in capsys.readouterr().err
-
-
-def test_a_run_that_is_still_training(run, configs, tmp_path, capsys):
-    with (run / "lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert evaluate(configs, f"run={run}", "tasks=one") == 2
-        text = capsys.readouterr().err
-        assert "still training (process" in text
-        assert "checkpoint=N; there are 0, 1" in text
-        assert evaluate(configs, f"run={run}", "tasks=one", "checkpoint=0", "contamination=false") == 0
-        assert "note: " in capsys.readouterr().out
-
-
-def test_two_evaluations_at_once(configs, tmp_path, capsys):
-    folder = tmp_path / "model-tiny" / "eval" / "small" / "initial"
-    folder.mkdir(parents=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert evaluate(configs, "model=tiny", f"root={tmp_path}") == 2
-    assert "Two processes must not share it: wait for it, stop it, or use label=NAME." in capsys.readouterr().err

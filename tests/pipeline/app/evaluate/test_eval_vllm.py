@@ -43,9 +43,9 @@ def test_vllm_gives_the_greedy_answers_of_the_local_engine(tmp_path):
         assert main(command) == 0
     folders = {name: tmp_path / name / "model-tiny" / "eval" / "small" / "initial" for name in ("local", "vllm")}
     assert json.loads((folders["vllm"] / "results.json").read_text())["engine"] == "engine.vllm"
-    found = {name: pq.read_table(folder / "items" / "one").to_pylist() for name, folder in folders.items()}
-    assert len(found["vllm"]) == len(found["local"]) == 16
-    ours, theirs = ([r for r in found[name] if r["pass"] == "greedy"] for name in ("local", "vllm"))
+    result = {name: pq.read_table(folder / "items" / "one").to_pylist() for name, folder in folders.items()}
+    assert len(result["vllm"]) == len(result["local"]) == 16
+    ours, theirs = ([r for r in result[name] if r["pass"] == "greedy"] for name in ("local", "vllm"))
     same = ("problem_id", "prompt_hash", "seed", "tokens", "text", "correct", "finish_reason")
     assert [[r[c] for c in same] for r in ours] == [[r[c] for c in same] for r in theirs]
     assert [r["logprob"] for r in ours] == pytest.approx([r["logprob"] for r in theirs], abs=1e-3)

@@ -26,11 +26,11 @@ def rows(chunk, text="x"):
 def test_the_plan_covers_every_item_once():
     for problems, greedy, samples, most in [(7, True, 3, 4), (7, False, 3, 7), (1, True, 0, 1), (5, True, 9, 2)]:
         chunks = plan(problems, greedy, samples, most)
-        asked = [(c.part, i, s) for c in chunks for i in range(c.first, c.last) for s in range(c.samples)]
+        actual = [(c.part, i, s) for c in chunks for i in range(c.first, c.last) for s in range(c.samples)]
         expected = [("greedy", i, 0) for i in range(problems) if greedy] + [
             ("sampled", i, s) for i in range(problems) for s in range(samples)
         ]
-        assert asked == expected
+        assert actual == expected
         assert len({c.name for c in chunks}) == len(chunks)
         assert all(c.rows <= max(most, c.samples) for c in chunks)
 

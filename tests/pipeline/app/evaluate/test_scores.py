@@ -20,7 +20,7 @@ SUITE = Suite(name="s", title="t", version=1, resamples=200)
 
 def store(folder, task, right, reward=None, answers=None, flagged=None):
     """Records of a task; `right` is [P][n], the greedy response of a problem being its first sample."""
-    found, chunks = ItemStore(folder, {"task": "t"}, 3), plan(len(right), task.greedy, task.samples, 3)
+    result, chunks = ItemStore(folder, {"task": "t"}, 3), plan(len(right), task.greedy, task.samples, 3)
     for chunk in chunks:
         cells = [(i, j) for i in range(chunk.first, chunk.last) for j in range(chunk.samples)]
         columns = {name: [0] * len(cells) for name in ("sample", "seed")} | {
@@ -41,8 +41,8 @@ def store(folder, task, right, reward=None, answers=None, flagged=None):
             "answer": [answers[i][j] if answers else None for i, j in cells],
             "flagged": [flagged and flagged[i] for i, _ in cells],
         }
-        found.write(chunk, columns)
-    return read_scores(found, chunks, task)
+        result.write(chunk, columns)
+    return read_scores(result, chunks, task)
 
 
 def values(scores):
@@ -81,10 +81,10 @@ def test_rewards_that_are_more_than_right_or_wrong_are_reported(tmp_path):
 
 def test_results_without_flagged_problems(tmp_path):
     scores = store(tmp_path / "s", Task(), [[True], [False], [True]], flagged=[True, False, False])
-    found = task_results("t", scores, SUITE)
-    assert (found["problems"], found["flagged"], found["without_flagged"]["problems"]) == (3, 1, 2)
-    assert found["metrics"]["greedy pass@1"]["value"] == pytest.approx(2 / 3)
-    assert found["without_flagged"]["metrics"]["greedy pass@1"]["value"] == 0.5
+    result = task_results("t", scores, SUITE)
+    assert (result["problems"], result["flagged"], result["without_flagged"]["problems"]) == (3, 1, 2)
+    assert result["metrics"]["greedy pass@1"]["value"] == pytest.approx(2 / 3)
+    assert result["without_flagged"]["metrics"]["greedy pass@1"]["value"] == 0.5
     everything = store(tmp_path / "all", Task(), [[True]], flagged=[True])
     assert task_results("t", everything, SUITE)["without_flagged"] == {"problems": 0, "metrics": {}}
     assert "without_flagged" not in task_results(
@@ -104,10 +104,10 @@ def scores_of(ids, **metrics):
 def test_differences_are_paired_by_problem_and_not_by_place():
     first = scores_of(["a", "b", "c"], avg_4=[0.25, 0.5, 1.0], pass_2=[1, 1, 1])
     second = scores_of(["c", "a", "d"], avg_4=[1.0, 0.5, 0.0])
-    found = paired("t", first, second, SUITE)
-    assert (found["problems"], found["only_first"], found["only_second"]) == (2, 1, 1)
-    assert list(found["metrics"]) == ["avg@4"]  # pass@2 is in one of them only
-    gap = found["metrics"]["avg@4"]
+    result = paired("t", first, second, SUITE)
+    assert (result["problems"], result["only_first"], result["only_second"]) == (2, 1, 1)
+    assert list(result["metrics"]) == ["avg@4"]  # pass@2 is in one of them only
+    gap = result["metrics"]["avg@4"]
     assert gap["value"] == pytest.approx((0.25 + 0.0) / 2)  # a: .5 − .25, c: 1 − 1
     assert (gap["low"], gap["high"], gap["resolved"]) == (0.0, 0.25, False)
     assert paired("t", first, scores_of(["x"], avg_4=[1]), SUITE)["metrics"] == {}
@@ -127,9 +127,9 @@ def test_pairs_resolve_what_two_intervals_do_not():
 
 def test_the_mean_of_tasks_is_unweighted_and_of_common_metrics():
     few, many = scores_of(["a"], avg_4=[1.0], pass_2=[1.0]), scores_of(["b", "c", "d"], avg_4=[0.0, 0.0, 0.3])
-    found = mean_results({"few": few, "many": many}, SUITE)["metrics"]
-    assert list(found) == ["avg@4"]
-    assert found["avg@4"]["value"] == pytest.approx((1.0 + 0.1) / 2)
+    result = mean_results({"few": few, "many": many}, SUITE)["metrics"]
+    assert list(result) == ["avg@4"]
+    assert result["avg@4"]["value"] == pytest.approx((1.0 + 0.1) / 2)
     assert mean_results({"few": few}, SUITE) == {}
 
 

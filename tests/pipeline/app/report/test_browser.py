@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get insta
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield found
-        found.close()
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield chromium
+        chromium.close()
 
 
 class Tab:
@@ -82,8 +82,8 @@ def html_of_credit(real_run: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def violations(page: Any) -> list[tuple[str, Any]]:
     # Without the elements that pass, which are most of the time.
-    found = axe.Axe().run(page, options={"resultTypes": ["violations"]})["violations"]
-    return [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in found]
+    violations = axe.Axe().run(page, options={"resultTypes": ["violations"]})["violations"]
+    return [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in violations]
 
 
 def too_wide(page: Any, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""`creditgraph credit` on a real run: recorded credit comes back, truth stands beside it, others say what they need."""
+"""`creditgraph credit` on a real run: recorded credit comes back, the truth is compared, others say what they need."""
 
 import re
 
@@ -16,26 +16,26 @@ RECIPES = ["toy_grpo", "toy_rredcot", "toy_treerl"]
 
 
 @pytest.fixture(scope="module")
-def found(real_run):
+def comparison(real_run):
     return compare(real_run, RECIPES, [], [], None, 4, 8)
 
 
-def test_the_newest_iteration_with_an_exact_policy_is_taken(found):
-    assert found.iteration == 1
-    assert found.notes == []
+def test_the_newest_iteration_with_an_exact_policy_is_taken(comparison):
+    assert comparison.iteration == 1
+    assert comparison.notes == []
 
 
-def test_the_runs_own_recipe_gives_its_recorded_credit(found, real_run):
+def test_the_runs_own_recipe_gives_its_recorded_credit(comparison, real_run):
     credit = read_payload(real_run / "record" / "advantage.credit" / "000001.parquet")
-    rows = credit.index_of(found.trajectories.uid)
-    column = next(c for c in found.columns if c.name == "toy_rredcot")
+    rows = credit.index_of(comparison.trajectories.uid)
+    column = next(c for c in comparison.columns if c.name == "toy_rredcot")
     # Its objective is the plain policy gradient: effective credit is the advantage on trained tokens.
-    wanted = torch.where(credit.mask.select(rows).values, credit.advantage.select(rows).values.double(), 0.0)
-    assert torch.allclose(column.credit.values, wanted, atol=1e-5)
+    expected = torch.where(credit.mask.select(rows).values, credit.advantage.select(rows).values.double(), 0.0)
+    assert torch.allclose(column.credit.values, expected, atol=1e-5)
 
 
-def test_group_credit_is_flat_and_truth_is_not(found):
-    columns = {c.name: c for c in found.columns}
+def test_group_credit_is_flat_and_truth_is_not(comparison):
+    columns = {c.name: c for c in comparison.columns}
     for row in columns["toy_grpo"].credit.rows():
         assert len(set(row.tolist())) == 1
     assert any(len(set(row.tolist())) > 1 for row in columns[TRUTH].credit.rows())
@@ -43,24 +43,24 @@ def test_group_credit_is_flat_and_truth_is_not(found):
     assert float(columns[TRUTH].credit.values.abs().max()) <= 1.0
 
 
-def test_trees_need_rollouts_of_their_own(found):
-    column = next(c for c in found.columns if c.name == "toy_treerl")
+def test_trees_need_rollouts_of_their_own(comparison):
+    column = next(c for c in comparison.columns if c.name == "toy_treerl")
     assert column.credit is None
     assert "it needs further sampling: rollouts of its own (expander.tree)" in column.note
 
 
-def test_cards_and_pictures(found, tmp_path):
-    rows = cards(found)
+def test_cards_and_pictures(comparison, tmp_path):
+    rows = cards(comparison)
     assert len(rows) == 4
-    assert "".join(rows[0]["pieces"]).strip() == found.trajectories.text[0].strip()
+    assert "".join(rows[0]["pieces"]).strip() == comparison.trajectories.text[0].strip()
     spec = heat_map(rows[0])
     assert len(spec["layer"][0]["data"]["values"]) == len(rows[0]["pieces"]) * 3
-    write_still(found, tmp_path / "still.svg")
+    write_still(comparison, tmp_path / "still.svg")
     text = (tmp_path / "still.svg").read_text(encoding="utf-8")
     assert "toy_rredcot" in text
     assert TRUTH in text
     with pytest.raises(ConfigError, match=re.escape("expected .svg or .png")):
-        write_still(found, tmp_path / "still.gif")
+        write_still(comparison, tmp_path / "still.gif")
 
 
 def test_the_command(real_run, tmp_path, capsys):

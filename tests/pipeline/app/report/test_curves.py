@@ -56,9 +56,9 @@ def test_phases_sum_small_nodes_as_other(tmp_path):
 
 
 def test_all_lines_can_be_json(make_run):
-    found = all_lines([read_run(make_run())])
-    assert json.loads(json.dumps(found))["groups"] == [{"label": "toy_srpo", "runs": [0]}]
-    assert found["lines"]["rewards/mean"]["tokens"]["toy_srpo"] == [[100, 0, 0, 0, 1], [200, 0.1, 0.1, 0.1, 1]]
+    result = all_lines([read_run(make_run())])
+    assert json.loads(json.dumps(result))["groups"] == [{"label": "toy_srpo", "runs": [0]}]
+    assert result["lines"]["rewards/mean"]["tokens"]["toy_srpo"] == [[100, 0, 0, 0, 1], [200, 0.1, 0.1, 0.1, 1]]
 
 
 def test_a_run_without_config_is_a_group_of_its_own(make_run):

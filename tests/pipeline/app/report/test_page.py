@@ -102,10 +102,10 @@ def test_visible_keeps_ordinary_text():
 
 def test_pack_round_trip_aligns_every_array():
     arrays = {"a": np.arange(3, dtype=np.uint8), "b": np.array([1.5, np.inf], np.float64), "c": np.zeros(0, np.int16)}
-    header, found = unpack(pack({"x": [float("nan"), "<"], "y": {"z": float("inf")}}, arrays))
+    header, result = unpack(pack({"x": [float("nan"), "<"], "y": {"z": float("inf")}}, arrays))
     assert header["x"] == [None, "<"]
     assert header["y"] == {"z": None}
-    assert all(np.array_equal(found[k], v) for k, v in arrays.items())
+    assert all(np.array_equal(result[k], v) for k, v in arrays.items())
     assert all(offset % 8 == 0 for _, offset, _ in header["arrays"].values())
 
 

@@ -68,8 +68,8 @@ def test_mean_credit_counts_trained_tokens_alone(packed):
 
 def test_token_texts_of_different_tokenizers_do_not_mix(make_run):
     tiny, other = read_run(make_run("a")), read_run(make_run("b", "recipe=toy_srpo", "model.path=/nowhere/at/all"))
-    found = collect([tiny, other])
-    header, columns = unpack(pack_rollouts(found))
+    result = collect([tiny, other])
+    header, columns = unpack(pack_rollouts(result))
     first = header["pieces"][columns["piece"][0]]
     second = header["pieces"][columns["piece"][columns["offset"][8]]]
     assert first == " 2"  # id 5 of the embedded model's tokenizer
@@ -84,8 +84,8 @@ def test_too_much_for_one_file_takes_spaced_iterations_and_says_so(make_run):
     size = sum(
         f.stat().st_size for (n, _), f in run.files.items() if n.endswith(("trajectories", "failures", "credit"))
     )
-    found = collect([run], max_bytes=size / 2)
-    assert sorted(set(found.rows["iteration"])) == [0, 2, 5]
+    result = collect([run], max_bytes=size / 2)
+    assert sorted(set(result.rows["iteration"])) == [0, 2, 5]
     assert run.notes == ["rollouts of 3 of 6 recorded iterations are shown, evenly spaced, to keep the file small"]
 
 

@@ -61,10 +61,10 @@ def test_half_written_parquet_is_named_and_the_rest_is_shown(make_run):
     file = run / "record" / "advantage.credit" / "000001.parquet"
     file.write_bytes(file.read_bytes()[:100])
     source = read_run(run)
-    found = collect([source])
+    rollouts = collect([source])
     assert any("record/advantage.credit/000001.parquet is half-written or damaged" in n for n in source.notes)
-    assert len(found) == 8
-    assert sum(v == v for v in found.rows["mean_credit"]) == 3  # iteration 0 alone
+    assert len(rollouts) == 8
+    assert sum(v == v for v in rollouts.rows["mean_credit"]) == 3  # iteration 0 alone
 
 
 def test_a_newer_schema_is_left_out(make_run):
@@ -85,9 +85,9 @@ def test_one_record_of_an_older_schema_among_newer_ones(make_run):
     del note["fields"]["valid"]
     pq.write_table(table.drop_columns(["valid"]).replace_schema_metadata({b"creditgraph": json.dumps(note)}), file)
     source = read_run(run)
-    found = collect([source])
+    rollouts = collect([source])
     assert any("has no valid, which Rewards needs; it was recorded by another version" in n for n in source.notes)
-    assert [bool(x == x) for x in found.rows["reward"]] == [False] * 4 + [
+    assert [bool(x == x) for x in rollouts.rows["reward"]] == [False] * 4 + [
         True,
         True,
         False,
@@ -141,10 +141,10 @@ def test_missing_outputs_are_named(make_run):
         file.unlink()
     (run / "record" / "rewards.rewards" / "000001.parquet").unlink()
     source = read_run(run)
-    found = collect([source])
+    rollouts = collect([source])
     assert "no output with Credit is recorded: no credit (tokens stay plain)" in source.notes
     assert "rewards.rewards is not recorded in every iteration that has rollouts" in source.notes
-    assert len(found) == 8
+    assert len(rollouts) == 8
 
 
 def test_a_graph_of_another_version(make_run):

@@ -62,12 +62,12 @@ def test_an_iteration_run_again_counts_in_its_newest_attempt(make_run):
         "pid": 0,
     }
     put_trace(run, more=",\n" + json.dumps(span | {"args": {"iteration": 1, "attempt": 2}}))
-    found = windows(load_tracks(read_run(run)))
-    assert found[1] == (1_700_000_900 * 10**6, 1_700_000_901 * 10**6)
-    assert found[0][1] - found[0][0] == 3 * 10**6
+    result = windows(load_tracks(read_run(run)))
+    assert result[1] == (1_700_000_900 * 10**6, 1_700_000_901 * 10**6)
+    assert result[0][1] - result[0][0] == 3 * 10**6
 
 
-def test_a_trace_cut_off_by_a_kill_is_told_and_shown(make_run):
+def test_a_trace_cut_off_by_a_kill_is_reported_and_shown(make_run):
     run = make_run()
     put_trace(run, more=',\n{"name":"sam')
     source = read_run(run)

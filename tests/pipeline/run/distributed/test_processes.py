@@ -73,9 +73,9 @@ def alone(launch):
 
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (4, 2), (2, 2)])
 def test_several_ranks_end_with_the_weights_of_one(launch, alone, world, size):
-    found = launch(world, f"world{world}x{size}", size=size)
-    assert found.codes == [0] * world, found.text(0)
-    assert found.weights() == pytest.approx(alone.weights(), rel=1e-12)
+    result = launch(world, f"world{world}x{size}", size=size)
+    assert result.codes == [0] * world, result.text(0)
+    assert result.weights() == pytest.approx(alone.weights(), rel=1e-12)
     keys = [
         "score/mean",
         "score/rows",
@@ -85,20 +85,20 @@ def test_several_ranks_end_with_the_weights_of_one(launch, alone, world, size):
         "source/position",
         "score/version",
     ]
-    for one, many in zip(alone.metrics, found.metrics, strict=True):
+    for one, many in zip(alone.metrics, result.metrics, strict=True):
         assert {k: many[k] for k in keys if k in one} == pytest.approx({k: one[k] for k in keys if k in one})
     replicas = world // size
-    assert found.metrics[0]["evaluator/replicas"] == replicas
-    assert found.metrics[0]["rejected/source"] == replicas  # a row of each replica
-    rejected = [json.loads(line) for line in (found.path / "rejected.jsonl").read_text().splitlines()]
+    assert result.metrics[0]["evaluator/replicas"] == replicas
+    assert result.metrics[0]["rejected/source"] == replicas  # a row of each replica
+    rejected = [json.loads(line) for line in (result.path / "rejected.jsonl").read_text().splitlines()]
     assert len(rejected) == replicas * 5
-    assert all("iteration" not in found.text(r) for r in range(1, world))  # rank 0 alone shows progress
+    assert all("iteration" not in result.text(r) for r in range(1, world))  # rank 0 alone shows progress
 
 
 def test_records_hold_all_replicas_in_one_file(launch, alone):
-    found = launch(2, "records", iterations=1)
+    result = launch(2, "records", iterations=1)
     for output in ("source.batch", "score.rewards", "score.credit"):
-        one, two = (read_payload(x.path / "record" / output / "000000.parquet") for x in (alone, found))
+        one, two = (read_payload(x.path / "record" / output / "000000.parquet") for x in (alone, result))
         assert one.uid.tolist() == two.uid.tolist()
         assert one.origin == two.origin == output
     assert one.advantage.equal(two.advantage)
@@ -111,11 +111,11 @@ def test_overlapping_lanes_and_a_late_wire(launch):
 
 
 def test_traces_of_ranks_fit_on_one_clock(launch):
-    found = launch(2, "traces", iterations=3)
-    assert found.codes == [0, 0], found.text(0)
+    result = launch(2, "traces", iterations=3)
+    assert result.codes == [0, 0], result.text(0)
     spans = {}
     for rank in range(2):
-        events, bad = read_trace(found.path / "traces" / f"rank-{rank}.json")
+        events, bad = read_trace(result.path / "traces" / f"rank-{rank}.json")
         assert bad == 0
         assert {e["pid"] for e in events} == {rank}
         for e in events:
@@ -126,19 +126,19 @@ def test_traces_of_ranks_fit_on_one_clock(launch):
         # barrier takes, which is long on a busy machine.
         scored = max(spans[r, "score", "verification", i][1] for r in range(2))
         assert all(spans[r, "learner", "learning", i][0] >= scored - 1_000_000 for r in range(2))
-    assert [b["rank"] for b in heartbeats(found.path)] == [0, 1]
-    assert found.metrics[0]["utilisation/learner"] <= 1
+    assert [b["rank"] for b in heartbeats(result.path)] == [0, 1]
+    assert result.metrics[0]["utilisation/learner"] <= 1
 
 
 def test_resumes_at_another_number_of_replicas(launch):
     """2 replicas, then 1, then 3: data position, weights in shards and rollouts in flight go on as in one run."""
-    wanted = launch(1, "whole", late=True, iterations=6)
+    expected = launch(1, "whole", late=True, iterations=6)
     for world, iterations in ((2, 2), (1, 4), (3, 6)):
-        found = launch(world, "changing", late=True, iterations=iterations)
-        assert found.codes == [0] * world, found.text(0)
-    assert "continuing after iteration 3" in found.text(0)
-    assert found.weights() == pytest.approx(wanted.weights(), rel=1e-12)
-    assert [m["iteration"] for m in found.metrics if "learner/norm" in m] == list(range(6))
+        actual = launch(world, "changing", late=True, iterations=iterations)
+        assert actual.codes == [0] * world, actual.text(0)
+    assert "continuing after iteration 3" in actual.text(0)
+    assert actual.weights() == pytest.approx(expected.weights(), rel=1e-12)
+    assert [m["iteration"] for m in actual.metrics if "learner/norm" in m] == list(range(6))
 
 
 def test_a_stop_seen_by_one_rank_stops_all_and_the_run_goes_on(launch, alone):
@@ -162,12 +162,12 @@ def test_a_stop_seen_by_one_rank_stops_all_and_the_run_goes_on(launch, alone):
 )
 def test_the_first_error_is_in_front_on_every_rank(launch, fault, options):
     node, rank, _, what = fault
-    found = launch(2, f"{node}{rank}{what}", fault=fault, **options)
-    assert 0 not in found.codes
-    assert found.seconds < 30
+    result = launch(2, f"{node}{rank}{what}", fault=fault, **options)
+    assert 0 not in result.codes
+    assert result.seconds < 30
     text = "no rows left on score" if what == "raise" else "FloatingPointError: diverged"
     for r in range(2):
-        last = [line for line in found.text(r).splitlines() if line.startswith(("creditgraph", "(rank"))]
+        last = [line for line in result.text(r).splitlines() if line.startswith(("creditgraph", "(rank"))]
         assert last[0].startswith(f"creditgraph: rank {rank} ({socket.gethostname()}): ")
         assert (
             f"{node} (toy:{node.title().replace('er', '') if node == 'learner' else 'Score'}), iteration 2" in last[0]
@@ -180,32 +180,32 @@ def test_the_first_error_is_in_front_on_every_rank(launch, fault, options):
     ("rank", "text"), [(1, "rank 1 died without reporting an error (killed"), (0, "rank 0: the store is gone")]
 )
 def test_a_killed_rank_is_named_by_the_other(launch, rank, text):
-    found = launch(2, f"killed{rank}", fault=["source", rank, 2, "kill"])
-    assert found.codes[rank] == -9
-    assert found.codes[1 - rank] == 1
-    assert found.seconds < 30
-    assert text in found.text(1 - rank)
+    result = launch(2, f"killed{rank}", fault=["source", rank, 2, "kill"])
+    assert result.codes[rank] == -9
+    assert result.codes[1 - rank] == 1
+    assert result.seconds < 30
+    assert text in result.text(1 - rank)
 
 
 def test_a_rank_that_is_stuck_is_named_with_its_place(launch):
-    found = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=10)
-    assert 0 not in found.codes
+    result = launch(2, "stuck", fault=["score", 1, 2, "sleep"], timeout=10)
+    assert 0 not in result.codes
     assert (
         "all ranks are alive, so one is stuck or slower than run.timeout allows (rank 1 in score of iteration 2 since "
-        in found.text(0)
+        in result.text(0)
     )
 
 
-def test_ranks_that_do_not_fit_are_told_before_anything_loads(launch):
-    found = launch(3, "odd", size=2)
-    assert found.codes == [2, 2, 2]
+def test_ranks_that_do_not_fit_are_reported_before_anything_loads(launch):
+    result = launch(3, "odd", size=2)
+    assert result.codes == [2, 2, 2]
     assert (
         "'learner' (toy:Learn): one replica takes 2 processes, but the run has 3; expected a multiple. Start "
         "2 or 4, for "
         "example "
         "torchrun --nproc-per-node 2 --no-python creditgraph train …"
-    ) in found.text(0)
-    assert not found.path.exists()
+    ) in result.text(0)
+    assert not result.path.exists()
     assert "the run has 1; expected a multiple. Start 2, or a multiple of it" in launch(1, "few", size=2).text(0)
 
 
@@ -220,8 +220,8 @@ def test_environments():
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "n[02-03]",
     }
-    found = rendezvous(step)
-    assert (found.ranks, found.address, found.port, found.hosts_store) == (
+    result = rendezvous(step)
+    assert (result.ranks, result.address, result.port, result.hosts_store) == (
         Ranks(rank=5, world=8, local_rank=1),
         "n02",
         20004,
@@ -261,13 +261,13 @@ def test_values_travel_bit_for_bit():
         "odd": torch.zeros(3, 0, dtype=torch.int8),
         "text": "ü",
     }
-    found = unpack(pack(value))
-    assert list(found) == list(value)
-    for a, b in zip(found["node", "out", -1][:3], value["node", "out", -1][:3], strict=True):
+    result = unpack(pack(value))
+    assert list(result) == list(value)
+    for a, b in zip(result["node", "out", -1][:3], value["node", "out", -1][:3], strict=True):
         assert a.dtype == b.dtype
         assert (
             a.view(torch.uint8 if a.dtype == torch.bool else torch.int16).tolist()
             == b.view(torch.uint8 if b.dtype == torch.bool else torch.int16).tolist()
         )
-    assert found["odd"].shape == (3, 0)
+    assert result["odd"].shape == (3, 0)
     assert join([3, 4]) == 3

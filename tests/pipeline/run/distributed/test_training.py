@@ -44,10 +44,10 @@ def test_two_replicas_train_as_one_process_and_one_goes_on(tmp_path):
         "evaluator/accuracy",
         "prompts/epoch",
     ]
-    for row, wanted in zip(changing, one, strict=True):
-        assert {k: row[k] for k in exact if k in wanted} == pytest.approx(
-            {k: wanted[k] for k in exact if k in wanted}, rel=1e-12
+    for row, expected in zip(changing, one, strict=True):
+        assert {k: row[k] for k in exact if k in expected} == pytest.approx(
+            {k: expected[k] for k in exact if k in expected}, rel=1e-12
         )
-        if "learner/grad_norm" in wanted:
-            assert row["learner/grad_norm"] == pytest.approx(wanted["learner/grad_norm"], rel=1e-3)
-            assert row["learner/entropy"] == pytest.approx(wanted["learner/entropy"], rel=1e-4)
+        if "learner/grad_norm" in expected:
+            assert row["learner/grad_norm"] == pytest.approx(expected["learner/grad_norm"], rel=1e-3)
+            assert row["learner/entropy"] == pytest.approx(expected["learner/entropy"], rel=1e-4)

@@ -105,7 +105,7 @@ class Gate:
 def processes(job, *variables):
     """Processes of a job whose environment has these variables ("NAME=value")."""
     expected = {f"SLURM_CONF={os.environ['SLURM_CONF']}", f"SLURM_JOB_ID={job}", *variables}
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -113,8 +113,8 @@ def processes(job, *variables):
             except OSError:
                 continue
             if expected <= environment:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def iterations_done(run):

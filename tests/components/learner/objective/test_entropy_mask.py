@@ -1,0 +1,97 @@
+"""Masks of low-entropy tokens, on the loss and on traces."""
+
+import math
+
+import pytest
+import torch
+from loss_inputs import by_hand, gradient, losses, make_inputs
+
+from components.learner.objective import EntropyMask, ObjectiveSettings, prepare
+from components.learner.objective.entropy_mask import high_by_scope
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
+
+
+def high(values, keep):
+    return high_by_scope(
+        values, torch.ones(len(values), dtype=torch.bool), torch.zeros(len(values), dtype=torch.int64), keep
+    )
+
+
+def test_high_entropy_by_hand():
+    values = torch.tensor([0.5, 0.1, 0.9, 0.9, 0.0])
+    # ⌈.4·5⌉ = 2nd largest, ⌈.5·5⌉ = 3rd, ⌈.01·5⌉ = 1st with its equal, all: the smallest
+    expected = {0.4: [0, 0, 1, 1, 0], 0.5: [1, 0, 1, 1, 0], 0.01: [0, 0, 1, 1, 0], 1.0: [1, 1, 1, 1, 1]}
+    for keep, flags in expected.items():
+        assert high(values, keep).int().tolist() == flags
+    assert high(torch.zeros(0), 0.5).tolist() == []
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.99])
+def test_high_entropy_equals_sort(keep):
+    values = torch.rand(1001, generator=torch.Generator().manual_seed(0)) ** 4
+    threshold = values.sort(descending=True).values[math.ceil(keep * 1001) - 1]
+    assert high(values, keep).equal(values >= threshold)
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence", "group"])
+@pytest.mark.parametrize("keep", [0.2, 0.5])
+def test_entropy_mask_equals_loop(reference, scope, keep):
+    inputs = make_inputs()
+    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
+    actual = prepared.columns["high_entropy"].values.tolist()
+    ids = {
+        "batch": [0] * 84,
+        "sequence": inputs.mask.row_ids.tolist(),
+        "group": inputs.group[inputs.mask.row_ids].tolist(),
+    }[scope]
+    entropies, mask = inputs.old_entropies.values.tolist(), inputs.mask.values.tolist()
+    expected = [None] * 84
+    for one in set(ids):
+        places = [i for i in range(84) if ids[i] == one]
+        high = reference.high_entropy([entropies[i] for i in places], [mask[i] for i in places], keep)
+        for place, value in zip(places, high, strict=True):
+            expected[place] = value
+    assert actual == expected
+
+
+def test_entropy_mask_wants_the_entropies_of_trained_tokens():
+    inputs = make_inputs()
+    trained, entropies = inputs.mask.values, inputs.old_entropies.values
+    settings = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.5, where="loss"))
+    for scope, unknown in (("others", ~trained), ("trained", trained)):
+        gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
+        if scope == "others":
+            expected = prepare(inputs, settings).columns["high_entropy"]
+            assert prepare(gaps, settings).columns["high_entropy"].equal(expected)
+            continue
+        with pytest.raises(
+            CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"
+        ):
+            prepare(gaps, settings)
+
+
+def test_mask_on_the_loss_is_80_20():
+    inputs = make_inputs()
+    for denominator in ("all", "kept"):
+        objective = ObjectiveSettings(entropy_mask=EntropyMask(keep=0.2, where="loss", denominator=denominator))
+        prepared, _, _ = losses(inputs, objective)
+        high = prepared.columns["high_entropy"].values
+        plain = gradient(inputs, ObjectiveSettings()) * int(inputs.mask.values.sum())
+        count = int(high.sum()) if denominator == "kept" else int(inputs.mask.values.sum())
+        torch.testing.assert_close(gradient(inputs, objective), torch.where(high, plain, 0.0) / count)
+
+
+def test_trace_without_decay_masked_on_the_loss_is_80_20():
+    inputs = make_inputs()
+    mask = EntropyMask(keep=0.2, where="trace_and_loss")
+    trace = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": "current"}, entropy_mask=mask)
+    torch.testing.assert_close(gradient(inputs, trace), gradient(inputs, ObjectiveSettings(entropy_mask=mask)))
+
+
+def test_sparse_trace_by_hand():
+    # Only token 1 has high entropy: z = .1, .05 (d = .5), and token 2 has no own term in the traced ratio.
+    inputs = by_hand([0.1, 0.2], [1.0, 1.0])
+    inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([1.0, 0.1])]))
+    objective = ObjectiveSettings(use="trace", config={"decay": 0.5}, entropy_mask=EntropyMask(keep=0.5))
+    assert losses(inputs, objective)[1].values.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.05)])
