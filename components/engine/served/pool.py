@@ -51,8 +51,7 @@ class _Task:
     """How requests of one kind are sent and checked.
 
     Attributes:
-        send: sends a request of the given id; returns the weights version that the server reports, raises BadResponse
-            for an unsound response.
+        send: sends a request; returns the weights version of its response, raises BadResponse for an invalid one.
         done: whether the row needs no further request.
         undo: called with the row of a response that does not count.
     """
