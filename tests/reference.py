@@ -98,24 +98,33 @@ def td_advantage(values, reward, lam):
     return [sum(lam ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
 
 
-def redistribution(values, reward, residual, sizes, head, floor, temperature, per):
+def redistribution(values, reward, residual, sizes, sign, form):
     """Segment rewards and credit shares of one trajectory with at least one segment."""
     gains = [values[k + 1] - values[k] for k in range(len(sizes))]
     rest = reward - sum(gains)
     parts = [g + rest / len(gains) for g in gains] if residual == "equal" else [*gains[:-1], gains[-1] + rest]
-    if head == "softmax":
-        raw = [math.exp(r / temperature) if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
-    elif head == "signed":
-        raw = [r if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
-    else:
-        raw = [max(r, 0.0) if n else 0.0 for r, n in zip(parts, sizes, strict=True)]
     uniform = [n / max(sum(sizes), 1) for n in sizes]
-    if per == "token":
+    largest = max(abs(g) for g, n in zip(gains, sizes, strict=True) if n)
+    gains = [sign * g / largest for g in gains]
+    if form.head == "softmax":
+        raw = [math.exp(g / form.temperature) if n else 0.0 for g, n in zip(gains, sizes, strict=True)]
+    elif form.head == "signed":
+        raw = [g if n else 0.0 for g, n in zip(gains, sizes, strict=True)]
+    else:
+        raw = [max(g, 0.0) if n else 0.0 for g, n in zip(gains, sizes, strict=True)]
+    if form.per == "token":
         raw = [w * n for w, n in zip(raw, sizes, strict=True)]
-    shares = uniform if abs(sum(raw)) < 1e-6 else [w / sum(raw) for w in raw]
-    if head == "clip_floor":
-        shares = [(1 - floor) * s + floor * u for s, u in zip(shares, uniform, strict=True)]
-    return parts, shares
+    no_return = form.head == "signed" and abs(sum(parts)) < 1e-6
+    shares = uniform if no_return or sum(raw) < 1e-6 else [w / sum(raw) for w in raw]
+    if form.head == "clip_floor":
+        shares = [(1 - form.floor) * s + form.floor * u for s, u in zip(shares, uniform, strict=True)]
+    # The largest part of the way from uniform to these shares, on a grid, at which every factor is within the bound.
+    for tenth_percent in range(1000, -1, -1):
+        part = tenth_percent / 1000
+        drawn = [u + part * (s - u) for s, u in zip(shares, uniform, strict=True)]
+        if all(abs(d) <= form.max_factor * u + 1e-9 for d, u in zip(drawn, uniform, strict=True)):
+            return parts, drawn, part
+    raise AssertionError("uniform shares are within every bound")
 
 
 def entropy_ends(entropies, segments):

@@ -18,7 +18,7 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
-# Smaller sums of weights are rounding errors; dividing by them would give arbitrary shares.
+# Relative to a row: smaller gains are rounding errors of float32, and dividing by smaller sums gives arbitrary shares.
 TINY = 1e-6
 
 
@@ -37,98 +37,124 @@ def redistributed_rewards(values: Jagged, reward: Tensor, residual: Residual = "
     return gain.with_values(gain.values + torch.where(last, rest[gain.row_ids], 0.0))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """How gains of value become shares of the credit."""
+
+    head: Head = "clip_floor"
+    """clip_floor: losses count as 0, plus a uniform part; softmax of gains / temperature; signed: gain / summed gain"""
+    floor: float = 0.1
+    """part of the credit spread uniformly over tokens in clip_floor"""
+    temperature: float = 0.5
+    """temperature of softmax, in units of the trajectory's largest gain or loss"""
+    per: Per = "token"
+    """equal gains mean equal credit per token, or per segment (long segments then get less per token)"""
+    max_factor: float = 10.0
+    """largest factor, in size, on a token's credit; shares are drawn towards uniform until it holds"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1 or self.temperature <= 0 or not self.max_factor > 1:
+            raise ValueError(
+                "expected 0 ≤ floor ≤ 1, temperature > 0 and max_factor > 1, got "
+                f"{self.floor}, {self.temperature} and {self.max_factor}."
+            )
+
+
 def segment_shares(
-    rewards: Jagged,
-    sizes: Jagged,
-    head: Head = "clip_floor",
-    floor: float = 0.1,
-    temperature: float = 0.1,
-    per: Per = "token",
+    values: Jagged, sizes: Jagged, returns: Tensor, sign: Tensor | None = None, form: Shares | None = None
 ) -> Jagged:
     """Share of the credit of each segment, float64, summing to 1 over a row's segments that have trained tokens.
 
-    With w_k = max(r_k, 0) for clip_floor, exp(r_k / temperature) for softmax, r_k for signed, and n_k trained tokens of
-    T: per token, share_k = w_k n_k / Σ w n, so that equal r_k give every token the same; per segment, share_k = w_k / Σ
-    w, which a segment's tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T. A
-    row whose sum Σ w, with mean weight 1 per segment, is below 1e-6 in size falls back to n_k/T, which is uniform over
-    tokens. The published text leaves the form open; these are our reconstructions.
+    With gains g_k = sign · (v(s_{k+1}) − v(s_k)), divided by the row's largest |g|, and w_k = max(g_k, 0) for
+    clip_floor, exp(g_k / temperature) for softmax, g_k for signed, and n_k trained tokens of T: per token, share_k =
+    w_k n_k / Σ w n, so that equal gains give every token the same; per segment, share_k = w_k / Σ w, which a segment's
+    tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T.
+
+    A positive factor or a constant on a row's values changes nothing. Uniform over tokens, n_k/T, are rows whose gains
+    are rounding errors of their values, or whose Σ w is not positive (nothing was gained); for signed also those whose
+    return, the sum of the redistributed rewards, is below 1e-6 in size. Last, a row's shares are drawn towards uniform
+    until no token's factor, share_k T/n_k, is above `max_factor` in size. The published text leaves the form open;
+    these are our reconstructions.
 
     Args:
-        rewards: r_k per segment.
+        values: v at the boundaries of each row [segments + 1].
         sizes: n_k, int64; segments without trained tokens get share 0.
-        head: the form.
-        floor: part of the credit that is spread uniformly, for clip_floor.
-        temperature: temperature of softmax, in units of reward.
-        per: whether equal rewards give equal credit per token, or per segment.
+        returns: [N], Σ_k r_k of each row.
+        sign: [N], −1 for rows whose losses of value carry the credit; all +1 if None.
+        form: settings of the shares; the defaults if None.
     """
+    form = form or Shares()
+    gain = increments(values.to(torch.float64))
+    rows = gain.row_ids
     present = sizes.values > 0
-    rows = rewards.row_ids
     uniform = sizes.values.double() / sizes.sum().clamp(min=1).double()[rows]
-    if head == "softmax":
-        # The largest logit of each row is subtracted, so that exp cannot overflow.
-        logits = (rewards.values.double() / temperature).masked_fill(~present, -torch.inf)
-        top = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, logits, "amax")
-        weight = torch.exp(logits - torch.nan_to_num(top, neginf=0.0)[rows])
+    size = _row_max(values.with_values(values.values.double().abs()))
+    largest = _row_max(gain.with_values(torch.where(present, gain.values.abs(), 0.0)))
+    # Relative to the row, so that the unit of the values does not matter.
+    flat = largest <= TINY * size
+    relative = gain.values / torch.where(flat, 1.0, largest)[rows]
+    if sign is not None:
+        relative = relative * sign.double()[rows]
+    if form.head == "softmax":
+        # The largest logit of each row is subtracted, so that exp neither overflows nor vanishes everywhere.
+        top = _row_max(gain.with_values(torch.where(present, relative + 1.0, 0.0))) - 1.0
+        weight = torch.exp((relative - top[rows]) / form.temperature)
     else:
-        weight = rewards.values.double().clamp(min=0.0) if head == "clip_floor" else rewards.values.double()
+        weight = relative.clamp(min=0.0) if form.head == "clip_floor" else relative
     count = sizes.with_values(present.long()).sum().double()[rows]
-    raw = torch.where(present, weight * (uniform * count if per == "token" else 1.0), 0.0)
-    total = rewards.with_values(raw).sum()[rows]
-    share = torch.where(total.abs() < TINY, uniform, raw / torch.where(total.abs() < TINY, 1.0, total))
-    if head == "clip_floor":
-        share = (1.0 - floor) * share + floor * uniform
-    return rewards.with_values(share)
+    raw = torch.where(present, weight * (uniform * count if form.per == "token" else 1.0), 0.0)
+    total = gain.with_values(raw).sum()
+    usable = ~flat & (total > TINY)
+    if form.head == "signed":
+        usable &= returns.double().abs() >= TINY
+    share = torch.where(usable[rows], raw / torch.where(usable, total, 1.0)[rows], uniform)
+    if form.head == "clip_floor":
+        share = (1.0 - form.floor) * share + form.floor * uniform
+    return gain.with_values(_bounded(gain.with_values(share), uniform, form.max_factor))
 
 
-def rewards_are_equal(rewards: Jagged) -> Tensor:
-    """bool [N]: rows whose r_k do not differ by more than 1e-6, so that nothing is redistributed."""
-    rows = rewards.row_ids
-    values = rewards.values.double()
-    low = torch.full((len(rewards),), torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amin")
-    high = torch.full((len(rewards),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, values, "amax")
-    return high - low < TINY
+def _bounded(share: Jagged, uniform: Tensor, max_factor: float) -> Tensor:
+    """Shares drawn towards `uniform` until |share| ≤ max_factor · uniform; their sum stays."""
+    # 1 + (f − 1) / e is within ± bound for e ≥ (f − 1) / (bound − 1) when f > 1, and e ≥ (1 − f) / (bound + 1) else.
+    away = torch.where(uniform > 0, share.values / torch.where(uniform > 0, uniform, 1.0) - 1.0, 0.0)
+    excess = _row_max(share.with_values(torch.where(away > 0, away / (max_factor - 1.0), -away / (max_factor + 1.0))))
+    return uniform + (share.values - uniform) / excess.clamp(min=1.0)[share.row_ids]
+
+
+def _row_max(values: Jagged) -> Tensor:
+    """float64 [N]: the largest value of each row, at least 0."""
+    return torch.zeros(len(values), dtype=torch.float64).scatter_reduce(0, values.row_ids, values.values, "amax")
 
 
 class Redistribute(Component):
     """Redistributes a trajectory's credit over its segments: A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1.
 
     A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment,
-    or equal segment rewards r_k, σ = 1/T_i and the credit does not change (GRPO). σ comes from the r_k, whose
-    sum is the return. Two choices are open in the published text. For trajectories with A_i < 0, `negative: flipped`
-    uses −r_k (losses of value carry the blame) and `same` the same σ (gains carry it). A segment's reward is that of
-    each of its tokens (`per: token`, as a policy gradient over segments has it) or divided among them (`segment`).
-    Column "redistributed" of the credit has each token's r_k.
+    or equal gains of value, σ = 1/T_i and the credit does not change (GRPO). σ comes from the gains v(s_{k+1}) − v(s_k)
+    before any residual, so that the unit of the values cancels; where they come with logs, values too small for a
+    float32 count too. Two choices are open in the published text. For trajectories with A_i < 0, `negative: flipped`
+    turns the gains around (losses of value carry the blame) and `same` does not (gains carry it). A segment's gain is
+    that of each of its tokens (`per: token`, as a policy gradient over segments has it) or divided among them
+    (`segment`). Column "redistributed" of the credit has each token's r_k, whose sum over segments is the reward.
     """
 
     paper = "2606.06475"
     metrics = (
         Metric("residual", "reward", "mean |reward − sum of the gains| of a trajectory"),
-        Metric("factor_max", "ratio", "largest factor on a segment's share"),
-        Metric("uniform_share", "share", "trajectories whose segments all get the same"),
+        Metric("factor_max", "ratio", "largest factor, in size, on a token's credit"),
+        Metric("bounded_share", "share", "trajectories whose shares `max_factor` drew towards uniform"),
+        Metric("uniform_share", "share", "trajectories whose tokens all keep the outcome's credit, as in GRPO"),
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Shares):
         """Form of the shares."""
 
-        head: Head = "clip_floor"
-        """clip_floor: negative r_k count as 0, plus a uniform part; softmax of r_k / temperature; signed: r_k / Σ r"""
         residual: Residual = "equal"
-        """which segments get the difference between return and summed gains: all equally, or the last"""
-        floor: float = 0.1
-        """part of the credit spread uniformly over tokens in clip_floor"""
-        temperature: float = 0.1
-        """temperature of softmax, in units of reward"""
-        per: Per = "token"
-        """equal rewards mean equal credit per token, or per segment (long segments then get less per token)"""
+        """which segments get the difference between return and summed gains in "redistributed": all equally, or the
+        last"""
         negative: Literal["same", "flipped"] = "flipped"
-        """on trajectories with negative advantage: the same shares, or those of −r_k"""
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.floor <= 1 or self.temperature <= 0:
-                raise ValueError(
-                    f"expected 0 ≤ floor ≤ 1 and temperature > 0, got {self.floor} and {self.temperature}."
-                )
+        """on trajectories with negative advantage: the same shares, or those of the negative gains"""
 
     config: Config
 
@@ -151,21 +177,30 @@ class Redistribute(Component):
         trained = torch.zeros(len(segments.ends.values), dtype=torch.int64)
         trained.index_add_(0, segment, credit.mask.values.long())
         sizes = segments.ends.with_values(trained)
-        parts = redistributed_rewards(values.values, rewards.value, settings.residual)
         # A trajectory counts as punished by the sign of its summed credit.
         sign = torch.ones(len(trajectories), dtype=torch.float64)
         if settings.negative == "flipped":
             sign[credit.advantage.sum() < 0] = -1.0
-        oriented = parts.with_values(parts.values * sign[parts.row_ids])
-        share = segment_shares(oriented, sizes, settings.head, settings.floor, settings.temperature, settings.per)
+        returns = rewards.value
+        share = segment_shares(values.relative(), sizes, returns, sign, settings)
         # A segment without trained tokens has share 0; the clamp only keeps the division defined.
-        factor = share.values * sizes.sum()[share.row_ids] / sizes.values.clamp(min=1)
-        advantage = torch.where(rewards.valid[tokens.row_ids], credit.advantage.values * factor[segment].float(), 0.0)
-        residual = (rewards.value.double() - increments(values.values).sum()).abs()
-        self.context.log(
-            residual=float(residual.mean()) if len(residual) else 0.0,
-            factor_max=float(factor.abs().max()) if len(factor) else 0.0,
-            uniform_share=float(rewards_are_equal(oriented).double().mean()) if len(oriented) else 0.0,
+        factor = share.with_values(share.values * sizes.sum()[share.row_ids] / sizes.values.clamp(min=1))
+        advantage = torch.where(
+            rewards.valid[tokens.row_ids], credit.advantage.values * factor.values[segment].float(), 0.0
         )
+        parts = redistributed_rewards(values.values, returns, settings.residual)
+        self._log(factor, sizes, (returns.double() - increments(values.values).sum()).abs())
         columns = {**credit.columns, "redistributed": tokens.with_values(parts.values[segment].float())}
         return Outputs(credit=credit.replace(advantage=tokens.with_values(advantage), columns=columns))
+
+    def _log(self, factor: Jagged, sizes: Jagged, residual: Tensor) -> None:
+        present = sizes.values > 0
+        largest = _row_max(factor.with_values(factor.values.abs()))
+        away = _row_max(factor.with_values(torch.where(present, (factor.values - 1.0).abs(), 0.0)))
+        count = max(len(factor), 1)
+        self.context.log(
+            residual=float(residual.sum()) / count,
+            factor_max=float(largest.max()) if len(factor) else 0.0,
+            bounded_share=float((largest >= self.config.max_factor * (1.0 - TINY)).sum()) / count,
+            uniform_share=float((away < TINY).sum()) / count,
+        )

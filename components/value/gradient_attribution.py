@@ -18,8 +18,8 @@ class GradientAttribution(AnswerEstimator):
     It is averaged over references y*; the last value is 0. It is a first-order estimate of the effect of the segment's
     tokens on the log-prob of the answer after the exit text (`length_normalise`: per answer token), in nats, with one
     forward and backward pass per reference. It requires engine.local with `attributions` on. Rows without a reference,
-    or without room for it in the context, get 0. Redistribute it with `head: softmax`, or compare its ranks: nats are
-    not rewards.
+    or without room for it in the context, get 0. Nats are not rewards: `advantage.redistribute`, where units cancel, can
+    read these values, and `advantage.td` cannot.
     """
 
     def estimate(

@@ -203,9 +203,23 @@ class SegmentValues(Batch):
 
     Attributes:
         values: Jagged float32 with (number of segments + 1) entries per row: the start, then each segment end.
+        logs: Jagged float64, natural logs of the values [nats], −inf for 0, from estimators whose values may be too
+            small for a float32; None from others.
     """
 
     values: Jagged
+    logs: Jagged | None = None
+
+    def relative(self) -> Jagged:
+        """Jagged float64: the values up to a positive factor per row; with `logs`, the largest of each row is 1 (or all
+        are 0)."""
+        if self.logs is None:
+            return self.values.to(torch.float64)
+        largest = torch.full((len(self),), -torch.inf, dtype=torch.float64)
+        largest.scatter_reduce_(0, self.logs.row_ids, self.logs.values, "amax")
+        # A row of zeros, whose logs are all −inf, stays one.
+        largest = torch.where(torch.isinf(largest), 0.0, largest)
+        return self.logs.with_values(torch.exp(self.logs.values - largest[self.logs.row_ids]))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
