@@ -34,6 +34,7 @@ class Counts:
         rejected: rows that cannot be used, by reason with numbers replaced by N.
         duplicates: rows that repeat a question.
         used: rows that remain.
+        solved: used rows with a reference solution.
         min_tokens, max_tokens, all_tokens: smallest, largest and total number of tokens of the used rows' prompts.
     """
 
@@ -42,16 +43,18 @@ class Counts:
     rejected: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
     used: int = 0
+    solved: int = 0
     min_tokens: int = 0
     max_tokens: int = 0
     all_tokens: int = 0
 
-    def use(self, length: int) -> None:
-        """Counts one accepted prompt of this many tokens."""
+    def use(self, length: int, solution: str) -> None:
+        """Counts one accepted prompt of this many tokens, and its reference solution."""
         self.min_tokens = min(self.min_tokens, length) if self.used else length
         self.max_tokens = max(self.max_tokens, length)
         self.all_tokens += length
         self.used += 1
+        self.solved += bool(solution)
 
 
 @dataclass(kw_only=True)
@@ -86,6 +89,7 @@ class LoadedData:
                 "rejected": dict(counts.rejected.most_common(100)),
                 "duplicates": counts.duplicates,
                 "used": counts.used,
+                "with_solution": counts.solved,
             },
             "prompt_tokens": {
                 "min": counts.min_tokens,

@@ -83,7 +83,7 @@ def load_data(
             rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
         else:
             rows.append(row)
-            counts.use(length)
+            counts.use(length, row.solution)
             if counts.used == source.size:
                 break
     counts.read += counts.filtered.total()
@@ -107,6 +107,7 @@ def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
         text=[row.text for row in rows],
         answer=[row.answer for row in rows],
         metadata=[row.metadata for row in rows],
+        solution=[row.solution for row in rows],
     )
 
 
@@ -159,7 +160,8 @@ def _candidates(
             problem = chains.generate(source.seed, i, source.difficulty, source.split)
             problem |= {"template": template, "source_row": i}
             text = solve_prompt(template, problem["question"], tokenizer)
-            yield i, Row(text=text, answer=chains.answer(problem), metadata=problem)
+            solution = " ".join(chains.solution(problem))
+            yield i, Row(text=text, answer=chains.answer(problem), metadata=problem, solution=solution)
         return
     template = source.template or "thought"
     other = _Joined(source.join, source, place) if source.join else None

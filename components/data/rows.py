@@ -88,7 +88,7 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
             question += "\n\nThe program reads standard input and writes standard output."
     metadata = {"task": source.name or source.path, "template": template, "question": question, "source_row": number}
     text = solve_prompt(template, question, tokenizer, source.answer_kind)
-    return Row(text=text, answer=answer, metadata=further | metadata)
+    return Row(text=text, answer=answer, metadata=further | metadata, solution=_solution(raw, source))
 
 
 def _text(value: Any, column: str) -> str:
@@ -128,6 +128,16 @@ def _answer(raw: dict[str, Any], source: Source) -> str:
     if source.max_answer and len(text) > source.max_answer:
         raise ValueError(f"an answer of {len(text)} characters; at most {source.max_answer} are taken")
     return text
+
+
+def _solution(raw: dict[str, Any], source: Source) -> str:
+    column = source.solution_column
+    value = column_of(raw, column) if column else None
+    if isinstance(value, list | tuple) and value:
+        value = value[0]  # several solutions: one is enough as a reference
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return ""
+    return _text(value, column).strip()
 
 
 def _choices(value: Any, column: str) -> tuple[list[str], list[str]]:

@@ -68,6 +68,9 @@ class Source(HubDataset):
     answer_after: str = ""
     """the answer column holds a worked solution; the answer is the rest of the line after the last occurrence of this
     text"""
+    solution: str = ""
+    """column with a worked reference solution, for credit that reads it; it may be empty in some rows. Without this
+    setting it is the answer column where that holds a worked solution"""
     answer_kind: AnswerKind = "value"
     """kind of answer that the prompt requests: a value, the letter of a choice, yes or no, or a program"""
     tests: Literal["", "livecodebench"] = ""
@@ -112,9 +115,15 @@ class Source(HubDataset):
         return self.path or f"dataset '{self.name}'"
 
     @property
+    def solution_column(self) -> str:
+        """The column with worked solutions; "" without one."""
+        return self.solution or (self.answer if self.answer_boxed or self.answer_after else "")
+
+    @property
     def columns(self) -> list[str]:
         """Columns of the source that are read, without those of the joined dataset; dotted names as written."""
         columns = [self.question, self.answer, *self.metadata.values(), *self.keep, self.choices, self.starter_code]
+        columns.append(self.solution)
         if self.tests:
             columns += LIVECODEBENCH
         if self.join:
@@ -124,7 +133,7 @@ class Source(HubDataset):
     @property
     def joined_columns(self) -> list[str]:
         """Columns of the joined dataset that are read, by their names there."""
-        columns = [self.question, self.answer, self.choices, self.starter_code, *self.metadata.values()]
+        columns = [self.question, self.answer, self.solution, self.choices, self.starter_code, *self.metadata.values()]
         return list(dict.fromkeys(c.removeprefix(JOINED) for c in columns if c.startswith(JOINED)))
 
 

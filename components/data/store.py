@@ -23,11 +23,13 @@ class Row:
         text: model input.
         answer: reference answer.
         metadata: JSON values; always "template", "question" and "source_row", for the embedded task the whole problem.
+        solution: worked reference solution, "" without one.
     """
 
     text: str
     answer: str
     metadata: dict[str, Any]
+    solution: str = ""
 
 
 class RowStore(Sequence[Row]):
@@ -49,7 +51,9 @@ class RowStore(Sequence[Row]):
 
     def append(self, row: Row) -> None:
         """Adds a row; its metadata must be JSON values, anything else becomes text."""
-        data = _JSON.encode([row.text, row.answer, row.metadata]).encode("utf-8", "surrogatepass")
+        # Rows without a solution are written without it, so that their hash is that of the problem alone.
+        fields = [row.text, row.answer, row.metadata, *([row.solution] if row.solution else [])]
+        data = _JSON.encode(fields).encode("utf-8", "surrogatepass")
         self._file.seek(self._ends[-1])
         self._file.write(data)
         self._ends.append(self._ends[-1] + len(data))
@@ -72,7 +76,7 @@ class RowStore(Sequence[Row]):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         self._file.seek(self._ends[place])
-        text, answer, metadata = json.loads(
+        text, answer, metadata, *solution = json.loads(
             self._file.read(self._ends[place + 1] - self._ends[place]).decode("utf-8", "surrogatepass")
         )
-        return Row(text=text, answer=answer, metadata=metadata)
+        return Row(text=text, answer=answer, metadata=metadata, solution=solution[0] if solution else "")

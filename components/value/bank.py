@@ -12,7 +12,7 @@ from torch import Tensor
 from components.models.load import context_length
 from components.text.templates import extract_answer
 from components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
-from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.component import Component, Context, Count, same_rows
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -220,5 +220,7 @@ class AnswerEstimator(Component):
     def log_cost(self, scored_tokens: int, empty: Tensor) -> None:
         """Logs the tokens that went through the model, and the share of trajectories, bool [N], without a reference."""
         self.context.log(
-            scored_tokens=scored_tokens, generated_tokens=0, empty_bank_share=float(empty.sum()) / max(len(empty), 1)
+            scored_tokens=Count(scored_tokens),
+            sampled_tokens=Count(0),
+            empty_bank_share=float(empty.sum()) / max(len(empty), 1),
         )

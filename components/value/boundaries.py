@@ -21,7 +21,7 @@ VALUE_METRICS = (
 )
 COST_METRICS = (
     Metric("scored_tokens", "tokens", "tokens that went through the model to be scored, context included"),
-    Metric("generated_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
+    Metric("sampled_tokens", "tokens", "tokens sampled to estimate values; 0 for teacher-forced estimates"),
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from components.rollouts.requests import SamplingSettings, keyed_seeds, sample_from_prefix
 from components.rollouts.rewards import finite_rewards
 from components.value.boundaries import COST_METRICS, VALUE_METRICS, Outputs, boundaries_of
-from pipeline.core.component import Component, same_rows
+from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -92,8 +92,8 @@ class MonteCarlo(Component):
             mean=float(value.sum()) / max(len(value), 1),
             boundaries=len(value),
             continuations=len(place),
-            generated_tokens=float((continued.response_tokens.lengths - continued.inherited).sum()),
-            scored_tokens=0,
+            sampled_tokens=Count((continued.response_tokens.lengths - continued.inherited).sum()),
+            scored_tokens=Count(0),
             invalid=float((~verdicts.valid).sum()),
         )
         return Outputs(values=SegmentValues(uid=trajectories.uid, values=bounds.place.with_values(value.float())))

@@ -96,12 +96,19 @@ class Prompts(Batch):
         text: the same before tokenisation.
         answer: reference answer, "" when there is none.
         metadata: per-row dict of JSON values: task name, source row, choices, tests, ….
+        solution: worked reference solution, "" when there is none; left out, all rows have none.
     """
 
     tokens: Jagged
     text: list[str]
     answer: list[str]
     metadata: list[dict[str, Any]]
+    solution: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.solution:
+            object.__setattr__(self, "solution", [""] * len(self.uid))
+        super().__post_init__()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -146,10 +146,10 @@ class CreditRun(GraphSession):
         self.costs[node.name] = Cost(**spent, seconds=seconds)
         return outputs
 
-    def logged(self, *endings: str) -> float:
-        """Sum of the metrics whose names end so, over all nodes that ran."""
-        metrics = [runner.context.metrics for runner in self._runners.values()]
-        return sum(value for logged in metrics for name, value in logged.items() if name.endswith(endings))
+    def logged(self, metric: str) -> float:
+        """Sum of a metric over all nodes that ran, engines left out."""
+        nodes = [runner for runner in self._runners.values() if not runner.node.outputs_of(Policy)]
+        return sum(runner.context.metrics.get(metric, 0.0) for runner in nodes)
 
     def _engine_counters(self) -> dict[str, float]:
         """Tokens that all engines have counted so far."""

@@ -216,7 +216,7 @@ def _credit(experiment: Experiment, source: _Source) -> tuple[Trajectories, Cred
     experiment = dataclasses.replace(experiment, run=settings, model=run.model, data=run.data)
     shared = _shared(experiment, source)
     with CreditRun(experiment, experiment.run.seed, iteration=source.iteration, shared=shared) as credited:
-        sampled = credited.logged("generated_tokens", "sampled_tokens")
+        sampled = credited.logged("sampled_tokens")
     return (
         credited.trajectories,
         credited.credit,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def rows_of(store):
-    return [(r.text, r.answer, r.metadata) for r in store]
+    return [(r.text, r.answer, r.metadata, r.solution) for r in store]
 
 
 def test_a_store_gives_back_what_was_put_in_from_memory_and_from_a_file(tmp_path):
@@ -26,6 +26,7 @@ def test_a_store_gives_back_what_was_put_in_from_memory_and_from_a_file(tmp_path
         Row(text=f"täxt {i} 漢\n", answer=str(i), metadata={"i": i, "x": "y" * 1000, "deep": [{"a": None}]})
         for i in range(30)
     ]
+    rows += [Row(text="t", answer="a", metadata={}, solution="sölution")]
     small, large = RowStore(), RowStore(tmp_path)
     for row in rows:
         small.append(row)
@@ -33,12 +34,12 @@ def test_a_store_gives_back_what_was_put_in_from_memory_and_from_a_file(tmp_path
     large.append(Row(text="t", answer="a", metadata={"x": "z" * (IN_MEMORY + 1)}))
     large.append(rows[0])
     assert list(small) == rows
-    assert large[:30] == rows
-    assert large[-1] == large[31] == rows[0]
+    assert large[:31] == rows
+    assert large[-1] == large[32] == rows[0]
     assert small[5:20:7] == rows[5:20:7]
-    assert len(large) == 32
+    assert len(large) == 33
     with pytest.raises(IndexError):
-        small[30]
+        small[31]
     assert list(tmp_path.iterdir()) == []  # the file has no name: nothing is left behind, whatever ends the process
 
 
@@ -51,6 +52,10 @@ def test_a_store_has_one_hash_per_content():
 
     assert digest("a", "b") == digest("a", "b")
     assert len({digest("a", "b"), digest("b", "a"), digest("a"), digest("ab")}) == 4
+    stores = RowStore(), RowStore()
+    for store, solution in zip(stores, ("x", "y"), strict=True):
+        store.append(Row(text="a", answer="a", metadata={}, solution=solution))
+    assert len({store.digest for store in stores} | {digest("a")}) == 3
 
 
 def jsonl(path, rows):
@@ -94,6 +99,7 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         "rejected": {"no answer": 1, "no word of the prompt is in the model's vocabulary": 1},
         "duplicates": 1,
         "used": 5,
+        "with_solution": 0,
     }
     assert train["prompt_tokens"] == {"min": 5, "max": 5, "mean": 5.0}
     assert train["hash"] == f"blake2b:{dataset.rows.digest}"
@@ -157,4 +163,5 @@ def test_memory_does_not_grow_with_the_data_and_a_killed_run_goes_on_where_it_wa
         "rejected": {"no answer": 40},
         "duplicates": 40,
         "used": 3520,
+        "with_solution": 0,
     }

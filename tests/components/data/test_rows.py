@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
-from components.data.loading import load_data
+from components.data.loading import load_data, make_prompts
 from pipeline.core.component import Context
 from pipeline.core.errors import DataError
+from pipeline.run.recording import read_payload, write_payload
 
 
 def load(tmp_path, toolbox, rows, **entry):
@@ -45,3 +47,46 @@ def test_truth_values_become_words_and_numbers_text(tmp_path, toolbox):
 def test_a_missing_column_is_reported(tmp_path, toolbox):
     with pytest.raises(DataError, match=r"has no column 'test'; it has question, tests\. Did you mean 'tests'"):
         load(tmp_path, toolbox, [{"question": "q", "tests": []}], answer="", metadata={"tests": "test"})
+
+
+WORKED = [
+    {"question": "p", "answer": "4", "solution": " Two and two: 4. "},
+    {"question": "q", "answer": "5", "solution": None},
+    {"question": "r", "answer": "6", "solution": ["first", "second"]},
+    {"question": "s", "answer": "7", "solution": 3},
+]
+
+
+def test_reference_solutions_reach_the_prompts_and_their_record(tmp_path, toolbox):
+    rows, context = load(tmp_path, toolbox, WORKED, solution="solution")
+    assert [row.solution for row in rows] == ["Two and two: 4.", "", "first"]
+    assert [r["reason"] for r in context.rejected] == ["solution is a int, expected text"]
+    prompts = make_prompts(rows[:], toolbox.tokenizer(), torch.arange(3))
+    assert prompts.solution == ["Two and two: 4.", "", "first"]
+    assert all("Two" not in text for text in prompts.text)
+    write_payload(tmp_path / "0.parquet", prompts)
+    read = read_payload(tmp_path / "0.parquet")
+    assert read.solution == prompts.solution
+    assert read.select(torch.tensor([2, 0])).solution == ["first", "Two and two: 4."]
+
+
+def test_an_answer_column_with_worked_solutions_is_the_solution(tmp_path, toolbox):
+    text = "So it is \\boxed{4}."
+    boxed, _ = load(tmp_path, toolbox, [{"question": "p", "answer": text}], answer_boxed=True)
+    assert (boxed[0].answer, boxed[0].solution) == ("4", text)
+    after, _ = load(tmp_path, toolbox, [{"question": "p", "answer": "1 + 3\n#### 4"}], answer_after="####")
+    assert (after[0].answer, after[0].solution) == ("4", "1 + 3\n#### 4")
+    plain, _ = load(tmp_path, toolbox, WORKED[:1])
+    assert plain[0].solution == ""
+
+
+def test_a_missing_solution_column_is_reported(tmp_path, toolbox):
+    with pytest.raises(DataError, match="has no column 'solutions'; it has question, answer, solution"):
+        load(tmp_path, toolbox, WORKED, solution="solutions")
+
+
+def test_the_embedded_task_has_solutions(toolbox):
+    rows = load_data({"source": "chains", "size": 2}, Context()).rows
+    for row in rows:
+        assert row.solution.count("</thought>") == len(row.metadata["steps"])
+        assert row.solution.endswith(f"\\boxed{{ {row.answer} }} </thought>")

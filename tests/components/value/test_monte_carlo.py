@@ -41,7 +41,7 @@ def test_by_hand(toolbox):
     assert texts == ["P"] * 4 + [f"Pa{STOP}"] * 4 + ["P"] * 4
     assert len(request.seed.unique()) == 12
     assert node.context.metrics["continuations"] == 12
-    assert node.context.metrics["generated_tokens"] == 12 * len(f"0\\boxed{{0}}{STOP}")
+    assert node.context.metrics["sampled_tokens"] == 12 * len(f"0\\boxed{{0}}{STOP}")
     assert node.context.metrics["boundaries"] == 6
 
 

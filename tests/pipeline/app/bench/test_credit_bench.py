@@ -9,7 +9,7 @@ import torch
 from pipeline.app.bench.credit_bench import EXACT, CreditBench, Options, choose_rows
 from pipeline.app.bench.credit_report import cell, draw, table
 from pipeline.app.bench.credit_run import CreditRun, learner_of, shared_outputs
-from pipeline.app.bench.methods import BASELINE, Method
+from pipeline.app.bench.methods import BASELINE, METHODS, Method
 from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.payloads import Prompts, Weights
@@ -40,6 +40,18 @@ def test_credit_is_what_the_learner_would_read(grpo):
     assert "learner" not in run.by_node
     assert run.cost(rollouts=True).sampled_tokens == len(run.trajectories.response_tokens.values)
     assert run.cost(rollouts=False).sampled_tokens == 0
+
+
+SAMPLERS = ("grpo", "srpo", "rredcot", "vineppo", "spo_tree", "treerl", "ibpo", "score", "critique_grpo")
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.name in SAMPLERS], ids=lambda m: m.name)
+def test_every_node_that_samples_says_how_much(weights, method):
+    # Token sums of iterations with an evaluation rest on the nodes' own counts.
+    experiment = method.experiment("prompts.batch=2", "data.train.size=40")
+    with CreditRun(experiment, 0, weights) as run:
+        by_engine = run.cost(rollouts=True).sampled_tokens + run.cost(rollouts=False).sampled_tokens
+        assert run.logged("sampled_tokens") == by_engine > 0
 
 
 def test_rollouts_are_shared_where_they_are_sampled_alike(grpo, weights):
