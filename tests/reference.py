@@ -387,6 +387,24 @@ def immediate_values(probability, prompt, response, bounds, exit_text, answers, 
     return values
 
 
+def solution_values(
+    probability, prompt, response, bounds, bank, exit_text, answer_end, solution_lead, length_normalise
+):
+    """v̂ at each boundary of one response: the mean over (solution, answer, reward) of p(u) p(y | u) reward."""
+    values = []
+    for bound in bounds:
+        state = prompt + response[:bound]
+        weighted = []
+        for solution, answer, reward in bank:
+            before = state + ("" if state[-1].isspace() else solution_lead)
+            p = probability(before, solution)
+            p *= probability(before + solution + exit_text, answer + answer_end)
+            count = len(solution + answer + answer_end)
+            weighted.append(reward * (p ** (1 / count) if length_normalise else p))
+        values.append(sum(weighted) / len(weighted))
+    return values
+
+
 def exact_value(policy, prompt, state, length, reward):
     """v(state): sum over every way to fill up a response to `length` characters."""
     if len(state) == length:

@@ -14,7 +14,9 @@ the tokenizer has a chat template, and the same words as raw text where it has n
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from components.text import chains
@@ -25,6 +27,10 @@ _BRACES = re.compile(r"\\boxed\{|[{}]")
 _ENDING = re.compile(r"(?:<\|[A-Za-z_]+\|>|<｜[^｜<>]{1,40}｜>|</s>|<eos>|<end_of_turn>|<pad>)\Z")
 _MAX_ENDINGS = 16
 _PROBE = "Two, says Zyx."  # a text that no chat template contains
+
+# Reasoning models think between these.
+THINK = "<think>"
+THINK_END = "</think>"
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
@@ -174,6 +180,29 @@ def response_text(text: str) -> str:
             break
         text = bare[: -len(ending.group())]
     return text
+
+
+def tokens_before_end(pieces: Sequence[str]) -> int:
+    """Number of tokens of a response, given as one string each, before the special tokens that end it.
+
+    >>> tokens_before_end(["B", "<|im_end|>", "\\n"]), tokens_before_end(["B", "\\n"])
+    (1, 2)
+    """
+    text = "".join(pieces)
+    kept = len(response_text(text))
+    return len(pieces) if kept == len(text) else bisect_left([0, *accumulate(map(len, pieces))], kept)
+
+
+def exit_after(state: str, exit_text: str) -> str:
+    """An exit text as it continues a state: where thinking is over, it does not close it once more.
+
+    >>> exit_after("<think>\\n2 + 2", "</think>\\n\\nSo "), exit_after("<think>\\n4</think>\\n", "</think>\\n\\nSo ")
+    ('</think>\\n\\nSo ', 'So ')
+    """
+    if not exit_text.startswith(THINK_END) or state.rfind(THINK_END) <= state.rfind(THINK):
+        return exit_text
+    rest = exit_text.removeprefix(THINK_END)
+    return rest.lstrip() if state[-1:].isspace() else rest
 
 
 def turn_end_ids(tokenizer: Any) -> list[int]:

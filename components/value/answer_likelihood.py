@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from components.value.bank import AnswerEstimator, AnswerSettings, Bank, answer_bank, continuation_bank
+from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank, references_of, solution_bank
 from components.value.boundaries import (
     VALUE_METRICS,
     Boundaries,
@@ -17,12 +18,18 @@ from components.value.boundaries import (
     branch_tokens,
     shared_sequences,
 )
-from pipeline.core.component import same_rows
+from components.value.estimator import AnswerEstimator, log_pooled, log_probability
+from components.value.states import states_of
+from pipeline.core.component import Context, same_rows
 from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+
+logger = logging.getLogger("creditgraph")
+
+Value = Literal["immediate", "continuation", "sum", "solution"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,44 +37,23 @@ class _Scored:
     """Values of boundaries, and the number of tokens that estimating them cost.
 
     Attributes:
-        value: float64 [B], v̂ of each boundary.
+        log: float64 [B], log v̂ of each boundary [nats], −inf for 0.
         known: bool [B], whether all of its references fit into the context.
         tokens: number of tokens that went through the model.
     """
 
-    value: Tensor
+    log: Tensor
     known: Tensor
     tokens: int
 
 
-def tail_probability(logprobs: Jagged, scored: Tensor, length_normalise: bool) -> Tensor:
-    """Probability of the last `scored` [B] tokens of each row, or its geometric mean per token; float64 [B]."""
-    tail = logprobs.to(torch.float64).slice_rows(logprobs.lengths - scored, logprobs.lengths)
-    total = tail.sum()
-    return torch.exp(total / scored.clamp(min=1) if length_normalise else total)
-
-
-def pooled(probability: Tensor, reward: Tensor, place: Tensor, num_places: int, length_normalise: bool) -> Tensor:
-    """v̂ of each place, float64 [P]: Σ p ζ over its references, which are disjoint events; their mean for normalised p.
-
-    Args:
-        probability, reward: float64 [B], p and ζ of each reference.
-        place: int64 [B], the place each belongs to; a place without references gets 0.
-        num_places: P.
-        length_normalise: mean instead of sum.
-    """
-    total = torch.zeros(num_places, dtype=torch.float64).index_add_(0, place, probability * reward)
-    return total / torch.bincount(place, minlength=num_places).clamp(min=1) if length_normalise else total
-
-
 def carried(values: Tensor, known: Tensor, rows: Jagged) -> Tensor:
-    """`values` [B] with the last known value of each row repeated after it.
+    """`values` [B] with unknown ones (bool [B]) replaced by the last known value before them in their row.
 
-    `known` bool [B] is True up to some place of each row and False after it; a row without a known value gets 0.
+    Where there is none before, −inf, the log of 0.
     """
-    last = rows.with_values(known.long()).sum() - 1
-    source = rows.offsets[:-1][rows.row_ids] + torch.minimum(rows.positions, last.clamp(min=0)[rows.row_ids])
-    return torch.where(last[rows.row_ids] >= 0, values[source], 0.0)
+    source = torch.where(known, torch.arange(len(known)), -1).cummax(0).values
+    return torch.where(source >= rows.offsets[:-1][rows.row_ids], values[source.clamp(min=0)], -torch.inf)
 
 
 class AnswerLikelihood(AnswerEstimator):
@@ -77,13 +63,18 @@ class AnswerLikelihood(AnswerEstimator):
 
     - `immediate` (default, our reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit
       text).
+    - `solution` (second-hand): a fixed bank of (question, solution, answer): p(u | s) p(y | s, u) with u the reference
+      solution, the same at every state of a problem; then the exit text, which does not count, and the answer y.
     - `continuation`: (u, y) is the rest of a correct trajectory of the same problem, after as many thoughts as s has.
       At the end of a response nothing follows: the value is ζ of a correct response, else 0. End segments at thoughts.
-    - `sum`: both, at most 1.
+    - `sum`: `immediate` and `continuation`, at most 1.
+
+    No reference follows the tokens that end a response, and the exit text closes no thinking that is closed. Products
+    are computed as logs, which go with the values: those too small for a float32 still count in redistribution.
 
     Second-hand: the bank is the dataset's answer or, without one, the answers of the group's own correct trajectories;
-    the formula. Our reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric
-    means), the alignment by thoughts.
+    the formula. Our reconstruction: `immediate`, geometric means, w (1 over distinct references; 1/N of geometric means
+    and of solutions), the alignment by thoughts, whole correct responses as solutions where the dataset has none.
 
     Without normalisation `continuation` is biased low unless the bank holds every rewarded continuation: E[v̂] ≤ v.
     Geometric means keep long answers comparable but are no bound. An empty bank gives 0 everywhere, hence no gains and
@@ -99,16 +90,27 @@ class AnswerLikelihood(AnswerEstimator):
             "boundaries",
             "boundaries without room for a reference in the context, which have the value of the previous one",
         ),
+        Metric(
+            "underflow",
+            "boundaries",
+            "boundaries whose value is too small for a float32 and so 0; redistribution counts them by their logs",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)
     class Config(AnswerSettings):
         """The bank and the form of the value."""
 
-        value: Literal["immediate", "continuation", "sum"] = "immediate"
-        """probability of the answer at once, of the rest of a correct solution (requires rewards), or of both"""
+        value: Value = "immediate"
+        """probability of the answer at once, of the rest of a correct solution (requires rewards), of both, or of the
+        reference solution and answer"""
 
     config: Config
+
+    def setup(self, context: Context) -> None:
+        """Reads the model's context length."""
+        super().setup(context)
+        self._warned = False
 
     def run(
         self,
@@ -122,17 +124,20 @@ class AnswerLikelihood(AnswerEstimator):
         """Scores all boundaries of all trajectories."""
         settings = self.config
         bounds = boundaries_of(trajectories, segments, rewards)
-        value = torch.zeros(len(bounds.owner), dtype=torch.float64)
+        log = torch.full((len(bounds.owner),), -torch.inf, dtype=torch.float64)
         empty = torch.ones(len(trajectories), dtype=torch.bool)
         tokens = 0
         if settings.value != "continuation":
-            bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, settings)
-            scored = self._score(policy, bounds, bank.select(bounds.owner), trajectories.temperature)
-            value += carried(scored.value, scored.known, bounds.place)
+            solutions = settings.value == "solution"
+            references = references_of(prompts, trajectories, rewards, settings, solutions)
+            states = states_of(policy.tokenizer, bounds, bounds.owner, bounds.at, bounds.trunk.lengths[bounds.owner])
+            bank = (solution_bank if solutions else answer_bank)(policy.tokenizer, references, states, settings)
+            scored = self._score(policy, bounds, states.begin, bank, trajectories.temperature)
+            log = carried(scored.log, scored.known, bounds.place)
             tokens += scored.tokens
-            empty &= bank.entries.lengths == 0
+            empty &= bounds.place.with_values(bank.entries.lengths).sum() == 0
             self.context.log(no_room=float((~scored.known).sum()))
-        if settings.value != "immediate":
+        if settings.value in ("continuation", "sum"):
             if rewards is None:
                 raise ConfigError(
                     f"node '{self.context.node}': value '{settings.value}' takes continuations from correct "
@@ -140,34 +145,52 @@ class AnswerLikelihood(AnswerEstimator):
                     "value to 'immediate'."
                 )
             bank = continuation_bank(trajectories, rewards, bounds.place, settings.references)
-            scored = self._score(policy, bounds, bank, trajectories.temperature)
-            ended = torch.where(rewards.correct & rewards.valid, rewards.value.double(), 0.0)[bounds.owner]
-            value += torch.where(bounds.last, ended, scored.value)
+            scored = self._score(policy, bounds, bounds.at, bank, trajectories.temperature)
+            ended = torch.where(rewards.correct & rewards.valid, rewards.value.double().clamp(min=0.0), 0.0)
+            log = torch.logaddexp(log, torch.where(bounds.last, torch.log(ended)[bounds.owner], scored.log))
             tokens += scored.tokens
-            num_entries = bounds.place.with_values(bank.entries.lengths).sum()
-            empty &= num_entries == 0
+            empty &= bounds.place.with_values(bank.entries.lengths).sum() == 0
         if settings.value == "sum":
             # The two terms are probabilities of overlapping events.
-            value = value.clamp(max=1.0)
+            log = log.clamp(max=0.0)
         self.log_cost(tokens, empty)
-        self.context.log(mean=float(value.sum()) / max(len(value), 1), boundaries=len(value))
-        return Outputs(values=SegmentValues(uid=trajectories.uid, values=bounds.place.with_values(value.float())))
+        value = log.exp().float()
+        self._log_values(value, log)
+        place = bounds.place
+        return Outputs(
+            values=SegmentValues(uid=trajectories.uid, values=place.with_values(value), logs=place.with_values(log))
+        )
 
-    def _score(self, policy: Policy, bounds: Boundaries, bank: Bank, temperature: float) -> _Scored:
-        """Scores the references of each boundary; `bank.entries` has one row per boundary."""
+    def _log_values(self, value: Tensor, log: Tensor) -> None:
+        underflow = int(((value == 0) & (log > -torch.inf)).sum())
+        count = len(value)
+        self.context.log(mean=float(value.double().sum()) / max(count, 1), boundaries=count, underflow=underflow)
+        if underflow and not self._warned:
+            self._warned = True
+            logger.warning(
+                "node '%s': %d of %d values are products of probabilities below 1e-45, and 0 as a float32. "
+                "advantage.redistribute counts them by their logs, other advantages as 0. Set length_normalise: true, "
+                "or take fewer tokens per reference.",
+                self.context.node,
+                underflow,
+                count,
+            )
+
+    def _score(self, policy: Policy, bounds: Boundaries, at: Tensor, bank: Bank, temperature: float) -> _Scored:
+        """Scores the references of each boundary, after `at` [B] tokens of its trunk; `bank` has a row per boundary."""
         place = bank.entries.row_ids
-        fits = bounds.at[place] + bank.tokens.lengths[bank.entries.values] <= self.room
+        fits = at[place] + bank.tokens.lengths[bank.entries.values] <= self.room
         known = torch.ones(len(bank.entries), dtype=torch.bool)
         known[place[~fits]] = False
         row = bounds.owner[place[fits]]
-        at = bounds.at[place[fits]]
+        branch = at[place[fits]]
         entry = bank.entries.values[fits]
         # Responses of one prompt often begin alike: equal sequences are scored once.
-        once, member = shared_sequences(bounds.trunk, row, at, bank.tokens.select(entry))
+        once, member = shared_sequences(bounds.trunk, row, branch, bank.tokens.select(entry))
         tokens = bank.tokens.select(entry[once])
-        scores = policy.score_branches(bounds.trunk, row[once], at[once], tokens, temperature)
+        scores = policy.score_branches(bounds.trunk, row[once], branch[once], tokens, temperature)
         normalise = self.config.length_normalise
-        probability = torch.zeros(len(place), dtype=torch.float64)
-        probability[fits] = tail_probability(scores.logprobs.select(member), bank.scored[entry], normalise)
-        value = pooled(probability, bank.reward, place, len(bank.entries), normalise)
-        return _Scored(value=value, known=known, tokens=branch_tokens(row[once], at[once], tokens))
+        logprob = log_probability(scores.logprobs.select(member), bank.scored.select(entry), normalise)
+        mean = normalise or self.config.value == "solution"
+        log = log_pooled(logprob, bank.reward[fits], place[fits], len(bank.entries), mean)
+        return _Scored(log=log, known=known, tokens=branch_tokens(row[once], branch[once], tokens))

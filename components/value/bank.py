@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from components.models.load import context_length
-from components.text.templates import extract_answer
-from components.value.boundaries import COST_METRICS, Boundaries, Outputs, boundaries_of
-from pipeline.core.component import Component, Context, Count, same_rows
-from pipeline.core.handles import Policy
+from components.text.templates import exit_after, extract_answer, response_text
+from components.value.states import States
 from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Trajectories
+from pipeline.core.payloads import Prompts, Rewards, Trajectories
+
+# Parts of a reference text: not scored; scored and required; scored where there are tokens for it.
+Part = Literal["given", "scored", "closing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +23,16 @@ class AnswerSettings:
     """The reference answers, and how the policy is prompted for one."""
 
     exit_text: str = "</think>\n\nThe final answer is \\boxed{"
-    """text appended to a state to prompt for the answer at once; its own probability does not count"""
+    """text appended to a state to prompt for the answer at once; its own probability does not count. A </think> at its
+    begin is left out where thinking is over"""
     answer_end: str = "}"
     """text after the answer, whose probability counts, so that 1 is not a prefix of 12"""
+    solution_lead: str = "\n"
+    """text between a state that does not end in white space and a reference solution; its probability does not count"""
     length_normalise: bool = True
     """mean over references of the geometric mean of token probabilities; false: sum over references of their product"""
     bank: Literal["auto", "reference", "group"] = "auto"
-    """the dataset's answer, those of the problem's correct trajectories, or (auto) the second if there is no first"""
+    """the dataset's references, those of the problem's correct trajectories, or (auto) the second without the first"""
     references: int = 4
     """N, most references per trajectory"""
 
@@ -43,81 +45,145 @@ class AnswerSettings:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A reference of a problem: an answer, maybe with a worked solution, and its reward ζ (below 0 counts as 0)."""
+
+    answer: str
+    solution: str = ""
+    reward: float = 1.0
+
+
+References = list[list[Reference]]  # of each trajectory
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bank:
     """References as token sequences.
 
     Attributes:
         tokens: Jagged int32 [E rows], the distinct ones.
-        scored: int64 [E], number of last tokens of each whose probability counts.
-        entries: Jagged int64 [N rows], rows of `tokens` that are the references of each trajectory (or boundary).
+        scored: Jagged bool [E rows], tokens whose probability counts.
+        entries: Jagged int64 [S rows], rows of `tokens` that are the references of each state.
         reward: float64, ζ of each of `entries.values`.
     """
 
     tokens: Jagged
-    scored: Tensor
+    scored: Jagged
     entries: Jagged
     reward: Tensor
 
-    def select(self, rows: Tensor) -> Bank:
-        """The references of rows [M] of `entries`; the table of tokens is unchanged."""
-        reward = self.entries.with_values(self.reward).select(rows).values
-        return dataclasses.replace(self, entries=self.entries.select(rows), reward=reward)
 
+def references_of(
+    prompts: Prompts, trajectories: Trajectories, rewards: Rewards | None, settings: AnswerSettings, solutions: bool
+) -> References:
+    """References of each trajectory: those of the dataset, or of its problem's correct trajectories.
 
-def encode_answer(tokenizer: Any, exit_text: str, answer: str, answer_end: str) -> tuple[list[int], int]:
-    """Tokens of exit text, answer and its end as one text, and how many of the last ones carry the answer and its end.
-
-    A token that holds a piece of both exit text and answer counts as answer. ([], 0) when no token carries the answer.
+    With `solutions`, a reference has a solution too: the dataset's, or the whole correct response.
     """
-    encoded = tokenizer(exit_text + answer + answer_end, add_special_tokens=False, return_offsets_mapping=True)
-    begin = len(exit_text)
-    end = begin + len(answer)
-    # Characters that each token covers, as (first, last + 1).
-    offsets = encoded["offset_mapping"]
-    if not any(first < end and last > begin for first, last in offsets):
-        return [], 0
-    return list(encoded["input_ids"]), sum(last > begin for _, last in offsets)
-
-
-def answer_bank(
-    tokenizer: Any, prompts: Prompts, trajectories: Trajectories, rewards: Rewards | None, settings: AnswerSettings
-) -> Bank:
-    """Reference answers of each trajectory, with exit text: the dataset's, or those of its own correct trajectories."""
     rows = prompts.index_of(trajectories.prompt_uid).tolist()
     own = correct_rows(trajectories, rewards) if settings.bank != "reference" else {}
-    references = {row: _answers(prompts, row, trajectories, own, settings) for row in dict.fromkeys(rows)}
-    encoded: dict[str, tuple[list[int], int]] = {}
-    for answer in dict.fromkeys(answer for answers in references.values() for answer in answers):
-        tokens, scored = encode_answer(tokenizer, settings.exit_text, answer, settings.answer_end)
-        if tokens:
-            encoded[answer] = (tokens, scored)
-    place = {answer: i for i, answer in enumerate(encoded)}
-    usable = [[(place[a], reward) for a, reward in references[row].items() if a in place] for row in rows]
+    by_prompt: dict[int, list[Reference]] = {}
+    for row in dict.fromkeys(rows):
+        answer = prompts.answer[row].strip()
+        solution = prompts.solution[row].strip() if solutions else ""
+        if settings.bank != "group" and answer and (solution or not solutions):
+            by_prompt[row] = [Reference(answer=answer, solution=solution)]
+        else:
+            by_prompt[row] = _of_group(trajectories, own.get(int(prompts.uid[row]), []), solutions, settings.references)
+    return [by_prompt[row] for row in rows]
+
+
+def _of_group(
+    trajectories: Trajectories, members: list[tuple[int, float]], solutions: bool, most: int
+) -> list[Reference]:
+    """Distinct references from correct trajectories; of equal ones the first one's reward counts."""
+    distinct: dict[tuple[str, str], Reference] = {}
+    for i, reward in members:
+        answer = extract_answer(trajectories.text[i]) or ""
+        solution = response_text(trajectories.text[i]).strip() if solutions else ""
+        if answer and len(distinct) < most:
+            distinct.setdefault((answer, solution), Reference(answer=answer, solution=solution, reward=reward))
+    return list(distinct.values())
+
+
+def encode_parts(tokenizer: Any, parts: Sequence[tuple[str, Part]]) -> tuple[list[int], list[bool]]:
+    """Tokens of the joined parts, and whether each one's probability counts: that of "scored" and "closing" parts.
+
+    A token that holds a piece of both kinds counts. ([], []) when no token carries some part that is "scored".
+    """
+    encoded = tokenizer("".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True)
+    offsets = encoded["offset_mapping"]  # characters that each token covers, as (first, last + 1)
+    scored = [False] * len(offsets)
+    begin = 0
+    for text, part in parts:
+        end = begin + len(text)
+        touched = [first < end and last > begin for first, last in offsets]
+        if part == "scored" and not any(touched):
+            return [], []
+        if part != "given":
+            scored = [a or b for a, b in zip(scored, touched, strict=True)]
+        begin = end
+    return list(encoded["input_ids"]), scored
+
+
+def answer_bank(tokenizer: Any, references: References, states: States, settings: AnswerSettings) -> Bank:
+    """The answers of each state's trajectory, after the exit text as it continues the state."""
+
+    def parts(reference: Reference, s: int) -> list[tuple[str, Part]]:
+        exit_text = exit_after(states.tails[s], settings.exit_text)
+        return [(exit_text, "given"), (reference.answer, "scored"), (settings.answer_end, "closing")]
+
+    return _bank(tokenizer, references, states, parts)
+
+
+def solution_bank(tokenizer: Any, references: References, states: States, settings: AnswerSettings) -> Bank:
+    """Solutions and, after them and the exit text, answers; the same ones at every state of a trajectory."""
+
+    def parts(reference: Reference, s: int) -> list[tuple[str, Part]]:
+        lead = "" if states.tails[s][-1:].isspace() else settings.solution_lead
+        exit_text = exit_after(states.tails[s] + reference.solution, settings.exit_text)
+        return [
+            (lead, "given"),
+            (reference.solution, "scored"),
+            (exit_text, "given"),
+            (reference.answer, "scored"),
+            (settings.answer_end, "closing"),
+        ]
+
+    return _bank(tokenizer, references, states, parts)
+
+
+def _bank(
+    tokenizer: Any,
+    references: References,
+    states: States,
+    parts: Callable[[Reference, int], list[tuple[str, Part]]],
+) -> Bank:
+    encoded: dict[tuple[tuple[str, Part], ...], int] = {}  # parts → row of the table, −1 for unusable ones
+    tokens: list[list[int]] = []
+    scored: list[list[bool]] = []
+    entries: list[list[int]] = []
+    rewards: list[float] = []
+    for s, owner in enumerate(states.row.tolist()):
+        entries.append([])
+        for reference in references[owner]:
+            key = tuple(parts(reference, s))
+            if key not in encoded:
+                ids, flags = encode_parts(tokenizer, key)
+                encoded[key] = len(tokens) if ids else -1
+                if ids:
+                    tokens.append(ids)
+                    scored.append(flags)
+            if encoded[key] >= 0:
+                entries[-1].append(encoded[key])
+                rewards.append(reference.reward)
     return Bank(
-        tokens=Jagged.from_rows([tokens for tokens, _ in encoded.values()], torch.int32),
-        scored=torch.tensor([scored for _, scored in encoded.values()], dtype=torch.int64),
-        entries=Jagged.from_rows([[entry for entry, _ in row] for row in usable], torch.int64),
-        reward=torch.tensor([reward for row in usable for _, reward in row], dtype=torch.float64),
+        tokens=Jagged.from_rows(tokens, torch.int32),
+        scored=Jagged.from_rows(scored, torch.bool),
+        entries=Jagged.from_rows(entries, torch.int64),
+        reward=torch.tensor(rewards, dtype=torch.float64),
     )
-
-
-def _answers(
-    prompts: Prompts,
-    row: int,
-    trajectories: Trajectories,
-    own: dict[int, list[tuple[int, float]]],
-    settings: AnswerSettings,
-) -> dict[str, float]:
-    """Answer → ζ of one prompt's references, in order."""
-    reference = prompts.answer[row].strip()
-    if reference and settings.bank != "group":
-        return {reference: 1.0}
-    members = own.get(int(prompts.uid[row]), [])
-    # From the last member to the first, so that of equal answers the first one's reward counts.
-    answers = {extract_answer(trajectories.text[i]) or "": reward for i, reward in reversed(members)}
-    kept = [answer for answer in reversed(answers) if answer][: settings.references]
-    return {answer: answers[answer] for answer in kept}
 
 
 def correct_rows(trajectories: Trajectories, rewards: Rewards | None) -> dict[int, list[tuple[int, float]]]:
@@ -154,7 +220,7 @@ def continuation_bank(trajectories: Trajectories, rewards: Rewards, boundary: Ja
     tokens = Jagged.from_rows([list(t) for t in place], torch.int32)
     return Bank(
         tokens=tokens,
-        scored=tokens.lengths,
+        scored=tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool)),
         entries=Jagged.from_rows([[entry for entry, _ in row] for row in entries], torch.int64),
         reward=torch.tensor([reward for row in entries for _, reward in row], dtype=torch.float64),
     )
@@ -173,54 +239,3 @@ def _suffixes(
         if suffix and len(suffixes) < references:
             suffixes.setdefault(suffix, reward)
     return suffixes
-
-
-class AnswerEstimator(Component):
-    """Base of estimators that score reference answers with the policy; subclasses define `estimate` or `run`."""
-
-    paper = "2606.06475"
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        *COST_METRICS,
-        Metric("empty_bank_share", "share", "trajectories without a reference answer to score; their values are 0"),
-    )
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(AnswerSettings):
-        """The bank."""
-
-    config: AnswerSettings
-
-    def setup(self, context: Context) -> None:
-        """Reads the model's context length."""
-        super().setup(context)
-        self.room = context_length(context.model)
-
-    def run(
-        self,
-        *,
-        prompts: Prompts,
-        trajectories: Trajectories,
-        segments: Annotated[Segments, same_rows("trajectories")],
-        policy: Policy,
-        rewards: Annotated[Rewards, same_rows("trajectories")] | None = None,
-    ) -> Outputs:
-        """Estimates the values at all boundaries from the references of each trajectory."""
-        bounds = boundaries_of(trajectories, segments, rewards)
-        bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, self.config)
-        values, scored_tokens = self.estimate(policy, trajectories, bounds, bank)
-        self.log_cost(scored_tokens, bank.entries.lengths == 0)
-        return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
-
-    def estimate(
-        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
-    ) -> tuple[Jagged, int]:
-        """Values at the boundaries, Jagged float32, and the number of tokens that went through the model."""
-        raise NotImplementedError
-
-    def log_cost(self, scored_tokens: int, empty: Tensor) -> None:
-        """Logs the tokens that went through the model, and the share of trajectories, bool [N], without a reference."""
-        self.context.log(
-            scored_tokens=Count(scored_tokens),
-            sampled_tokens=Count(0),
-            empty_bank_share=float(empty.sum()) / max(len(empty), 1),
-        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from components.rollouts.segments import segment_of_token
-from components.value.bank import AnswerEstimator, Bank
+from components.value.bank import References, answer_bank
 from components.value.boundaries import Boundaries, values_from_gains
+from components.value.estimator import AnswerEstimator
+from components.value.states import states_of
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Trajectories
@@ -18,26 +20,32 @@ class GradientAttribution(AnswerEstimator):
     It is averaged over references y*; the last value is 0. It is a first-order estimate of the effect of the segment's
     tokens on the log-prob of the answer after the exit text (`length_normalise`: per answer token), in nats, with one
     forward and backward pass per reference. It requires engine.local with `attributions` on. Rows without a reference,
-    or without room for it in the context, get 0. Nats are not rewards: `advantage.redistribute`, where units cancel, can
-    read these values, and `advantage.td` cannot.
+    or without room for it in the context, get 0. Nats are not rewards: `advantage.redistribute`, where units cancel,
+    can read these values, and `advantage.td` cannot.
     """
 
     def estimate(
-        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
+        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, references: References
     ) -> tuple[Jagged, int]:
         """Attributes the log-prob of every reference to the segments of its trajectory."""
-        fits = bounds.trunk.lengths[bank.entries.row_ids] + bank.tokens.lengths[bank.entries.values] <= self.room
+        whole = torch.arange(len(trajectories))
+        states = states_of(policy.tokenizer, bounds, whole, bounds.trunk.lengths, bounds.trunk.lengths)
+        bank = answer_bank(policy.tokenizer, references, states, self.config)
+        fits = states.begin[bank.entries.row_ids] + bank.tokens.lengths[bank.entries.values] <= self.room
         row = bank.entries.row_ids[fits]
         entry = bank.entries.values[fits]
-        references = bank.tokens.select(entry)
-        exit_length = references.lengths - bank.scored[entry]
-        exits = references.slice_rows(torch.zeros_like(exit_length), exit_length)
-        answers = references.slice_rows(exit_length, references.lengths)
-        products = policy.attribute(bounds.trunk.select(row).join(exits), answers, trajectories.temperature)
-        own = products.slice_rows(bounds.start[row], bounds.trunk.lengths[row]).to(torch.float64)
+        texts = bank.tokens.select(entry)
+        scored = bank.scored.sum()[entry]
+        exit_length = texts.lengths - scored
+        exits = texts.slice_rows(torch.zeros_like(exit_length), exit_length)
+        answers = texts.slice_rows(exit_length, texts.lengths)
+        length = states.begin[row]
+        context = bounds.trunk.slice_rows(torch.zeros_like(length), length, row)
+        products = policy.attribute(context.join(exits), answers, trajectories.temperature)
+        own = products.slice_rows(bounds.start[row], length).to(torch.float64)
         scale = bank.reward[fits]
         if self.config.length_normalise:
-            scale = scale / bank.scored[entry].clamp(min=1)
+            scale = scale / scored.clamp(min=1)
         scale = scale / torch.bincount(row, minlength=len(trajectories)).clamp(min=1)[row]
         tokens = trajectories.response_tokens
         per_token = torch.zeros(len(tokens.values), dtype=torch.float64)
@@ -46,4 +54,4 @@ class GradientAttribution(AnswerEstimator):
         gain = torch.zeros(len(ends.values), dtype=torch.float64)
         gain.index_add_(0, segment_of_token(ends, tokens), per_token)
         values = values_from_gains(ends.with_values(gain), torch.zeros(len(trajectories)))
-        return values, int((bounds.trunk.lengths[row] + references.lengths).sum())
+        return values, int((length + texts.lengths).sum())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from components.value.answer_likelihood import pooled, tail_probability
-from components.value.bank import AnswerEstimator, Bank
+from components.value.bank import References, answer_bank
 from components.value.boundaries import Boundaries, values_from_gains
+from components.value.estimator import AnswerEstimator, log_pooled, log_probability
+from components.value.states import states_of
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Trajectories
@@ -22,7 +23,7 @@ class LeaveOneOut(AnswerEstimator):
     """
 
     def estimate(
-        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, bank: Bank
+        self, policy: Policy, trajectories: Trajectories, bounds: Boundaries, references: References
     ) -> tuple[Jagged, int]:
         """Scores each response whole and once without each of its segments."""
         # Boundary b of a row means the response without the segment before b; the first boundary, the whole response.
@@ -30,21 +31,21 @@ class LeaveOneOut(AnswerEstimator):
         lengths = bounds.trunk.lengths[bounds.owner]
         begin = torch.where(is_first, lengths, torch.roll(bounds.at, 1))
         end = torch.where(is_first, lengths, bounds.at)
+        states = states_of(policy.tokenizer, bounds, bounds.owner, begin, end)
         # Each boundary is scored with every reference of its trajectory, unless the context has no room for it.
-        references = bank.select(bounds.owner)
-        fits = lengths[references.entries.row_ids] + bank.tokens.lengths[references.entries.values] <= self.room
-        place = references.entries.row_ids[fits]
-        entry = references.entries.values[fits]
+        bank = answer_bank(policy.tokenizer, references, states, self.config)
+        fits = states.length[bank.entries.row_ids] + bank.tokens.lengths[bank.entries.values] <= self.room
+        place = bank.entries.row_ids[fits]
+        entry = bank.entries.values[fits]
         owner = bounds.owner[place]
-        before = bounds.trunk.slice_rows(torch.zeros_like(owner), begin[place], owner)
-        context = before.join(bounds.trunk.slice_rows(end[place], lengths[place], owner))
+        before = bounds.trunk.slice_rows(torch.zeros_like(owner), states.begin[place], owner)
+        context = before.join(bounds.trunk.slice_rows(states.end[place], states.length[place], owner))
         tokens = bank.tokens.select(entry)
         scores = policy.score(context, tokens, trajectories.temperature)
         normalise = self.config.length_normalise
-        probability = tail_probability(scores.logprobs, bank.scored[entry], normalise)
-        values = bounds.place.with_values(
-            pooled(probability, references.reward[fits], place, len(bounds.owner), normalise)
-        )
+        logprob = log_probability(scores.logprobs, bank.scored.select(entry), normalise)
+        pooled = log_pooled(logprob, bank.reward[fits], place, len(bounds.owner), normalise)
+        values = bounds.place.with_values(pooled.exp())
         # The first entry of each row is the whole response, the others lack a segment.
         whole = values.values[values.offsets[:-1]]
         without = values.slice_rows(torch.ones_like(whole, dtype=torch.int64), values.lengths)

@@ -9,9 +9,11 @@ import torch
 from components.advantage.additive import AdditiveAdvantage
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute
-from components.value.answer_likelihood import AnswerLikelihood, carried, pooled, tail_probability
-from components.value.bank import AnswerSettings, answer_bank, continuation_bank, encode_answer
+from components.value.answer_likelihood import AnswerLikelihood, carried
+from components.value.bank import AnswerSettings, answer_bank, continuation_bank, encode_parts, references_of
 from components.value.boundaries import boundaries_of, branch_tokens, shared_sequences
+from components.value.estimator import log_pooled, log_probability
+from components.value.states import states_of
 from pipeline.core.errors import AlignmentError, ConfigError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments
@@ -31,20 +33,32 @@ def _each_token(toolbox, texts, **changes):
     return trajectories, _segments(trajectories, ends)
 
 
+def _answers(tokenizer, prompts, trajectories, bounds, rewards, settings):
+    """The bank of answers at every boundary."""
+    states = states_of(tokenizer, bounds, bounds.owner, bounds.at, bounds.trunk.lengths[bounds.owner])
+    references = references_of(prompts, trajectories, rewards, settings, solutions=False)
+    return answer_bank(tokenizer, references, states, settings)
+
+
 def test_answer_tokens_by_hand(table):
+    def parts(answer):
+        return [("E:", "given"), (answer, "scored"), ("}", "closing")]
+
     tokenizer = table().tokenizer
-    assert encode_answer(tokenizer, "E:", "12", "}") == ([69, 58, 49, 50, 125], 3)
-    assert encode_answer(tokenizer, "E:", "", "}") == ([], 0)
+    assert encode_parts(tokenizer, parts("12")) == ([69, 58, 49, 50, 125], [False, False, True, True, True])
+    assert encode_parts(tokenizer, parts("")) == ([], [])
 
     def pieces(text, **_):
         return {"input_ids": [1, 2, 3], "offset_mapping": [(0, 1), (1, 4), (4, 5)]}
 
     # A token that holds the end of the exit text and the answer counts as answer.
-    assert encode_answer(pieces, "E:", "12", "}") == ([1, 2, 3], 2)
+    assert encode_parts(pieces, parts("12")) == ([1, 2, 3], [False, True, True])
+
     # A vocabulary without the answer's words: only exit text and end are left.
-    assert encode_answer(
-        lambda text, **_: {"input_ids": [1, 3], "offset_mapping": [(0, 2), (4, 5)]}, "E:", "12", "}"
-    ) == ([], 0)
+    def without(text, **_):
+        return {"input_ids": [1, 3], "offset_mapping": [(0, 2), (4, 5)]}
+
+    assert encode_parts(without, parts("12")) == ([], [])
 
 
 def test_bank_from_references_and_from_correct_trajectories(toolbox, table):
@@ -54,17 +68,20 @@ def test_bank_from_references_and_from_correct_trajectories(toolbox, table):
     rewards = toolbox.rewards(
         trajectories.uid, [0, 1, 0, 1, 2, 1, 1], valid=[True, True, True, True, True, False, True]
     )
+    bounds = boundaries_of(trajectories, _segments(trajectories, [[len(t)] for t in texts]))
 
     def bank(given=rewards, **settings):
-        result = answer_bank(table().tokenizer, prompts, trajectories, given, AnswerSettings(**EXIT, **settings))
+        result = _answers(table().tokenizer, prompts, trajectories, bounds, given, AnswerSettings(**EXIT, **settings))
         texts = ["".join(map(chr, row)) for row in result.tokens.to_lists()]
-        return [[texts[e] for e in row] for row in result.entries.to_lists()], result
+        rows = [[texts[e] for e in row] for row in result.entries.to_lists()]
+        assert rows[::2] == rows[1::2]  # the start and the end of each response
+        return rows[::2], result
 
     rows, result = bank()
     # The second problem has no reference: distinct answers of its correct, valid trajectories, in order.
     assert rows == [["E7}"]] + [["E2}", "E4}"]] * 6
-    assert result.reward.tolist() == [1.0] + [1.0, 2.0] * 6
-    assert result.scored.tolist() == [2, 2, 2]
+    assert result.reward.tolist() == [1.0] * 2 + [1.0, 2.0] * 12
+    assert result.scored.to_lists() == [[False, True, True]] * 3
     assert bank(references=1)[0][1] == ["E2}"]
     assert bank(bank="reference")[0] == [["E7}"]] + [[]] * 6
     assert bank(bank="group")[0] == [[]] + [["E2}", "E4}"]] * 6
@@ -88,25 +105,25 @@ def test_continuations_by_hand(toolbox):
 
 def test_pooling_by_hand():
     logprobs = Jagged.from_rows([[-9.0, -1.0, -3.0], [-2.0]], torch.float32)
-    scored = torch.tensor([2, 1])
-    assert tail_probability(logprobs, scored, False).tolist() == pytest.approx([math.exp(-4), math.exp(-2)])
-    assert tail_probability(logprobs, scored, True).tolist() == pytest.approx([math.exp(-2)] * 2)
+    tails = Jagged.from_rows([[True, True], [True]], torch.bool)
+    assert log_probability(logprobs, tails, False).tolist() == [-4, -2]
+    assert log_probability(logprobs, tails, True).tolist() == [-2, -2]
+    gaps = Jagged.from_rows([[True, False, True], [True]], torch.bool)
+    assert log_probability(logprobs, gaps, False).tolist() == [-12, -2]
     p, reward, place = (
-        torch.tensor([0.5, 0.25, 0.5]).double(),
-        torch.tensor([1.0, 1.0, 0.5]).double(),
-        torch.tensor([0, 0, 2]),
+        torch.tensor([0.5, 0.25, 0.5, 0.5]).double(),
+        torch.tensor([1.0, 1.0, 0.5, -1.0]).double(),
+        torch.tensor([0, 0, 2, 2]),
     )
-    assert pooled(p, reward, place, 3, False).tolist() == [0.75, 0.0, 0.25]
-    assert pooled(p, reward, place, 3, True).tolist() == [0.375, 0.0, 0.25]
-    rows = Jagged.from_rows([[0, 0, 0], [0, 0]], torch.int64)
-    known = torch.tensor([True, True, False, False, False])
-    assert carried(torch.tensor([0.25, 0.5, 9.0, 9.0, 9.0]).double(), known, rows).tolist() == [
-        0.25,
-        0.5,
-        0.5,
-        0.0,
-        0.0,
-    ]
+    assert log_pooled(p.log(), reward, place, 3, False).exp().tolist() == pytest.approx([0.75, 0.0, 0.25])
+    assert log_pooled(p.log(), reward, place, 3, True).exp().tolist() == pytest.approx([0.375, 0.0, 0.125])
+    small = log_pooled(p.log() - 9000.0, reward, place, 3, False).tolist()
+    assert small == pytest.approx([math.log(0.75) - 9000, -math.inf, math.log(0.25) - 9000])
+    rows = Jagged.from_rows([[0, 0, 0], [0, 0], [0, 0, 0]], torch.int64)
+    known = torch.tensor([True, True, False, False, False, True, False, True])
+    values = torch.tensor([0.25, 0.5, 9.0, 9.0, 9.0, 0.125, 9.0, 1.0]).double()
+    none = -math.inf
+    assert carried(values, known, rows).tolist() == [0.25, 0.5, 0.5, none, none, 0.125, 0.125, 1.0]
 
 
 def test_equal_sequences_are_scored_once():
@@ -292,21 +309,22 @@ def test_embedded_model_equals_scoring_every_boundary_alone(tiny, value):
     result = node.run(prompts=prompts, policy=policy, rewards=rewards, **inputs).values.values
     bounds = boundaries_of(trajectories, segments)
     if value == "immediate":
-        bank = answer_bank(policy.tokenizer, prompts, trajectories, rewards, node.config)
-        entries = bank.entries.select(bounds.owner)
+        bank = _answers(policy.tokenizer, prompts, trajectories, bounds, rewards, node.config)
     else:
         bank = continuation_bank(trajectories, rewards, bounds.place, node.config.references)
-        entries = bank.entries
+    at = bounds.at
+    if value == "immediate":
+        # No answer after the end of a response.
+        ended = torch.tensor([text.endswith("<eos>") for text in trajectories.text])
+        at = torch.minimum(at, (bounds.trunk.lengths - ended.long())[bounds.owner])
     for b in range(0, len(bounds.owner), 7):
-        row, at = int(bounds.owner[b]), int(bounds.at[b])
+        context = bounds.trunk.row(int(bounds.owner[b]))[: int(at[b])]
         slow = 0.0
-        for entry in entries.row(b).tolist():
-            scores = policy.score(
-                Jagged.from_rows([bounds.trunk.row(row)[:at]]), Jagged.from_rows([bank.tokens.row(entry)])
-            )
-            slow += scores.logprobs.values[-int(bank.scored[entry]) :].sum().exp().item()
+        for entry in bank.entries.row(b).tolist():
+            scores = policy.score(Jagged.from_rows([context]), Jagged.from_rows([bank.tokens.row(entry)]))
+            slow += scores.logprobs.values[bank.scored.row(entry)].sum().exp().item()
         if value == "continuation" and bool(bounds.last[b]):
-            slow = float(rewards.correct[row])
+            slow = float(rewards.correct[int(bounds.owner[b])])
         assert result.values[b].item() == pytest.approx(slow, abs=1e-5)
 
 
