@@ -67,7 +67,8 @@ before it. A later step that only carries that mistake along is not the one. Che
 what each rests on.
 Do not solve the problem again and do not write a corrected solution.
 
-End with the number of that step as \\boxed{N}.
+End with exactly one number in a box, \\boxed{N}: the number of that step, from 1 to <count>. It is not the answer to \
+the problem.
 """
 
 REVISE_INSTRUCTIONS = """\
@@ -124,10 +125,11 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
 
 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Prompt for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
+    """Prompt for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N from 1 to the number of steps."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.localize_prompt(question, steps)
-    return _chat(f"{LOCALIZE_INSTRUCTIONS}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
+    instructions = LOCALIZE_INSTRUCTIONS.replace("<count>", str(len(steps)))
+    return _chat(f"{instructions}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
 
 
 def revise_prompt(

@@ -76,7 +76,7 @@ def test_localising_is_one_chat_turn_that_does_not_tell_the_answer():
     assert text.endswith("<assistant>")
     assert "Step 1: Two.\nStep 2: So \\boxed{2}." in text
     assert "final answer of this attempt is wrong" in text
-    assert "\\boxed{N}" in text
+    assert "exactly one number in a box, \\boxed{N}: the number of that step, from 1 to 2. It is not the answer" in text
     assert "</thought>" not in text
     raw = templates.localize_prompt({"template": "plain"}, "How many?", ["Two."], PlainTokenizer())
     assert raw.rstrip().endswith("Step 1: Two.")
