@@ -125,7 +125,7 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
 
 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Prompt for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N from 1 to the number of steps."""
+    """Prompt for the first wrong step of a failed attempt; the response must end in \\boxed{N}, N from 1 to len(steps)."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.localize_prompt(question, steps)
     instructions = LOCALIZE_INSTRUCTIONS.replace("<count>", str(len(steps)))
@@ -239,4 +239,5 @@ def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instru
 
 
 def _numbered(steps: Sequence[str]) -> str:
-    return "\n".join(f"Step {i}: {chains.bare_step(step)}" for i, step in enumerate(steps, 1))
+    # A special token in the middle of a chat turn would end it.
+    return "\n".join(f"Step {i}: {chains.bare_step(response_text(step))}" for i, step in enumerate(steps, 1))

@@ -78,6 +78,8 @@ def test_localising_is_one_chat_turn_that_does_not_tell_the_answer():
     assert "final answer of this attempt is wrong" in text
     assert "exactly one number in a box, \\boxed{N}: the number of that step, from 1 to 2. It is not the answer" in text
     assert "</thought>" not in text
+    ended = ["Two.<|im_end|>", "So \\boxed{2}. </thought><|im_end|>"]
+    assert templates.localize_prompt({"template": "thought"}, "How many?", ended, ChatTokenizer()) == text
     raw = templates.localize_prompt({"template": "plain"}, "How many?", ["Two."], PlainTokenizer())
     assert raw.rstrip().endswith("Step 1: Two.")
 
