@@ -115,11 +115,16 @@ class Failures(Component):
         top_p: float = 0.95
         """keeps the smallest set of tokens with this probability"""
         split: str = "1x4"
-        """AxB: A failures per prompt, B suffixes each (set the expander's `suffixes` to B)"""
+        """AxB: A failures per prompt, B suffixes each; the expander's `suffixes` must be B"""
         group_size: int = 8
         """trained trajectories per prompt, suffixes included; the base group is the rest after AxB"""
         max_attempts: int = 12
         """responses per prompt before it falls back to a plain group"""
+
+        @property
+        def suffixes(self) -> int:
+            """B of the split AxB."""
+            return parse_split(self.split, self.group_size).num_suffixes
 
         def __post_init__(self) -> None:
             super().__post_init__()
