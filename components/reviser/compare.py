@@ -93,9 +93,9 @@ class Compare(Component):
     That each pair gives one revision is second-hand. The revision's `parent` is y, its `prompt_uid` the original
     problem, its `prompt_tokens` the revision prompt. Sampling settings other than those of y's sampler are refused, so
     that y and ŷ end alike. A wrong trajectory without a sibling gets no revision; without a correct sibling it is shown
-    wrong ones (our reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it holds; one that
-    could not be verified stays invalid. A pair whose prompt leaves no room in the model's context for a repair as long
-    as y is left out. All are counted.
+    wrong ones (our reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it
+    holds; one that could not be verified stays invalid. A pair whose prompt leaves no room in the model's context for a
+    repair as long as y is left out (our reading). All are counted.
     """
 
     paper = "2605.16302"
