@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
+from components.rollouts.rewards import finite_rewards
 from pipeline.core.component import Component, Count
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
@@ -112,9 +113,9 @@ class Failures(Component):
     Per prompt and split AxB of G = `group_size`: A failures, which are localised in but not trained on, and a base
     group of G − A·B other responses. When fewer than A of `max_attempts` responses fail, the prompt has no failure and
     falls back to a group of G: its first G − A·B responses, and new ones in place of the A·B suffixes, because a group
-    of responses that are all known to be right has no signal. Responses are sampled in waves, the first just large enough and
-    later ones doubling; what is chosen depends on the order of responses, not on the waves. A response that could not
-    be verified is no failure.
+    of responses that are all known to be right has no signal. Responses are sampled in waves, the first just large
+    enough and later ones doubling; what is chosen depends on the order of responses, not on the waves. A response that
+    could not be verified is no failure.
     """
 
     paper = "2605.25507"
@@ -218,13 +219,11 @@ class Failures(Component):
         """Adds `size` responses to each prompt at `places`; `first` counts the responses that each has so far."""
         selected = prompts.select(torch.tensor(places, dtype=torch.int64))
         wave = sample_groups(self.context, policy, selected, size, self.config.sampling(), first=first)
-        rewards = verifier.verify(prompts, wave)
+        rewards = finite_rewards(verifier.verify(prompts, wave))
         total = len(sampled.failed)
         for place, prompt in enumerate(places):
             sampled.rows[prompt] += range(total + place * size, total + (place + 1) * size)
         sampled.failed += (rewards.valid & ~rewards.correct).tolist()
-        sampled.reward += [
-            value if valid else None
-            for value, valid in zip(rewards.value.tolist(), rewards.valid.tolist(), strict=True)
-        ]
+        known = zip(rewards.value.tolist(), rewards.valid.tolist(), strict=True)
+        sampled.reward += [value if valid else None for value, valid in known]
         sampled.waves.append(wave)
