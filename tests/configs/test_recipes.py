@@ -366,6 +366,11 @@ def test_in_one_step_all_ratios_are_one_and_the_gradient_is_grpos(train, recipe)
     assert_close(moments, train("toy_grpo")[2], share=1e-3)
 
 
+def test_in_one_step_the_clip_of_srpo_changes_nothing(train):
+    assert_close(train("toy_srpo_clip", ONE_STEP)[2], train("toy_srpo")[2], share=1e-3)
+    assert not same(train("toy_srpo_clip")[0], train("toy_srpo_4_steps")[0])
+
+
 def test_the_methods_are_not_the_same(train):
     names = ("grpo_lambda", "grpo_lambda_both", "gspo", "p_trace", "s_trace")
     trained = {name: train(f"toy_{name}") for name in names} | {"grpo": train(*GRPO4)}
