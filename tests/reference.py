@@ -330,8 +330,7 @@ def edit_masks(first, second):
         if i and table[i][j] == table[i - 1][j] + 1:
             walk(i - 1, j, left | {i - 1}, right)
         if j and table[i][j] == table[i][j - 1] + 1:
-            # An insertion marks the token it goes before, or the last one.
-            walk(i, j - 1, left | {min(i, len(first) - 1)} if first else left, right | {j - 1})
+            walk(i, j - 1, left, right | {j - 1})
 
     walk(len(first), len(second), frozenset(), frozenset())
     return masks

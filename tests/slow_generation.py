@@ -44,14 +44,15 @@ def slow_generation(model, tokenizer, prompt, seed, sampling, eos, context=10**9
         logprobs.append(math.log(p[token]))
         entropies.append(-sum(x * math.log(x) for x in p if x > 0))
         text = tokenizer.decode(tokens[begin:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if token in eos:
+        at_end = token in eos
+        if at_end and (thoughts is None or thoughts.ends_at_eos or begin == t):
             if ends and begin == t:
                 ends.pop()
             return tokens, logprobs, entropies, [*ends, t + 1] if thoughts else [], "eos"
         if thoughts is None:
             if any(s in text for s in sampling.stop):
                 return tokens, logprobs, entropies, [], "stop"
-        elif thoughts.stop in text or t + 1 - begin >= thoughts.max_tokens:
+        elif at_end or thoughts.stop in text or t + 1 - begin >= thoughts.max_tokens:
             ends.append(t + 1)
             begin = t + 1
             if thoughts.final in text:

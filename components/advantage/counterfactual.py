@@ -19,7 +19,7 @@ from components.advantage.group import (
     training_mask,
     zero_groups,
 )
-from pipeline.core.component import Component, same_rows
+from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
@@ -72,11 +72,15 @@ class Counterfactual(Component):
     R' = R + λφ, with φ_i = ρ s_i for a wrong trajectory and 0 for a correct one (second-hand). A' is R' normalised
     within the group, and A_{i,t} = A'_i m_{i,t} (our reading). m marks the tokens of a repaired trajectory that its
     successful revision with the fewest edits changes; it is all ones for a correct trajectory and for a failure without
-    a successful revision (second-hand). Column "gate" holds m for objective `gspo_gated`.
+    a successful revision (our reading). Column "gate" holds m for objective `gspo_gated`.
 
-    Without revisions, and with shaping 0 and mask "none", this is `advantage.group`. A repaired trajectory of a group
-    with few successes may get A' > 0, which raises the tokens that were wrong (metric `raised_edit_share`). That is the
-    sign of R', and it is kept unless `raise_edits` is false (our reading).
+    The corrected trajectory is reinforced: that revision is trained too, on its edited tokens and with the advantage of
+    reward 1 in its original's group, and the tokens it replaces are lowered or left (our reading). Switches give the
+    reading without it: `train_revision: false` trains no revision. `raise_edits: true` keeps the sign of A', which may
+    be positive for a repaired trajectory of a group with few successes and then raises the tokens that were wrong
+    (metric `raised_edit_share`).
+
+    Without revisions, and with shaping 0, mask "none" and both switches turned, this is `advantage.group`.
     """
 
     paper = "2605.16302"
@@ -92,7 +96,13 @@ class Counterfactual(Component):
         Metric("repair_rate", "share", "revisions that are correct, mean over wrong trajectories"),
         Metric("repaired_share", "share", "wrong trajectories with a correct revision"),
         Metric("edited_share", "share", "tokens that the repair changes, mean over repaired trajectories"),
-        Metric("raised_edit_share", "share", "repaired trajectories whose wrong tokens are raised (A' > 0)"),
+        Metric(
+            "unchanged_share",
+            "share",
+            "repaired trajectories to which the repair only adds, so that no token of theirs is trained",
+        ),
+        Metric("raised_edit_share", "share", "repaired trajectories with A' > 0, which `raise_edits` raises"),
+        Metric("trained_revisions", "rows", "revisions that are trained on"),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -105,9 +115,9 @@ class Counterfactual(Component):
         """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
         mask: Literal["loss", "credit", "none"] = "loss"
         """unchanged tokens of a repaired failure: leave the loss, or get advantage 0 (credit), or keep theirs (none)"""
-        raise_edits: bool = True
+        raise_edits: bool = False
         """whether changed tokens of a repaired failure keep an A' > 0; false gives them min(A', 0)"""
-        train_revision: bool = False
+        train_revision: bool = True
         """also trains the fewest-edit successful revisions, as positives on their edited tokens"""
         normalize: Normalize = "std"
         """normalisation of the shaped reward within its group, see advantage.group"""
@@ -151,6 +161,7 @@ class Counterfactual(Component):
             **group_metrics(shaped, group, zero_groups(advantage, group)),
             **shaping_statistics(rewards.value[valid], shaped.value[valid], phi[valid], rewards.correct[valid]),
             **_repair_metrics(rewards, revised, repaired, advantage, gate, share),
+            trained_revisions=Count(len(best) if settings.train_revision else 0),
         )
         if not settings.train_revision or not len(best):
             return Outputs(trained=trajectories, credit=credit)
@@ -198,5 +209,6 @@ def _repair_metrics(
         "repair_rate": float(share[wrong].sum()) / num_wrong,
         "repaired_share": float(repaired.sum()) / num_wrong,
         "edited_share": float(gate.mean()[repaired].sum()) / num_repaired if len(gate) else 0.0,
+        "unchanged_share": float((gate.sum()[repaired] == 0).sum()) / num_repaired,
         "raised_edit_share": float((advantage[repaired] > 0).sum()) / num_repaired,
     }

@@ -16,19 +16,18 @@ from pipeline.core.payloads import Rewards, Trajectories
 def edited_tokens(first: Sequence[int], second: Sequence[int]) -> tuple[list[bool], list[bool], int]:
     """Tokens of two sequences that a shortest Levenshtein alignment does not match, and the distance.
 
-    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked. An insertion also marks
-    the token of `first` before which it goes, or the last one at the end (our reading): the repair decides otherwise at
-    that token, and without it a repair that only inserts would leave nothing to train.
+    Replaced and deleted tokens of `first`, replaced and inserted tokens of `second` are marked; a token that both hold
+    is never marked, so a repair that only inserts marks nothing in `first`.
 
     >>> edited_tokens([1, 2, 3], [1, 5, 3, 4])
-    ([False, True, True], [False, True, False, True], 2)
+    ([False, True, False], [False, True, False, True], 2)
     """
     left = [False] * len(first)
     right = [False] * len(second)
     operations = Levenshtein.editops(first, second)
     for step in operations:
-        if left:
-            left[min(step.src_pos, len(left) - 1)] = True
+        if step.tag != "insert":
+            left[step.src_pos] = True
         if step.tag != "delete":
             right[step.dest_pos] = True
     return left, right, len(operations)

@@ -29,6 +29,7 @@ class RowRequest:
         temperature: 0 is greedy.
         top_p, top_k: 1.0 and 0 are off.
         stream: whether the row's text may end it, so that its tokens should be returned while they are sampled.
+        ignore_eos: whether the engine samples on after an end-of-text token.
     """
 
     row: int
@@ -40,6 +41,7 @@ class RowRequest:
     top_p: float
     top_k: int
     stream: bool
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,6 +88,7 @@ class Rows:
                 top_p=self._sampling.top_p,
                 top_k=self._sampling.top_k,
                 stream=bool(self._stop),
+                ignore_eos=self._thoughts is not None and not self._thoughts.ends_at_eos,
             )
             requests.append(request)
         return requests
@@ -213,6 +214,10 @@ class Rows:
         if thoughts is None:
             return "eos" if eos else "stop" if stopped else reason
         closed = stopped or taken >= row.start + thoughts.max_tokens
+        if not thoughts.ends_at_eos:
+            closed = closed or eos
+            # Of a thought that holds more, end of text is only the end.
+            eos = eos and row.start + 1 == taken
         if closed:
             row.thoughts -= 1
             if row.thoughts <= 0:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from components.rollouts.requests import (
     LENGTH_METRICS,
+    SAMPLING_NAMES,
     SamplingSettings,
     keyed_seeds,
     length_metrics,
     sample_from_prefix,
 )
+from components.text.templates import Mode
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
@@ -46,10 +49,12 @@ class Reset(Component):
     """Continues each failure `suffixes` times from the thoughts before its localised step h*.
 
     The prefix is thoughts 1 … h*−1 as exact token ids, without any information about the error. h* = 1 has an empty
-    prefix: fresh responses that still form their own group. Use the settings of the sampler that sampled the failures.
+    prefix: fresh responses that still form their own group. Settings that differ from those of the sampler of the
+    failures are refused.
     """
 
     paper = "2605.25507"
+    same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {"failures": (*SAMPLING_NAMES, "suffixes")}
     metrics = (
         *LENGTH_METRICS,
         Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
@@ -61,7 +66,7 @@ class Reset(Component):
     class Config(SamplingSettings):
         """Sampling settings and the number of suffixes."""
 
-        mode: Literal["plain", "thought"] = "thought"
+        mode: Mode = "thought"
         """thought by thought, as the failures were sampled"""
         temperature: float = 0.7
         """sampling temperature; use the sampler's"""

@@ -54,6 +54,11 @@ class Tree(Component):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            if not self.thoughts.ends_at_eos:
+                raise ValueError(
+                    "expected thoughts.ends_at_eos true, got false: thought ends of a tree's responses are read from "
+                    "their text, which does not show ends of text."
+                )
             cuts = len(self.segments.branching) - 1
             if self.rule == "segments" and self.segments.tokens * cuts >= self.max_tokens:
                 raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,20 +23,33 @@ _BOXED = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
 _STEP = re.compile(r"\bstep\s*#?\s*(\d+)", re.IGNORECASE)
 
 
-def parse_step(text: str, count: int) -> tuple[int, str]:
-    """The step that a response names, clamped to [1, count], and its source.
+class Verdict(NamedTuple):
+    """The step that a response names, how it was read, and whether the response also named numbers that are no step."""
 
-    Last \\boxed{integer} ("boxed"), else last "Step N" ("step"), else 1 ("default").
+    step: int
+    source: str
+    out_of_range: bool
 
-    >>> parse_step("Step 2 is fine, so \\\\boxed{3}", 8), parse_step("It is Step 12.", 8), parse_step("?", 8)
-    ((3, 'boxed'), (8, 'step'), (1, 'default'))
+
+def parse_step(text: str, count: int) -> Verdict:
+    """The step of `count` steps that a response names.
+
+    The last \\boxed{integer} from 1 to `count` ("boxed"), else the last "Step N" from 1 to `count` ("step"), else 1
+    ("default"). A number out of range names no step: it is most often the problem's answer.
+
+    >>> tuple(parse_step("Step 2 is fine, so \\\\boxed{3}", 8)), tuple(parse_step("Step 3: it is \\\\boxed{42}", 8))
+    ((3, 'boxed', False), (3, 'step', True))
     """
+    out_of_range = False
+    found: tuple[int, str] | None = None
     for pattern, source in ((_BOXED, "boxed"), (_STEP, "step")):
-        numbers = pattern.findall(text)
-        if numbers:
-            # The last number counts: responses name earlier steps while they check them in order.
-            return min(max(int(numbers[-1]), 1), max(count, 1)), source
-    return 1, "default"
+        numbers = [int(number) for number in pattern.findall(text)]
+        steps = [number for number in numbers if 1 <= number <= count]
+        out_of_range = out_of_range or len(steps) < len(numbers)
+        # The last step counts: responses name earlier steps while they check them in order.
+        if steps and found is None:
+            found = (steps[-1], source)
+    return Verdict(*(found or (1, "default")), out_of_range)
 
 
 class SelfLocalizer(Localizer):
@@ -48,7 +62,8 @@ class SelfLocalizer(Localizer):
     metrics = (
         Metric("boxed_share", "share", "failures whose step was read from a box"),
         Metric("step_share", "share", "failures whose step was read from the text"),
-        Metric("default_share", "share", "failures for which the response named no step"),
+        Metric("default_share", "share", "failures for which the response named no step in range"),
+        Metric("out_of_range_share", "share", "failures whose response named a number that is none of the steps"),
         *Localizer.metrics,
         Metric("sampled_tokens", "tokens", "tokens of the responses"),
     )
@@ -59,8 +74,8 @@ class SelfLocalizer(Localizer):
 
         temperature: float = 0.3
         """sampling temperature of the response"""
-        top_p: float = 1.0
-        """keeps the smallest set of tokens with this probability"""
+        top_p: float = 0.95
+        """keeps the smallest set of tokens with this probability; the sampler's, as in the authors' release"""
         max_tokens: int = 4096
         """budget of the response in tokens"""
         stop: tuple[str, ...] = ()
@@ -72,10 +87,11 @@ class SelfLocalizer(Localizer):
         """Samples one response per failure."""
         texts, num_tokens = self._responses(prompts, failures, policy)
         parsed = [parse_step(text, k) for text, k in zip(texts, num_thoughts(failures).tolist(), strict=True)]
-        source = [how for _, how in parsed]
+        source = [verdict.source for verdict in parsed]
         shares = {f"{name}_share": source.count(name) / max(len(failures), 1) for name in SOURCES}
-        self.context.log(**shares, sampled_tokens=Count(num_tokens))
-        return self.outputs(failures, torch.tensor([step for step, _ in parsed], dtype=torch.int64), source)
+        out_of_range = sum(verdict.out_of_range for verdict in parsed) / max(len(failures), 1)
+        self.context.log(**shares, out_of_range_share=out_of_range, sampled_tokens=Count(num_tokens))
+        return self.outputs(failures, torch.tensor([verdict.step for verdict in parsed], dtype=torch.int64), source)
 
     def _responses(self, prompts: Prompts, failures: Trajectories, policy: Policy) -> tuple[list[str], int]:
         """The response about each failure, and the number of sampled tokens."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import compress
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, keyed_seeds, length_metrics, unended
+from components.models.load import context_length
+from components.rollouts.requests import (
+    LENGTH_METRICS,
+    SAMPLING_NAMES,
+    SamplingSettings,
+    keyed_seeds,
+    length_metrics,
+    unended,
+)
 from components.rollouts.rewards import finite_rewards
-from components.rollouts.second_turn import problem_of, second_turn
+from components.rollouts.second_turn import encoded, problem_of, second_turn
 from components.rollouts.thoughts import thought_texts
 from components.text.templates import revise_prompt
-from pipeline.core.component import Component, same_rows
+from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Batch, Prompts, Rewards, Trajectories, check_aligned
@@ -81,16 +91,19 @@ class Compare(Component):
     """Samples, for each wrong trajectory y and sibling y_ref, a revision ŷ from a prompt with the problem, y and y_ref.
 
     That each pair gives one revision is second-hand. The revision's `parent` is y, its `prompt_uid` the original
-    problem, its `prompt_tokens` the revision prompt. Use the sampler's mode and limits, so that y and ŷ end alike.
-    A wrong trajectory without a sibling gets no revision; without a correct sibling it is shown wrong ones (our
-    reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it holds; one that
-    could not be verified stays invalid. All are counted.
+    problem, its `prompt_tokens` the revision prompt. Sampling settings other than those of y's sampler are refused, so
+    that y and ŷ end alike. A wrong trajectory without a sibling gets no revision; without a correct sibling it is shown
+    wrong ones (our reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it
+    holds; one that could not be verified stays invalid. A pair whose prompt leaves no room in the model's context for a
+    repair as long as y is left out (our reading). All are counted.
     """
 
     paper = "2605.16302"
+    same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {"trajectories": SAMPLING_NAMES}
     metrics = (
         *LENGTH_METRICS,
         Metric("revisions", "rows", "revisions sampled"),
+        Metric("no_room_share", "share", "pairs left out because prompt and repair would exceed the model's context"),
         Metric("unrevised_share", "share", "wrong trajectories without a revision"),
         Metric("no_correct_sibling_share", "share", "wrong trajectories of groups without a correct one"),
         Metric("correct_reference_share", "share", "revisions that were shown a correct reference"),
@@ -117,6 +130,11 @@ class Compare(Component):
 
     config: Config
 
+    def setup(self, context: Context) -> None:
+        """Reads the length of the model's context."""
+        super().setup(context)
+        self.room = context_length(context.model)
+
     def run(
         self,
         *,
@@ -136,19 +154,26 @@ class Compare(Component):
         steps = thought_texts(trajectories, policy.tokenizer)
         prompt_rows = prompts.index_of(firsts.prompt_uid).tolist()
         texts = [
-            revise_prompt(*problem_of(prompts, row), steps[bad], steps[sibling], policy.tokenizer)
+            revise_prompt(*problem_of(prompts, row), steps[bad], steps[sibling], policy.tokenizer, settings.mode)
             for row, bad, sibling in zip(prompt_rows, wrong.tolist(), shown.tolist(), strict=True)
         ]
         # One keyed draw per reference place: a revision does not depend on what else is revised.
         place = torch.arange(len(wrong)) - torch.searchsorted(wrong, wrong)
         seeds = keyed_seeds(self.context.rng(), keys_within(trajectories.prompt_uid), 0, settings.references)
+        seed = seeds[wrong, place]
+        fits = encoded(policy.tokenizer, texts).lengths + firsts.response_tokens.lengths <= self.room
+        firsts = firsts.select(fits)
+        wrong = wrong[fits]
+        shown = shown[fits]
+        texts = list(compress(texts, fits.tolist()))
         uid = self.context.uids(len(wrong))
-        revisions = second_turn(policy, prompts, firsts, texts, seeds[wrong, place], settings.sampling(), uid)
+        revisions = second_turn(policy, prompts, firsts, texts, seed[fits], settings.sampling(), uid)
         verdicts = _unended_as_wrong(finite_rewards(verifier.verify(prompts, revisions)), unended(revisions))
         for row in (~verdicts.valid).nonzero(as_tuple=True)[0].tolist():
             self.context.reject({"revision": int(uid[row]), "trajectory": int(firsts.uid[row])}, verdicts.detail[row])
         self.context.log(
             **length_metrics(revisions),
+            no_room_share=float((~fits).double().mean()) if len(fits) else 0.0,
             **_metrics(trajectories.group, rewards, wrong, shown, unended(revisions), verdicts),
         )
         references = References(uid=uid, reference=trajectories.uid[shown], correct=rewards.correct[shown])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from components.text.stops import decode_rows
+from components.text.templates import Mode
 from pipeline.core.component import Context, Count
 from pipeline.core.handles import Completions, Policy, Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
@@ -27,7 +27,7 @@ LENGTH_METRICS = (
 class SamplingSettings:
     """Settings of every component that samples."""
 
-    mode: Literal["plain", "thought"] = "plain"
+    mode: Mode = "plain"
     """plain: one response up to EOS or a stop string; thought: thought by thought, under the limits of `thoughts`"""
     temperature: float = 1.0
     """sampling temperature, 0 is greedy; the learner computes its log-probs and entropies at the same temperature"""
@@ -60,6 +60,9 @@ class SamplingSettings:
             stop=tuple(self.stop) if self.mode == "plain" else (),
             thoughts=self.thoughts if self.mode == "thought" else None,
         )
+
+
+SAMPLING_NAMES = tuple(setting.name for setting in fields(SamplingSettings))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,8 @@ class Critique(Component):
         steps = thought_texts(originals, policy.tokenizer)
         correct = rewards.correct.tolist()
         texts = [
-            critique_prompt(*problem_of(prompts, i // size), steps[i], correct[i], policy.tokenizer) for i in chosen
+            critique_prompt(*problem_of(prompts, i // size), steps[i], correct[i], policy.tokenizer, settings.mode)
+            for i in chosen
         ]
         # The draws after those of the originals; prompts without refinements leave theirs unused.
         seed = keyed_seeds(self.context.rng(), prompts.uid, size, settings.refinements)[eligible.any(1)].reshape(-1)

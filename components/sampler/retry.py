@@ -67,7 +67,7 @@ class Retry(Component):
         firsts = sample_groups(self.context, policy, prompts, pairs, sampling)
         rows = prompts.index_of(firsts.prompt_uid).tolist()
         texts = [
-            retry_prompt(*problem_of(prompts, row), attempt, policy.tokenizer)
+            retry_prompt(*problem_of(prompts, row), attempt, policy.tokenizer, self.config.mode)
             for row, attempt in zip(rows, thought_texts(firsts, policy.tokenizer), strict=True)
         ]
         seed = keyed_seeds(self.context.rng(), prompts.uid, pairs, pairs).reshape(-1)

@@ -34,6 +34,7 @@ THINK_END = "</think>"
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 
+Mode = Literal["plain", "thought"]
 AnswerKind = Literal["value", "choice", "boolean", "code"]
 
 # In the prompts below, a line of the source that ends with \ continues in the next one, without a line break.
@@ -73,7 +74,8 @@ before it. A later step that only carries that mistake along is not the one. Che
 what each rests on.
 Do not solve the problem again and do not write a corrected solution.
 
-End with the number of that step as \\boxed{N}.
+End with exactly one number in a box, \\boxed{N}: the number of that step, from 1 to <count>. It is not the answer to \
+the problem.
 """
 
 REVISE_INSTRUCTIONS = """\
@@ -81,8 +83,8 @@ Below are a problem, a solution attempt whose final answer is wrong, and another
 incomplete.
 
 Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to \
-change, close each
-step with </thought>, and put the final answer in \\boxed{}.
+change, and put the
+final answer in \\boxed{}.
 """
 
 
@@ -97,6 +99,8 @@ Use this verdict to write a better solution: keep what holds, repair what does n
 the final answer in
 \\boxed{}.
 """
+
+_CLOSING: dict[Mode, str] = {"plain": "", "thought": "Close each step with </thought>.\n"}
 
 VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
 
@@ -130,21 +134,31 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
 
 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
-    """Prompt for the first wrong step of a failed attempt. The response must end in \\boxed{N}, N a 1-based step."""
+    """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps)."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.localize_prompt(question, steps)
-    return _chat(f"{LOCALIZE_INSTRUCTIONS}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
+    instructions = LOCALIZE_INSTRUCTIONS.replace("<count>", str(len(steps)))
+    return _chat(f"{instructions}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
 
 
 def revise_prompt(
-    metadata: dict[str, Any], question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str], tokenizer: Any
+    metadata: dict[str, Any],
+    question: str,
+    wrong_steps: Sequence[str],
+    reference_steps: Sequence[str],
+    tokenizer: Any,
+    mode: Mode,
 ) -> str:
-    """Prompt for a repaired version of a failed attempt, given a reference attempt."""
+    """Prompt for a repaired version of a failed attempt, given a reference attempt.
+
+    `mode` is the attempts' own, in which the response is sampled too: only thoughts are numbered and closed by
+    </thought>, so that what the repair keeps can be the same tokens.
+    """
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.revise_prompt(question, wrong_steps, reference_steps)
     text = (
-        f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
-        f"Reference attempt:\n{_numbered(reference_steps)}\n"
+        f"{REVISE_INSTRUCTIONS}{_CLOSING[mode]}\nProblem: {question}\n\nWrong attempt:\n{_shown(wrong_steps, mode)}\n\n"
+        f"Reference attempt:\n{_shown(reference_steps, mode)}\n"
     )
     return _chat(text, tokenizer)
 
@@ -238,32 +252,39 @@ def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
     return f"{content}\n"
 
 
-def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
+def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any, mode: Mode) -> str:
     """Prompt for a second attempt; the wording leaves open whether the first one is wrong (SCoRe, 2409.12917).
 
     The embedded model has no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as the
     reference.
     """
-    return _again(metadata, question, steps, RETRY_INSTRUCTIONS, tokenizer)
+    return _again(metadata, question, steps, RETRY_INSTRUCTIONS, tokenizer, mode)
 
 
 def critique_prompt(
-    metadata: dict[str, Any], question: str, steps: Sequence[str], correct: bool, tokenizer: Any
+    metadata: dict[str, Any], question: str, steps: Sequence[str], correct: bool, tokenizer: Any, mode: Mode
 ) -> str:
     """Prompt for a refinement of an attempt after a binary critique, right or wrong (Critique-GRPO).
 
     For "chains" as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
     """
-    return _again(metadata, question, steps, f"{VERDICTS[correct]}\n\n{CRITIQUE_INSTRUCTIONS}", tokenizer)
+    return _again(metadata, question, steps, f"{VERDICTS[correct]}\n\n{CRITIQUE_INSTRUCTIONS}", tokenizer, mode)
 
 
-def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instructions: str, tokenizer: Any) -> str:
-    template = check_template(metadata.get("template", "plain"))
-    if template == "chains":
-        return revise_prompt(metadata, question, steps, steps, tokenizer)
-    closing = "Close each step with </thought>.\n" if template == "thought" else ""
-    return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}{closing}", tokenizer)
+def _again(
+    metadata: dict[str, Any], question: str, steps: Sequence[str], instructions: str, tokenizer: Any, mode: Mode
+) -> str:
+    if check_template(metadata.get("template", "plain")) == "chains":
+        return revise_prompt(metadata, question, steps, steps, tokenizer, mode)
+    attempt = f"Problem: {question}\n\nSolution attempt:\n{_shown(steps, mode)}"
+    return _chat(f"{attempt}\n\n{instructions}{_CLOSING[mode]}", tokenizer)
+
+
+def _shown(steps: Sequence[str], mode: Mode) -> str:
+    """An attempt as a policy is shown it: thoughts as numbered steps, a plain response as it was written."""
+    return _numbered(steps) if mode == "thought" else response_text("".join(steps)).strip()
 
 
 def _numbered(steps: Sequence[str]) -> str:
-    return "\n".join(f"Step {i}: {chains.bare_step(step)}" for i, step in enumerate(steps, 1))
+    # A special token in the middle of a chat turn would end it.
+    return "\n".join(f"Step {i}: {chains.bare_step(response_text(step))}" for i, step in enumerate(steps, 1))

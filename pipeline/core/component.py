@@ -26,7 +26,7 @@ of input `x`; the graph checker follows it through the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -225,6 +225,8 @@ class Component:
             "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
             replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they
             overlap with the generation of later iterations.
+        same_settings: input → names of settings that must have the values of the node which the input is wired from,
+            where that node has settings of these names; a graph in which they differ is refused.
         metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
         final_pass: whether the node runs once more after the last iteration, on the final weights, with
             `context.iteration == context.iterations`.
@@ -233,6 +235,7 @@ class Component:
     paper: ClassVar[str] = ""
     placement: ClassVar[Placement] = "replica"
     final_pass: ClassVar[bool] = False
+    same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
 
     @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,15 @@ class ThoughtLimits:
         final: a thought that contains this string is the last one.
         max_tokens: tokens per thought; a thought that reaches it is closed there without the stop string.
         max_thoughts: number of thoughts, inherited ones not counted.
+        ends_at_eos: whether an end-of-text token ends the response. If not, it closes its thought as the stop string
+            does, and only a thought of nothing else ends the response; the token stays in the response.
     """
 
     stop: str = "</thought>"
     final: str = "\\boxed{"
     max_tokens: int = 256
     max_thoughts: int = 20
+    ends_at_eos: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

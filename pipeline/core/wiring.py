@@ -25,7 +25,22 @@ def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
     for node in nodes.values():
         problems += _misaligned(node, nodes, populations)
         problems += _other_prompts(node, nodes, populations)
+        problems += _other_settings(node, nodes)
     return problems + list(_unread(nodes))
+
+
+def _other_settings(node: Node, nodes: Mapping[str, Node]) -> Iterator[str]:
+    """Settings that a component shares with the nodes it reads, `same_settings`, and that differ."""
+    for name, settings in node.cls.same_settings.items() if node.config is not None else ():
+        for source in (nodes[wire.source] for wire in node.wires.get(name, ()) if wire.source in nodes):
+            for setting in settings:
+                own = getattr(node.config, setting, None)
+                expected = getattr(source.config, setting, own)
+                if own != expected:
+                    yield (
+                        f"{node.name}.{setting}: expected {expected}, as in '{source.name}', which samples '{name}', "
+                        f"got {own}; set both to the same value."
+                    )
 
 
 def sorted_names(nodes: Mapping[str, Node]) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeline.core.component import Context
+from pipeline.core.errors import GraphError
 from pipeline.run.compose import CONFIG_DIR, build_experiment, check_shipped, compose, list_choices, read_yaml
 from pipeline.run.executor import Executor
 from pipeline.run.recording import read_payload
@@ -59,7 +60,7 @@ def test_every_file_says_what_it_is(group):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["gspo", "gspo_token", "grpo_lambda", "grpo_lambda_both", "p_trace", "s_trace", "ibpo_gated"]
+    "recipe", ["gspo", "gspo_token", "grpo_lambda", "grpo_lambda_both", "p_trace", "s_trace", "ibpo"]
 )
 def test_ratio_methods_take_several_steps_per_batch(recipe):
     learner = experiment(f"toy_{recipe}").graph["learner"].config
@@ -154,8 +155,10 @@ PUBLISHED = {
         "sampler.max_tokens": 5120,
         "sampler.thoughts.max_tokens": 256,
         "sampler.thoughts.max_thoughts": 20,
+        "sampler.thoughts.ends_at_eos": False,
         "expander.temperature": 0.7,
         "expander.thoughts.max_thoughts": 20,
+        "evaluator.thoughts.ends_at_eos": False,
         "advantage.normalize": "std_exact",
         "learner.objective.use": "reinforce",
         "learner.objective.aggregate": "seq_mean_token_mean",
@@ -188,10 +191,68 @@ def test_published_batch_of_grpo():
 
 def test_localiser_of_srpo_is_sampled_as_published():
     checked = experiment("srpo_qwen2_5_14b_instruct").graph["localizer"].config
-    assert (checked.temperature, checked.max_tokens) == (0.3, 4096)
+    assert (checked.temperature, checked.top_p, checked.max_tokens) == (0.3, 0.95, 4096)
+
+
+# --- settings that move together ---
+
+
+def test_limits_of_the_evaluator_are_the_samplers():
+    for name in list_choices("recipe", [CONFIG_DIR]):
+        values = compose([f"recipe={name}", "sampler.max_tokens=99991"])
+        assert values["evaluator"]["max_tokens"] == 99991, name
+        toy = name.startswith("toy_")
+        assert not toy or values["evaluator"]["mode"] == values["sampler"]["mode"], name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "node"), [("toy_srpo", "expander"), ("rrpo_olmo3_7b_instruct", "expander"), ("toy_ibpo", "reviser")]
+)
+def test_second_samplers_follow_the_first(recipe, node):
+    changed = {"mode": "plain", "temperature": 0.3, "top_p": 0.8, "max_tokens": 60}
+    overrides = [f"sampler.{name}={value}" for name, value in changed.items()]
+    graph = experiment(recipe, *overrides, "sampler.thoughts.max_thoughts=3").graph
+    for setting in (*changed, "thoughts"):
+        assert getattr(graph[node].config, setting) == getattr(graph["sampler"].config, setting)
+    assert graph[node].config.thoughts.max_thoughts == 3
+    assert graph["evaluator"].config.thoughts == graph["sampler"].config.thoughts or node == "reviser"
+    if "localizer" in graph and recipe == "toy_srpo":
+        assert graph["localizer"].config.top_p == 0.8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "problem"),
+    [
+        (
+            "toy_srpo",
+            "sampler.split=1x8",
+            "expander.suffixes: expected 8, as in 'sampler', which samples 'failures', got 4;",
+        ),
+        ("toy_rrpo", "expander.temperature=0.5", "expander.temperature: expected 1.0, as in 'sampler', .* got 0.5;"),
+        ("toy_rrpo", "expander.top_p=0.5", "expander.top_p: expected 1.0, as in 'sampler', .* got 0.5; set both"),
+        (
+            "toy_ibpo",
+            "reviser.mode=plain",
+            "reviser.mode: expected thought, as in 'sampler', .* 'trajectories', got plain",
+        ),
+    ],
+)
+def test_settings_that_must_agree_are_refused_apart(recipe, override, problem):
+    with pytest.raises(GraphError, match=problem):
+        experiment(recipe, override)
 
 
 # --- methods differ by a node or a setting ---
+
+
+def test_the_clip_ablation_changes_the_objective_alone():
+    plain, steps, clip = (compose([f"recipe=toy_srpo{suffix}"]) for suffix in ("", "_4_steps", "_clip"))
+    for values in (plain, steps, clip):
+        del values["recipe"], values["run"]["name"]
+    assert clip["learner"].pop("objective")["use"] == "ppo_clip"
+    assert clip == steps
+    assert steps["learner"].pop("minibatches") == 4
+    assert steps == plain
 
 
 @pytest.mark.parametrize("method", ["gspo", "grpo_lambda", "p_trace", "s_trace"])
@@ -303,6 +364,11 @@ def test_in_one_step_all_ratios_are_one_and_the_gradient_is_grpos(train, recipe)
     _, metrics, moments = train(*recipe, ONE_STEP)
     assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert_close(moments, train("toy_grpo")[2], share=1e-3)
+
+
+def test_in_one_step_the_clip_of_srpo_changes_nothing(train):
+    assert_close(train("toy_srpo_clip", ONE_STEP)[2], train("toy_srpo")[2], share=1e-3)
+    assert not same(train("toy_srpo_clip")[0], train("toy_srpo_4_steps")[0])
 
 
 def test_the_methods_are_not_the_same(train):

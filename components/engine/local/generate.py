@@ -92,6 +92,7 @@ class _Ends:
         """After the `taken`-th token: int64 [B], why a row ended (0: not ended); bool [B], whether a thought ended."""
         hit = self._never if self._stop is None else self._stop.advance(tokens)
         # Later reasons take precedence over earlier ones.
+        eos = self._eos[tokens]
         reason = (self._budget <= taken) * LENGTH
         if self._pause is not None:
             reason = reason.masked_fill((reason == 0) & (self._pause <= taken), PAUSED)
@@ -100,6 +101,10 @@ class _Ends:
             closed = self._never
         else:
             closed = hit | (self._start + self._thoughts.max_tokens <= taken)
+            if not self._thoughts.ends_at_eos:
+                closed = closed | eos
+                # Of a thought that holds more, end of text is only the end.
+                eos = eos & (self._start + 1 == taken)
             self._left = self._left - closed.to(torch.int64)
             reason = reason.masked_fill(closed & (self._left <= 0), THOUGHTS)
             if self._final is not None:
@@ -108,7 +113,7 @@ class _Ends:
             if self._stop is not None:
                 self._stop.reset(closed)
             self._start = self._start.masked_fill(closed, taken)
-        return reason.masked_fill(self._eos[tokens], EOS), closed
+        return reason.masked_fill(eos, EOS), closed
 
     def keep(self, index: Tensor) -> None:
         self._budget = self._budget[index]

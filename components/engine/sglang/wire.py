@@ -39,6 +39,8 @@ def generate_body(request: RowRequest, request_id: str, top_logprobs: int) -> di
         # The end-of-text token stays.
         "no_stop_trim": True,
     }
+    if request.ignore_eos:
+        sampling["ignore_eos"] = True
     if request.temperature > 0 and request.top_p < 1:
         sampling["top_p"] = request.top_p
     if request.temperature > 0 and request.top_k > 0:

@@ -193,7 +193,8 @@ class VllmDialect:
             "temperature": request.temperature,
             "seed": request.seed,
             "logprobs": 2,  # the sampled token's, and the entry that holds the entropy
-            "stop_token_ids": sorted(self._eos),
+            "stop_token_ids": [] if request.ignore_eos else sorted(self._eos),
+            "ignore_eos": request.ignore_eos,
             "detokenize": False,
         }
         if request.temperature > 0:

@@ -179,7 +179,7 @@ class InProcess:
             "top_p": request.top_p,
             "top_k": request.top_k,
             "seed": request.seed if request.temperature else None,
-            "stop_token_ids": self._eos,
+            "stop_token_ids": [] if request.ignore_eos else self._eos,
             "ignore_eos": True,
             "logprobs": 1,
             "stream": request.stream,

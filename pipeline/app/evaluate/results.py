@@ -105,7 +105,9 @@ def _described(problems: Problems) -> dict[str, Any]:
         "max_tokens": task.max_tokens,
     }
     if task.mode == "thought":
-        settings["thoughts"] = {"max_tokens": task.thoughts.max_tokens, "max_thoughts": task.thoughts.max_thoughts}
+        limits = task.thoughts
+        names = ("max_tokens", "max_thoughts", "ends_at_eos")
+        settings["thoughts"] = {name: getattr(limits, name) for name in names}
     settings |= {"greedy": task.greedy, "samples": task.samples}
     if task.samples:
         settings |= {"temperature": task.temperature, "top_p": task.top_p, "k": list(task.k)}

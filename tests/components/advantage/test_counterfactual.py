@@ -17,6 +17,8 @@ from pipeline.core.errors import AlignmentError, GraphError
 from pipeline.core.graph import build_graph
 
 GROUP = [7, 7, 7, 7]
+# The reading without the corrected trajectory: shaped, masked failures alone.
+FAILURES_ONLY = {"train_revision": False, "raise_edits": True}
 GRAPH = Path(__file__).parents[3] / "configs" / "graph" / "ibpo.yaml"
 
 
@@ -52,8 +54,8 @@ def _run(
     [
         ("abcd", "abxd", "0010", "0010"),  # c replaced
         ("abcd", "abd", "0010", "000"),  # c deleted
-        ("abd", "abcd", "001", "0010"),  # c inserted before d: d is where the repair goes another way
-        ("ab", "abcd", "01", "0011"),  # goes on where y stopped: the last token
+        ("abd", "abcd", "000", "0010"),  # c inserted: y holds nothing that changes
+        ("ab", "abcd", "00", "0011"),  # goes on where y stopped
         ("abcd", "abcd", "0000", "0000"),
         ("", "ab", "", "11"),
         ("ab", "", "11", ""),
@@ -71,6 +73,23 @@ def test_edits_are_those_of_a_shortest_alignment(reference, first, second):
     left, right, distance = edited_tokens(first, second)
     assert distance == reference.levenshtein_table(first, second)[-1][-1]
     assert (tuple(left), tuple(right)) in reference.edit_masks(first, second)
+
+
+def test_tokens_that_stay_are_not_marked_on_random_strings(reference):
+    draw = random.Random(3)
+    inserted = 0
+    for _ in range(300):
+        first = [draw.randrange(4) for _ in range(draw.randrange(30))]
+        second = [draw.randrange(4) for _ in range(draw.randrange(30))]
+        left, right, distance = edited_tokens(first, second)
+        table = reference.levenshtein_table(first, second)
+        assert distance == table[-1][-1]
+        # What is not marked is the same text on both sides, and replaced tokens are marked on both.
+        kept = [[t for t, m in zip(*pair, strict=True) if not m] for pair in ((first, left), (second, right))]
+        assert kept[0] == kept[1]
+        assert max(sum(left), sum(right)) <= distance <= sum(left) + sum(right)
+        inserted += sum(right) > sum(left)
+    assert inserted > 50
 
 
 def test_long_edits_against_the_slow_table(reference):
@@ -108,7 +127,11 @@ def test_repair_share_by_hand_and_slow(reference):
 def test_shaped_rewards_by_hand(toolbox):
     # r = 1, 0, 0, 0; s = –, 1/2, 0, –; λ = 0.6: R' = 1, .3, 0, 0; mean .325, squares (.675² + .025² + 2·.325²)/4.
     out, metrics = _run(
-        toolbox, [1, 0, 0, 0], [(1, "abcd", True), (1, "abxx", False), (2, "zzzz", False)], normalize="std_exact"
+        toolbox,
+        [1, 0, 0, 0],
+        [(1, "abcd", True), (1, "abxx", False), (2, "zzzz", False)],
+        normalize="std_exact",
+        **FAILURES_ONLY,
     )
     std = math.sqrt((0.675**2 + 0.025**2 + 2 * 0.325**2) / 4)
     rows = out.credit.advantage.to_lists()
@@ -131,8 +154,10 @@ def test_shaped_rewards_by_hand(toolbox):
 
 
 def test_the_single_reference_form_halves_the_share(toolbox):
-    half, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], repair_scale=0.5, normalize="mean", mask="none")
-    whole, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], normalize="mean", mask="none")
+    half, _ = _run(
+        toolbox, [1, 0, 0, 0], [(1, "abcd", True)], repair_scale=0.5, normalize="mean", mask="none", **FAILURES_ONLY
+    )
+    whole, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], normalize="mean", mask="none", **FAILURES_ONLY)
     assert half.credit.advantage.row(1)[0].item() == pytest.approx(0.3 - 1.3 / 4)
     assert whole.credit.advantage.row(1)[0].item() == pytest.approx(0.6 - 1.6 / 4)
 
@@ -176,7 +201,7 @@ def test_no_wrong_trajectory_and_no_shaping_are_grpo(toolbox, normalize):
         ([1, 0, 0, 0], [(1, "abzd", False)], {}),  # nothing was repaired
         ([1, 0, 0, 0], repairs, {"shaping": 0.0, "mask": "none"}),
     ]:
-        out, _ = _run(toolbox, values, revised, normalize=normalize, **config)
+        out, _ = _run(toolbox, values, revised, normalize=normalize, **FAILURES_ONLY, **config)
         trajectories = toolbox.trajectories(["abcd", "abxd", "axxx", "aaaa"], group=GROUP)
         rewards = toolbox.rewards(trajectories.uid, values)
         plain = (
@@ -193,9 +218,9 @@ def test_no_shaping_keeps_the_advantage_and_moves_it_to_the_edits(toolbox):
 
 
 def test_masks(toolbox):
-    loss, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)])
-    credit, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="credit")
-    off, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="none")
+    loss, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], train_revision=False)
+    credit, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="credit", train_revision=False)
+    off, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abcd", True)], mask="none", train_revision=False)
     assert loss.credit.advantage.equal(credit.credit.advantage)
     assert loss.credit.mask.sum().tolist() == [4, 1, 4, 4]
     assert credit.credit.mask.sum().tolist() == [4, 4, 4, 4]
@@ -236,9 +261,11 @@ def test_a_revision_equal_to_its_original_masks_nothing(toolbox):
     assert out.credit.mask.row(1).tolist() == [True] * 4
 
 
-def test_a_repair_that_only_inserts_still_trains_a_token(toolbox):
-    out, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abxde", True)])
-    assert out.credit.mask.row(1).tolist() == [False, False, False, True]
+def test_a_repair_that_only_inserts_trains_what_it_inserts(toolbox):
+    out, metrics = _run(toolbox, [1, 0, 0, 0], [(1, "abxde", True)])
+    assert out.credit.mask.row(1).tolist() == [False] * 4
+    assert out.credit.mask.row(4).tolist() == [False] * 4 + [True]
+    assert metrics["unchanged_share"] == metrics["trained_revisions"] == 1
 
 
 def test_edits_inside_an_inherited_prefix_leave_nothing_to_train(toolbox):
@@ -250,28 +277,29 @@ def test_edits_inside_an_inherited_prefix_leave_nothing_to_train(toolbox):
         revisions=revisions,
         revision_rewards=toolbox.rewards(revisions.uid, [1]),
     )
-    assert out.credit.mask.to_lists() == [[True] * 4, [False] * 4]
+    # The corrected trajectory begins afresh, so its edit is trained.
+    assert out.credit.mask.to_lists() == [[True] * 4, [False] * 4, [False, False, True, False]]
 
 
 def test_repaired_failures_of_a_hopeless_group_are_counted_as_raised(toolbox):
-    out, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean")
+    out, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean", **FAILURES_ONLY)
     assert out.credit.advantage.row(1).tolist() == pytest.approx([0, 0, 0.45, 0])
     assert metrics["raised_edit_share"] == 1
-    blamed, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean", raise_edits=False)
+    blamed, metrics = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], normalize="mean")
     assert blamed.credit.advantage.row(1).tolist() == [0] * 4
     assert blamed.credit.advantage.row(0).tolist() == out.credit.advantage.row(0).tolist() == pytest.approx([-0.15] * 4)
     assert metrics["raised_edit_share"] == 1
 
 
 def test_a_group_of_one_gets_nothing(toolbox):
-    out, _ = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], group=[1, 2, 3, 4], train_revision=True)
+    out, _ = _run(toolbox, [0, 0, 0, 0], [(1, "abcd", True)], group=[1, 2, 3, 4])
     assert out.credit.advantage.values.abs().max() == 0
 
 
 def test_no_rows(toolbox):
     none = toolbox.trajectories([])
     rewards = toolbox.rewards(none.uid, [])
-    out = toolbox.start(Counterfactual, train_revision=True).run(
+    out = toolbox.start(Counterfactual).run(
         trajectories=none, rewards=rewards, revisions=none, revision_rewards=rewards
     )
     assert len(out.trained) == len(out.credit) == 0
@@ -282,7 +310,7 @@ def test_no_rows(toolbox):
 
 def test_revisions_join_as_positives_on_their_edits(toolbox):
     repairs = [(1, "abcd", True), (1, "zzzz", True), (2, "abc", True), (3, "aaab", False)]
-    out, _ = _run(toolbox, [1, 0, 0, 0], repairs, train_revision=True, normalize="std_exact", shaping=0.0)
+    out, _ = _run(toolbox, [1, 0, 0, 0], repairs, normalize="std_exact", shaping=0.0)
     assert out.trained.uid.tolist() == out.credit.uid.tolist() == [1000, 1001, 1002, 1003, 5000, 5002]
     assert out.trained.group.tolist() == [7] * 6
     # "abxd" → "abcd" changes one token; "axxx" → "abc" changes b and c.
@@ -298,7 +326,7 @@ def test_revisions_join_as_positives_on_their_edits(toolbox):
 
 
 def test_no_repair_adds_no_row(toolbox):
-    out, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abzz", False)], train_revision=True)
+    out, _ = _run(toolbox, [1, 0, 0, 0], [(1, "abzz", False)])
     assert len(out.trained) == 4
 
 

@@ -75,6 +75,7 @@ def random_requests(generator, tokenizer):
         final=generator.choice([*stops, "", "never"]),
         max_tokens=generator.choice([0, 1, 3, 7, 30]),
         max_thoughts=generator.choice([0, 1, 2, 5, 20]),
+        ends_at_eos=generator.choice([True, False]),
     )
     sampling = Sampling(
         temperature=generator.choice([0.0, 0.7, 1.0, 3.0]),
@@ -162,6 +163,9 @@ def test_a_row_is_one_request_with_limits_group_and_keyed_seed(start):
     with pytest.raises(CreditgraphError, match=r"row 2: expected no response to a row that has ended"):
         rows.feed(2, good(2), last=True)
     assert [r.stream for r in rows_of(policy, requests(prompts, **sampling)).start()] == [False] * 3
+    assert not first[0].ignore_eos
+    onward = dataclasses.replace(thoughts, ends_at_eos=False)
+    assert rows_of(policy, requests(prompts, **sampling, thoughts=onward)).start()[0].ignore_eos
 
 
 def test_missing_entropies_are_nan(start):

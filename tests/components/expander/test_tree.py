@@ -363,6 +363,10 @@ def test_no_prompts(toolbox):
         (lambda: UncertainRule(points=0), "points 0"),
         (lambda: UncertainRule(rounds=-1), "rounds -1"),
         (
+            lambda: Tree.Config(thoughts=ThoughtLimits(ends_at_eos=False)),
+            r"expected thoughts\.ends_at_eos true, got false",
+        ),
+        (
             lambda: Tree.Config(max_tokens=100, segments=SegmentRule(branching=(2, 2, 2), tokens=50)),
             "expected segments.tokens · 2 < max_tokens, .* got segments.tokens 50 and max_tokens 100",
         ),

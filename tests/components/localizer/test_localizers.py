@@ -25,21 +25,38 @@ PROBLEM = {
 @pytest.mark.parametrize(
     ("text", "count", "expected"),
     [
-        ("Step 1 is right. \\boxed{2}", 5, (2, "boxed")),
-        ("\\boxed{2} wait, \\boxed{ 4 }", 5, (4, "boxed")),
-        ("\\boxed{x} but Step 3", 5, (3, "step")),
-        ("step 1 holds, STEP 2 does not", 5, (2, "step")),
-        ("nothing here", 5, (1, "default")),
-        ("", 5, (1, "default")),
-        ("\\boxed{9}", 5, (5, "boxed")),
-        ("\\boxed{0}", 5, (1, "boxed")),
-        ("\\boxed{-3}", 5, (1, "boxed")),
-        ("\\boxed{4}", 0, (1, "boxed")),
-        ("\\boxed{99999999999999999999999}", 7, (7, "boxed")),
+        ("Step 1 is right. \\boxed{2}", 5, (2, "boxed", False)),
+        ("\\boxed{2} wait, \\boxed{ 4 }", 5, (4, "boxed", False)),
+        ("\\boxed{x} but Step 3", 5, (3, "step", False)),
+        ("step 1 holds, STEP 2 does not", 5, (2, "step", False)),
+        ("nothing here", 5, (1, "default", False)),
+        ("", 5, (1, "default", False)),
+        # A number out of range is no step, in a box or out of one.
+        ("Step 3 is wrong, the correct value is \\boxed{42}", 8, (3, "step", True)),
+        ("\\boxed{128}", 8, (1, "default", True)),
+        ("Step 15", 8, (1, "default", True)),
+        ("\\boxed{2} because the sum is \\boxed{99}", 8, (2, "boxed", True)),
+        ("Step 2, or Step 12", 8, (2, "step", True)),
+        ("\\boxed{0}", 5, (1, "default", True)),
+        ("\\boxed{-3} in Step 4", 5, (4, "step", True)),
+        ("\\boxed{4}", 0, (1, "default", True)),
+        ("\\boxed{99999999999999999999999}", 7, (1, "default", True)),
     ],
 )
 def test_parsing(text, count, expected):
     assert parse_step(text, count) == expected
+
+
+def test_numbers_out_of_range_are_counted(toolbox):
+    answers = ["\\boxed{42}", "\\boxed{2}"]
+    node = toolbox.start(SelfLocalizer)
+    errors = node.run(
+        prompts=toolbox.prompts(["1 + 1?"]),
+        failures=toolbox.trajectories([THREE] * 2),
+        policy=toolbox.policy(lambda context, n: answers[n]),
+    ).errors
+    assert errors.step.tolist() == [1, 2]
+    assert node.context.metrics["out_of_range_share"] == node.context.metrics["default_share"] == 0.5
 
 
 def test_self_asks_the_policy_and_reads_its_answers(toolbox):

@@ -16,11 +16,22 @@ from pipeline.run.recording import from_arrow, to_arrow
 ALL = torch.ones(4, dtype=torch.bool)
 
 
-def _run(toolbox, texts, values, script, rule=lambda text: float("good" in text), valid=None, group=None, **settings):
+def _run(
+    toolbox,
+    texts,
+    values,
+    script,
+    rule=lambda text: float("good" in text),
+    valid=None,
+    group=None,
+    room=9999,
+    **settings,
+):
     prompts = toolbox.prompts(["What is it?"])
     trajectories = toolbox.trajectories(texts, group=group)
     policy, verifier = toolbox.policy(script), toolbox.verifier(rule)
     node = toolbox.start(Compare, **settings)
+    node.room = room
     out = node.run(
         prompts=prompts,
         trajectories=trajectories,
@@ -60,6 +71,7 @@ def test_a_revision_knows_its_original_its_problem_and_its_reference(toolbox):
         [1, 0, 0],
         lambda c, n: "good" if "fine" in c else "worse",
         references=2,
+        mode="thought",
     )
     made = out.revisions
     assert made.parent.tolist() == [1001, 1001, 1002, 1002]
@@ -115,6 +127,29 @@ def test_no_correct_sibling_is_shown_wrong_ones_or_none(toolbox):
     assert metrics["unrevised_share"] == 1
 
 
+def test_a_pair_without_room_is_left_out_and_changes_no_other(toolbox):
+    texts = ["fine", "bad", "poor" * 40]
+    _, _, asked = _run(toolbox, texts, [1, 0, 0], lambda c, n: "good", references=2)
+    longest = max(asked.calls[0].tokens.lengths[:2].tolist())
+    # The prompts of "bad" hold 160 characters of the long sibling at most, and their repairs as many as "bad" has.
+    few, metrics, policy = _run(toolbox, texts, [1, 0, 0], lambda c, n: "good", references=2, room=longest + 3)
+    assert few.revisions.parent.tolist() == [1001, 1001]
+    assert policy.calls[0].seed.tolist() == asked.calls[0].seed[:2].tolist()
+    assert metrics["no_room_share"] == metrics["unrevised_share"] == 0.5
+    none, metrics, policy = _run(toolbox, texts, [1, 0, 0], lambda c, n: "good", room=50)
+    assert len(none.revisions) == 0
+    assert policy.calls == []
+    assert metrics["no_room_share"] == metrics["unrevised_share"] == 1
+    assert toolbox.start(Compare).room == 512  # the embedded model's
+
+
+@pytest.mark.parametrize(("mode", "closing"), [("plain", False), ("thought", True)])
+def test_the_prompt_follows_the_mode_of_the_original(toolbox, mode, closing):
+    _, _, policy = _run(toolbox, ["fine", "bad"], [1, 0], lambda c, n: "good", mode=mode)
+    (prompt,) = decode_rows(policy.tokenizer, policy.calls[0].tokens.to_lists())
+    assert ("</thought>" in prompt) is ("Step 1: bad" in prompt) is closing
+
+
 def test_nothing_wrong_asks_nothing(toolbox):
     out, metrics, policy = _run(toolbox, ["fine", "well"], [1, 1], lambda c, n: "good")
     assert len(out.revisions) == 0
@@ -135,6 +170,7 @@ def test_a_revision_that_cannot_be_verified_stays_invalid_and_is_written_down(to
 
     trajectories = toolbox.trajectories(["fine", "bad", "poor"])
     node = toolbox.start(Compare, references=1)
+    node.room = 9999
     rewards = node.run(
         prompts=toolbox.prompts(["q"]),
         trajectories=trajectories,

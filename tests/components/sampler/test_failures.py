@@ -47,15 +47,26 @@ def test_1x4_late_failure_samples_on_for_that_prompt_only(toolbox):
     assert metrics["discarded"] == 15 - 8 - 2
 
 
-def test_1x4_without_failure_in_twelve_falls_back_to_eight_fresh(toolbox):
-    base, failures, metrics, policy, out = _run(toolbox, {"a": "+" * 12 + "-"})
-    assert failures == []
-    assert base == [f"a{i}+" for i in range(8)]
-    assert out.trajectories.group.tolist() == [100] * 8
-    assert [len(c.seed) for c in policy.calls] == [5, 5, 2]
-    assert metrics["attempts"] == 12
-    assert metrics["fallback_share"] == 1
-    assert metrics["discarded"] == 4
+def test_1x4_without_failure_in_twelve_falls_back_to_four_of_them_and_four_new_ones(toolbox):
+    base, failures, metrics, policy, out = _run(toolbox, {"a": "+" * 12 + "-", "b": "+" * 12, "c": "-"})
+    assert failures == ["c0-"]
+    assert base[:8] == ["a0+", "a1+", "a2+", "a3+", "a12-", "a13+", "a14+", "a15+"]
+    assert base[8:16] == [f"b{i}+" for i in (0, 1, 2, 3, 12, 13, 14, 15)]
+    assert out.trajectories.group.tolist() == [100] * 8 + [101] * 8 + [102] * 4
+    assert [len(c.seed) for c in policy.calls] == [15, 10, 4, 8]
+    assert len(torch.cat([c.seed for c in policy.calls]).unique()) == 37
+    assert metrics["attempts"] == pytest.approx(37 / 3)
+    assert metrics["fallback_share"] == pytest.approx(2 / 3)
+    assert metrics["discarded"] == 37 - 20 - 1
+    # Of the groups of a, b and c only that of a has rewards that differ.
+    assert metrics["signal_share"] == pytest.approx(1 / 3)
+    assert metrics["fallback_signal_share"] == 0.5
+
+
+def test_a_response_without_verdict_is_no_signal(toolbox):
+    _, _, metrics, _, _ = _run(toolbox, {"a": "+++?" + "+" * 12, "b": "-+?-+"})
+    assert metrics["signal_share"] == 0.5
+    assert metrics["fallback_signal_share"] == 0
 
 
 def test_1x4_failure_at_the_twelfth_attempt_still_counts(toolbox):
@@ -76,7 +87,7 @@ def test_2x4_has_two_different_failures_and_no_base(toolbox):
 def test_2x4_with_one_failure_only_falls_back(toolbox):
     base, failures, metrics, _, _ = _run(toolbox, {"a": "++-"}, split="2x4")
     assert failures == []
-    assert base == ["a0+", "a1+", "a2-", "a3+", "a4+", "a5+", "a6+", "a7+"]
+    assert base == [f"a{i}+" for i in range(12, 20)]
     assert metrics["fallback_share"] == 1
 
 
@@ -88,8 +99,8 @@ def test_1x8_has_one_failure_and_no_base(toolbox, outcome, failure):
 
 def test_1x8_falls_back(toolbox):
     base, failures, metrics, policy, _ = _run(toolbox, {"a": ""}, split="1x8")
-    assert (len(base), failures, metrics["attempts"]) == (8, [], 12)
-    assert [len(c.seed) for c in policy.calls] == [1, 1, 2, 4, 4]
+    assert (len(base), failures, metrics["attempts"]) == (8, [], 20)
+    assert [len(c.seed) for c in policy.calls] == [1, 1, 2, 4, 4, 8]
 
 
 def test_a_response_without_verdict_is_no_failure(toolbox):
@@ -111,8 +122,8 @@ def test_what_is_chosen_does_not_depend_on_the_waves(toolbox):
             failed = (torch.rand(12) < 0.15).tolist()
             outcome = "".join("-" if f else "+" for f in failed)
             base, failures, _, _, _ = _run(toolbox, {"a": outcome}, split=name)
-            whole = choose(failed, split) or (list(range(8)), [])
-            assert base == [f"a{i}{outcome[i]}" for i in whole[0]]
+            whole = choose(failed, split) or ([*range(split.base), *range(12, 20 - split.base)], [])
+            assert base == [f"a{i}{(outcome + '+' * 8)[i]}" for i in whole[0]]
             assert failures == [f"a{i}{outcome[i]}" for i in whole[1]]
 
 
@@ -138,7 +149,7 @@ def test_no_prompts(toolbox):
         ({"split": "1-4"}, "expected a split 'AxB' .* got '1-4'"),
         ({"split": "0x4"}, "got '0x4'"),
         ({"split": "3x4"}, r"at most group_size \(8\) suffixes, got '3x4' with 12"),
-        ({"max_attempts": 7}, "expected max_attempts ≥ 8, .* got 7"),
+        ({"max_attempts": 4}, "expected max_attempts ≥ 5, .* got 4"),
     ],
 )
 def test_impossible_settings_are_reported(settings, text):

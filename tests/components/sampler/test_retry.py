@@ -74,20 +74,24 @@ def test_settings_are_checked():
 
 def test_prompts_say_as_much_as_they_may(toolbox):
     plain = {"template": "plain"}
-    hedged = retry_prompt(plain, "q?", ["one</thought>", "two"], toolbox.tokenizer())
+    tokenizer = toolbox.tokenizer()
+    hedged = retry_prompt(plain, "q?", ["one</thought>", "two"], tokenizer, "thought")
     assert "Problem: q?\n\nSolution attempt:\nStep 1: one\nStep 2: two\n\nThere may be a mistake" in hedged
-    right, wrong = (critique_prompt(plain, "q?", ["one"], correct, toolbox.tokenizer()) for correct in (True, False))
+    assert hedged.endswith("Close each step with </thought>.\n\n")
+    right, wrong = (critique_prompt(plain, "q?", ["one"], correct, tokenizer, "plain") for correct in (True, False))
     assert "The final answer of this attempt is correct." in right
     assert "The final answer of this attempt is wrong." in wrong
-    assert "</thought>" not in hedged
-    assert retry_prompt({"template": "thought"}, "q?", ["one"], toolbox.tokenizer()).endswith(
-        "Close each step with </thought>.\n\n"
-    )
+    assert "Solution attempt:\none\n\n" in right
+    # A plain response has no thoughts, whatever the template of its problem.
+    for template in ("plain", "chat", "thought"):
+        text = retry_prompt({"template": template}, "q?", ["one"], tokenizer, "plain")
+        assert "</thought>" not in text
+        assert "Step 1" not in text
     chains = {"template": "chains"}
     steps = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 \\boxed{ 5 } </thought>"]
-    expected = revise_prompt(chains, "7 s1 * 4 s2 + 3", steps, steps, None)
-    assert retry_prompt(chains, "7 s1 * 4 s2 + 3", steps, None) == expected
-    assert critique_prompt(chains, "7 s1 * 4 s2 + 3", steps, False, None) == expected
+    expected = revise_prompt(chains, "7 s1 * 4 s2 + 3", steps, steps, None, "thought")
+    assert retry_prompt(chains, "7 s1 * 4 s2 + 3", steps, None, "thought") == expected
+    assert critique_prompt(chains, "7 s1 * 4 s2 + 3", steps, False, None, "thought") == expected
     assert expected.startswith("<revise> 7 s1 * 4 s2 + 3 </problem> c1 7 * 4 2 ref 2 c2 ")
 
 

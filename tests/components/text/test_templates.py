@@ -35,7 +35,7 @@ def test_chains_prompts_by_hand():
     )
     # The reference's first half, rounded up: two of three values.
     assert (
-        templates.revise_prompt(CHAINS, QUESTION, WRONG, RIGHT, None)
+        templates.revise_prompt(CHAINS, QUESTION, WRONG, RIGHT, None, "thought")
         == f"<revise> {QUESTION} </problem> c1 7 * 4 3 ref 2 c2 3 + 3 6 ref 5 c3 6 - 9 10 </steps>"
     )
 
@@ -53,7 +53,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
         for text in (
             chains.solve_prompt(question),
             templates.localize_prompt(problem, question, steps, tokenizer),
-            templates.revise_prompt(problem, question, steps, steps, tokenizer),
+            templates.revise_prompt(problem, question, steps, steps, tokenizer, "thought"),
             f" {' '.join(steps)}",
         ):
             ids = tokenizer(text)["input_ids"]
@@ -76,15 +76,28 @@ def test_localising_is_one_chat_turn_that_does_not_tell_the_answer():
     assert text.endswith("<assistant>")
     assert "Step 1: Two.\nStep 2: So \\boxed{2}." in text
     assert "final answer of this attempt is wrong" in text
-    assert "\\boxed{N}" in text
+    assert "exactly one number in a box, \\boxed{N}: the number of that step, from 1 to 2. It is not the answer" in text
     assert "</thought>" not in text
+    ended = ["Two.<|im_end|>", "So \\boxed{2}. </thought><|im_end|>"]
+    assert templates.localize_prompt({"template": "thought"}, "How many?", ended, ChatTokenizer()) == text
     raw = templates.localize_prompt({"template": "plain"}, "How many?", ["Two."], PlainTokenizer())
     assert raw.rstrip().endswith("Step 1: Two.")
 
 
 def test_revising_shows_both_attempts():
-    text = templates.revise_prompt({"template": "thought"}, "How many?", ["Two."], ["Three."], PlainTokenizer())
+    arguments = ({"template": "thought"}, "How many?", ["Two.</thought>"], ["Three.</thought>"], PlainTokenizer())
+    text = templates.revise_prompt(*arguments, "thought")
     assert "Wrong attempt:\nStep 1: Two.\n\nReference attempt:\nStep 1: Three." in text
+    assert "Close each step with </thought>." in text
+
+
+@pytest.mark.parametrize("template", ["chat", "plain", "thought"])
+def test_a_plain_attempt_is_revised_in_its_own_form(template):
+    wrong = ["Two.\n\nSo \\boxed{2}.<|im_end|>"]
+    text = templates.revise_prompt({"template": template}, "How many?", wrong, ["Three."], ChatTokenizer(), "plain")
+    assert "Wrong attempt:\nTwo.\n\nSo \\boxed{2}.\n\nReference attempt:\nThree.\n" in text
+    for word in ("</thought>", "Step 1", "<|im_end|>"):
+        assert word not in text
 
 
 def test_plain_and_chat():

@@ -61,9 +61,10 @@ def test_logprobs_and_entropies_are_those_of_the_forward(kind, temperature, star
 PLAIN = {"temperature": 1.0, "max_tokens": 30, "stop": ("</thought>", "3")}
 CUT = {"temperature": 1.3, "top_p": 0.8, "top_k": 12, "max_tokens": 30}
 THOUGHTS = {"max_tokens": 40, "thoughts": ThoughtLimits(max_tokens=7, max_thoughts=5)}
+PAST_EOS = {"max_tokens": 60, "thoughts": ThoughtLimits(max_tokens=16, max_thoughts=5, ends_at_eos=False)}
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, CUT, THOUGHTS, THOUGHTS | {"max_tokens": 16}])
+@pytest.mark.parametrize("sampling", [PLAIN, CUT, THOUGHTS, THOUGHTS | {"max_tokens": 16}, PAST_EOS])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_sampling_equals_the_slow_loop(kind, sampling, start, prompts, ask):
     policy, model = start(kind)
@@ -80,6 +81,30 @@ def test_sampling_equals_the_slow_loop(kind, sampling, start, prompts, ask):
         torch.testing.assert_close(done.entropies.row(i), torch.tensor(entropies), rtol=0, atol=1e-5)
         assert done.text[i] == policy.tokenizer.decode(tokens)
     assert sampling is CUT or len(set(done.finish_reason)) > 1
+
+
+def test_end_of_text_may_close_its_thought_only(start, prompts, ask):
+    policy, _ = start()
+    rows = [p for p in prompts for _ in range(20)]
+    inside = alone = 0
+    done = ask(policy, rows, list(range(len(rows))), temperature=2.0, **PAST_EOS)
+    for i, reason in enumerate(done.finish_reason):
+        tokens = done.tokens.row(i).tolist()
+        ends = done.thought_ends.row(i).tolist()
+        places = [t for t, token in enumerate(tokens, 1) if token == 1]
+        if reason == "eos":
+            # Nothing but the token since the last thought, to which it belongs, as no thought is empty.
+            assert places.pop() == len(tokens) == ends[-1]
+            assert len(tokens) == 1 or tokens[-2] in (1, 3) or len(tokens) - 1 - (ends[-2] if ends[1:] else 0) == 16
+            alone += 1
+        assert set(places) - {len(tokens) - 1} <= set(ends)
+        inside += len(places)
+    assert alone > 3
+    assert inside > 20
+    # By default the first one ends the response.
+    limits = ThoughtLimits(max_tokens=16, max_thoughts=5)
+    ended = ask(policy, rows, list(range(len(rows))), temperature=2.0, max_tokens=60, thoughts=limits)
+    assert all(1 not in tokens[:-1] for tokens in ended.tokens.to_lists())
 
 
 @pytest.mark.parametrize("settings", [{"max_rows": 1}, {"max_rows": 4}, {"max_batch_tokens": 100}])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from components.engine.messages import RowRequest
 from components.engine.served.addresses import (
     Address,
     find_servers,
@@ -16,6 +17,7 @@ from components.engine.served.addresses import (
 from components.engine.served.dialect import ServedModel
 from components.engine.served.process import Launch, ServerProcess, last_lines
 from components.engine.served.settings import ServerSettings
+from components.engine.sglang import wire
 from components.engine.sglang.dialect import SGLangDialect
 from components.engine.sglang.settings import SGLangSettings
 from components.engine.vllm.dialect import VllmDialect
@@ -135,6 +137,17 @@ def test_ways_to_find_servers():
         find_servers(ServerSettings(addresses=("h:1",), rendezvous="x"))
     with pytest.raises(ConfigError, match=r"engine.addresses: expected host:port, .* got 'h'"):
         find_servers(ServerSettings(addresses=("h",)))
+
+
+def test_a_server_samples_past_end_of_text_when_asked():
+    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9, eos=[1])
+    row = RowRequest(row=0, group=0, tokens=[5], max_tokens=9, seed=1, temperature=1.0, top_p=1.0, top_k=0, stream=True)
+    onward = dataclasses.replace(row, ignore_eos=True)
+    dialect = VllmDialect(VllmSettings(), model)
+    bodies = [dialect.generate_body(request, "r")["sampling_params"] for request in (row, onward)]
+    assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [([1], False), ([], True)]
+    bodies = [wire.generate_body(request, "r", 0)["sampling_params"] for request in (row, onward)]
+    assert [body.get("ignore_eos", False) for body in bodies] == [False, True]
 
 
 def test_a_users_folders_hide_no_module_of_a_server(tmp_path, users_folder, monkeypatch):

@@ -43,6 +43,7 @@ GOOD = {
         "/generate",
         wire.generate_body(dataclasses.replace(ROW, temperature=1.7, top_p=0.5, top_k=3), "r", 54),
     ),
+    "past end of text": ("/generate", wire.generate_body(dataclasses.replace(ROW, ignore_eos=True), "r", 0)),
     "streamed": ("/generate", wire.streamed(wire.generate_body(ROW, "r", 54), 8)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),

@@ -49,6 +49,7 @@ def test_the_reset_suite_has_the_settings_of_the_paper():
             500,
         )
         assert (task.thoughts.max_tokens, task.thoughts.max_thoughts, task.thoughts.stop) == (256, 20, "</thought>")
+        assert not task.thoughts.ends_at_eos
     assert {t.split for n, t in suite.tasks.items() if n.startswith("sciknoweval")} == {
         "",
         "physics",
