@@ -88,8 +88,9 @@ def load_data(
                 break
     counts.read += counts.filtered.total()
     if not counts.used:
+        part = f", split {source.split}" if "[" in source.split else ""
         raise DataError(
-            f"{place}: {source.place}: {why_empty(counts)}. Expected rows with a question and an answer that fit the "
+            f"{place}: {source.place}{part}: {why_empty(counts)}. Expected rows with a question and an answer that fit the "
             "context."
         )
     context.log(rejected=counts.rejected.total(), duplicates=counts.duplicates)

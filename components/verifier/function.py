@@ -71,11 +71,6 @@ class Function(VerifierComponent):
         """Makes the pool; its workers start with the first call."""
         super().setup(context)
         config = self.config
-        if not config.function:
-            raise ConfigError(
-                f"node '{context.node}': no function; set function to module:name or path/to/file.py:name, such as "
-                f"{context.node}.function=rewards.py:reward."
-            )
         workers = config.workers or min(len(os.sched_getaffinity(0)), 8)
         command = worker_command(config.function, config.seconds)
         self.pool = WorkerPool(command, workers, config.seconds, show_errors=True)
@@ -83,6 +78,11 @@ class Function(VerifierComponent):
         self.timed_out = 0
         self.unusable = 0
         self._works = False
+        if not config.function:
+            raise ConfigError(
+                f"node '{context.node}': no function; set function to module:name or path/to/file.py:name, such as "
+                f"{context.node}.function=rewards.py:reward."
+            )
 
     def run(self) -> Outputs:
         """Returns the verifier and logs the counts of failed calls so far."""

@@ -189,7 +189,7 @@ def run_name(parsed: Sequence[Override], seed: Any) -> str:
         key = item.key.rpartition(".")[2]
         if item.key in (base, "recipe"):
             continue
-        value = item.value.rstrip("/").rpartition("/")[2]
+        value = item.value if " " in item.value else item.value.rstrip("/").rpartition("/")[2]
         if key in ("path", "function"):
             value = _SUFFIX.sub("", value.rpartition(":")[2])
         cut = cut or len(value) > _VALUE_LENGTH

@@ -121,6 +121,11 @@ def test_a_file_without_the_column_names_those_it_has(load):
         load([{"promt": "1 + 1?", "level": 1}])
 
 
+def test_a_file_too_short_to_hold_out_a_tenth_names_the_part(load):
+    with pytest.raises(DataError, match=r"rows.jsonl, split train\[90%:\]: it has no rows\."):
+        load([{"prompt": str(i)} for i in range(4)], split="train[90%:]")
+
+
 def test_the_columns_of_verl(tmp_path, format_folders):
     """`data=file` with one more setting, on a Parquet file as verl's examples write them."""
     rows = [

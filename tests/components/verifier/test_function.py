@@ -8,6 +8,7 @@ import pytest
 
 from components.verifier.function import Function
 from components.verifier.function_worker import load_function
+from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.settings import build_config
 
@@ -210,9 +211,11 @@ def test_a_function_that_cannot_be_used_is_one_sentence_before_anything_runs(nam
     assert "\n" not in problems[0]
 
 
-def test_no_function_is_said_at_the_start(toolbox):
+def test_no_function_is_said_at_the_start():
+    node = Function(Function.Config())
     with pytest.raises(ConfigError, match=r"node 'function': no function; set function to module:name or path/to/file"):
-        toolbox.start(Function)
+        node.setup(Context(node="function"))
+    node.close()
 
 
 @pytest.mark.parametrize(

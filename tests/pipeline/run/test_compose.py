@@ -61,6 +61,7 @@ def test_a_run_may_be_named_by_the_name_it_got():
             ["recipe=your_own", "data.train.path=~/data/sums.jsonl.gz", "verifier.function=lib/rewards.py:right"],
             "your_own-sums-right-s0",
         ),
+        (["recipe=your_own", "data.train.user_prompt=<a> {question} </a>"], "your_own-user_prompt=_a_question_a_-s0"),
     ],
 )
 def test_a_run_of_paths_has_a_short_name(overrides, name):
