@@ -48,6 +48,9 @@ def by_command(response, answer):
     return {"none": None, "text": "0.5", "nan": float("nan"), "inf": float("inf"), "low": -0.5, "high": 1.5,
             "list": [1.0]}.get(response, 1)
 
+def hashes(response):
+    return hash(response) % 1000 / 1000
+
 def numpy_number(response):
     import numpy
     return numpy.float32(0.25)
@@ -159,7 +162,10 @@ def test_a_function_that_never_gives_a_reward_ends_the_run_after_eight_responses
     ):
         verify("raises", [str(i) for i in range(100)])
     texts = [f"{i} {i % 3}" for i in range(7)]
-    expected = "gave no reward for any of 3 responses, expected a number from 0 to 0.5 for each. Correct the function or the range"
+    expected = (
+        "gave no reward for any of 3 responses, expected a number from 0 to 0.5 for each. Correct the function or the "
+        "range"
+    )
     with pytest.raises(RunError, match=expected):
         verify("by_command", texts[:3], highest=0.5)
 
@@ -177,6 +183,7 @@ def test_random_draws_do_not_depend_on_the_worker_or_the_order(verify):
     second, _ = verify("draws", texts[::-1], workers=1)
     assert first.value.tolist() == second.value.tolist()[::-1]
     assert len(set(first.value.tolist())) == 12
+    assert verify("hashes", texts)[0].value.tolist() == verify("hashes", texts)[0].value.tolist()
     assert random.getstate() == state
 
 
