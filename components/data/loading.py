@@ -88,9 +88,10 @@ def load_data(
                 break
     counts.read += counts.filtered.total()
     if not counts.used:
+        part = f", split {source.split}" if "[" in source.split else ""
         raise DataError(
-            f"{place}: {source.place}: {why_empty(counts)}. Expected rows with a question and an answer that fit the "
-            "context."
+            f"{place}: {source.place}{part}: {why_empty(counts)}. Expected rows with a question and an answer that "
+            "fit the context."
         )
     context.log(rejected=counts.rejected.total(), duplicates=counts.duplicates)
     if context.run_dir is not None and context.ranks.rank == 0:

@@ -14,6 +14,7 @@ from components.data.livecodebench import livecodebench_tests
 from components.data.sources import Source
 from components.data.store import Row
 from components.text.code_tests import read_tests
+from components.text.messages import conversation, read_messages
 from components.text.templates import extract_answer, solve_prompt
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8 were read as these
@@ -64,7 +65,10 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
     Raises:
         ValueError: it cannot be used; the text gives the reason.
     """
-    question = _text(column_of(raw, source.question), source.question).strip()
+    value = column_of(raw, source.question)
+    messages = read_messages(value, source.question) if isinstance(value, list) else None
+    problem = _text(value if messages is None else conversation(messages), source.question).strip()
+    question = problem
     answer = _answer(raw, source) if source.answer else ""
     further: dict[str, Any] = {name: column_of(raw, column) for name, column in source.metadata.items()}
     if source.choices:
@@ -86,8 +90,24 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
         calls_function = read_tests(further, "all").function or further.get("fn_name")
         if not calls_function and not (source.starter_code and _BEGINS_WITH[:-1] in question):
             question += "\n\nThe program reads standard input and writes standard output."
-    metadata = {"task": source.name or source.path, "template": template, "question": question, "source_row": number}
-    text = solve_prompt(template, question, tokenizer, source.answer_kind)
+    metadata: dict[str, Any] = {
+        "task": source.name or source.path,
+        "template": template,
+        "question": question,
+        "source_row": number,
+    }
+    if messages is not None:
+        messages[-1]["content"] += question.removeprefix(problem)  # choices, and what a program begins with
+        metadata["messages"] = messages
+    text = solve_prompt(
+        template,
+        question,
+        tokenizer,
+        source.answer_kind,
+        system_prompt=source.system_prompt,
+        user_prompt=source.user_prompt,
+        messages=messages,
+    )
     return Row(text=text, answer=answer, metadata=further | metadata, solution=_solution(raw, source))
 
 

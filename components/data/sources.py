@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from components.text.chains import Difficulty
-from components.text.templates import TEMPLATES, AnswerKind
+from components.text.templates import PLACEHOLDER, TEMPLATES, AnswerKind
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.settings import build_config
 
@@ -56,7 +56,7 @@ class Source(HubDataset):
     streaming: bool = False
     """hub: read rows over the network as they are needed instead of downloading the dataset first"""
     question: str = "question"
-    """column with the problem text"""
+    """column with the problem: text, or a list of chat messages {role, content} (template chat)"""
     choices: str = ""
     """column with the choices of a multiple-choice question: they are listed under it by letter"""
     starter_code: str = ""
@@ -80,6 +80,10 @@ class Source(HubDataset):
     """component that verifies these answers, run by `creditgraph data check`; in a run, verifier.use sets it"""
     template: str = ""
     """prompt template: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
+    system_prompt: str = ""
+    """chat: text of a system turn before the problem; messages that begin with a system turn keep theirs"""
+    user_prompt: str = ""
+    """chat and plain: text with {question} where the problem goes, in place of the template's own words"""
     metadata: dict[str, str] = field(default_factory=dict)
     """further columns (right) that verifiers read under a name (left), such as tests of programs"""
     join: Join | None = None
@@ -106,6 +110,13 @@ class Source(HubDataset):
             raise ValueError("expected answer_boxed or answer_after, got both.")
         if self.template and self.template not in TEMPLATES:
             raise ValueError(f"unknown template '{self.template}'.{did_you_mean(self.template, TEMPLATES)}")
+        if self.user_prompt and (PLACEHOLDER not in self.user_prompt or self.template not in ("chat", "plain")):
+            raise ValueError(
+                f"user_prompt: expected a text with {PLACEHOLDER} where the problem goes, and template chat or plain, "
+                f"got '{self.user_prompt[:60]}' and template '{self.template}'."
+            )
+        if self.system_prompt and self.template != "chat":
+            raise ValueError(f"system_prompt: expected template chat, got '{self.template}'; set template: chat.")
 
     @property
     def place(self) -> str:

@@ -5,8 +5,9 @@
 | chains | the embedded task and its model | mode words of its vocabulary |
 | thought | instruction-tuned or base models, by thoughts | raw text with instructions (after 2605.25507, appendix) |
 | plain | models that continue a text | only the question |
-| chat | chat models | one user turn through the tokenizer's chat template |
+| chat | chat models | one user turn, or the data's own messages, through the tokenizer's chat template |
 
+A data section may replace the words of "plain" and "chat" (`user_prompt`) and add a system turn (`system_prompt`).
 Localising and revising are requests to the same policy. For "thought", "plain" and "chat" they are one chat turn where
 the tokenizer has a chat template, and the same words as raw text where it has none.
 """
@@ -19,7 +20,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
+from jinja2 import TemplateError
+
 from components.text import chains
+from components.text.messages import Messages
 from pipeline.core.errors import DataError, did_you_mean
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
@@ -33,6 +37,7 @@ THINK = "<think>"
 THINK_END = "</think>"
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
+PLACEHOLDER = "{question}"  # of `user_prompt`
 
 Mode = Literal["plain", "thought"]
 AnswerKind = Literal["value", "choice", "boolean", "code"]
@@ -114,7 +119,16 @@ def check_template(template: str) -> str:
     return template
 
 
-def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind = "value") -> str:
+def solve_prompt(
+    template: str,
+    question: str,
+    tokenizer: Any,
+    kind: AnswerKind = "value",
+    *,
+    system_prompt: str = "",
+    user_prompt: str = "",
+    messages: Messages | None = None,
+) -> str:
     """The text a policy continues to solve the problem; the same for training and evaluation.
 
     Args:
@@ -122,15 +136,36 @@ def solve_prompt(template: str, question: str, tokenizer: Any, kind: AnswerKind 
         question: the problem, with choices or starter code where it has them.
         tokenizer: its chat template serves "chat".
         kind: what the answer is, for templates with instructions.
+        system_prompt: system turn of "chat"; messages that begin with one keep theirs.
+        user_prompt: replaces the words of "plain" and "chat"; the problem goes to `PLACEHOLDER`.
+        messages: the problem as chat messages. They are used as they are, without instructions; `user_prompt` is put
+            around the last one.
+
+    Raises:
+        ValueError: the messages or the system turn do not go with the template.
     """
     check_template(template)
-    if template == "chains":
-        return chains.solve_prompt(question)
-    if template == "thought":
-        return f"{THOUGHT_INSTRUCTIONS.replace('{answer}', THOUGHT_ANSWERS[kind])}\nProblem: {question}\n\nSolution:\n"
-    if template == "chat":
-        return _chat(f"{question}\n\n{CHAT_INSTRUCTIONS[kind]}", tokenizer, required=True)
-    return question
+    if template != "chat":
+        if messages is not None:
+            raise ValueError(
+                f"the prompt is a list of messages, which template '{template}' cannot write; expected chat"
+            )
+        if template == "chains":
+            return chains.solve_prompt(question)
+        if template == "thought":
+            return (
+                f"{THOUGHT_INSTRUCTIONS.replace('{answer}', THOUGHT_ANSWERS[kind])}\nProblem: {question}\n\nSolution:\n"
+            )
+        return (user_prompt or PLACEHOLDER).replace(PLACEHOLDER, question)
+    if messages is None:
+        wording = user_prompt or f"{PLACEHOLDER}\n\n{CHAT_INSTRUCTIONS[kind]}"
+        turns = [{"role": "user", "content": wording.replace(PLACEHOLDER, question)}]
+    else:
+        last = (user_prompt or PLACEHOLDER).replace(PLACEHOLDER, messages[-1]["content"])
+        turns = [*messages[:-1], {"role": "user", "content": last}]
+    if system_prompt and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": system_prompt}, *turns]
+    return _chat(turns, tokenizer, required=True)
 
 
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
@@ -240,10 +275,17 @@ def special_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
 
 
-def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
+def _chat(content: str | Messages, tokenizer: Any, required: bool = False) -> str:
+    """One user turn, or several turns, through the tokenizer's chat template."""
     if getattr(tokenizer, "chat_template", None):
-        turn = [{"role": "user", "content": content}]
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        try:
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages of the roles {roles} ({error})"
+            ) from error
     if required:
         raise DataError(
             "template 'chat': the tokenizer has no chat template, expected that of an instruction-tuned model. Set "

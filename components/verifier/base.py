@@ -27,11 +27,13 @@ class Item:
         text: the response.
         answer: reference answer, "" when there is none.
         metadata: metadata of the prompt.
+        prompt: the problem as the data has it, without the template's words.
     """
 
     text: str
     answer: str
     metadata: dict[str, Any]
+    prompt: str = ""
 
     def extracted(self) -> str | None:
         """The answer the response gives in its last \\boxed{}; None when it gives none."""
@@ -109,7 +111,13 @@ class VerifierComponent(Component, Verifier):
         new: dict[tuple[int, bytes], Item] = {}
         for key, row, text in zip(keys, rows, trajectories.text, strict=True):
             if key not in self._memory and key not in new:
-                new[key] = Item(text=response_text(text), answer=prompts.answer[row], metadata=prompts.metadata[row])
+                metadata = prompts.metadata[row]
+                new[key] = Item(
+                    text=response_text(text),
+                    answer=prompts.answer[row],
+                    metadata=metadata,
+                    prompt=str(metadata.get("question", prompts.text[row])),
+                )
         known = {key: self._memory[key] for key in keys if key in self._memory}
         known.update(zip(new, self.verdicts(list(new.values())) if new else [], strict=True))
         self._remember({key: known[key] for key in new})

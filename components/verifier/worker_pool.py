@@ -25,14 +25,15 @@ class WorkerPool:
     A worker says {"ready": true} on its first line and then replies line by line. A request that takes longer than
     `seconds`, or ends its worker, gets {"error": reason}; that worker is replaced when a request needs it, and no other
     request is affected. Workers start with the first requests and are plain child processes that share neither threads
-    nor memory with this process, which is safe with torch.
+    nor memory with this process, which is safe with torch. With `show_errors` their standard error is this process's.
 
     Attributes:
         restarts: number of workers lost during a request.
     """
 
-    def __init__(self, command: Sequence[str], workers: int, seconds: float) -> None:
+    def __init__(self, command: Sequence[str], workers: int, seconds: float, show_errors: bool = False) -> None:
         self._command = list(command)
+        self._stderr = None if show_errors else subprocess.DEVNULL
         self._workers = workers
         self._seconds = seconds
         # Last in, first out, so that few requests start few workers. None is a worker that is not running.
@@ -81,8 +82,9 @@ class WorkerPool:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=self._stderr,
+            # The order of sets of strings must not differ between workers and runs.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
             start_new_session=True,
         )
         ready = _exchange(worker, None, START_SECONDS)

@@ -37,6 +37,7 @@ BUILTIN: dict[str, str] = {
     "verifier.regex": "components.verifier.pattern:Regex",
     "verifier.code": "components.verifier.code:Code",
     "verifier.composite": "components.verifier.composite:Composite",
+    "verifier.function": "components.verifier.function:Function",
     "verifier.external": "components.verifier.external:External",
     "rewards.outcome": "components.rewards.outcome:Outcome",
     "rewards.overlong": "components.rewards.overlong:Overlong",

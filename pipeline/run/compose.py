@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from pipeline.run.run_settings import RunSettings
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
+# Of names made for runs: endings of files that say nothing, and characters of a value and of the whole.
+_SUFFIX = re.compile(r"\.(jsonl?|csv|parquet|arrow)(\.gz|\.zst)?$")
+_VALUE_LENGTH = 30
+_NAME_LENGTH = 70
 CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
@@ -169,15 +174,41 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     return finish(values, parsed)
 
 
+def run_name(parsed: Sequence[Override], seed: Any) -> str:
+    """A name for the run of these overrides: recipe or graph, what was changed, seed.
+
+    Paths are named by their last part, functions by their name. A name that had to be cut ends with a digest of all
+    overrides, so that two runs do not share a folder.
+    """
+    parsed = [item for item in parsed if item.key.partition(".")[0] not in ("run", "hydra")]
+    chosen = {item.key: item.value for item in parsed}
+    base = "recipe" if chosen.get("recipe") else "graph"
+    parts = [chosen.get(base) or "run"]
+    cut = False
+    for item in parsed:
+        key = item.key.rpartition(".")[2]
+        if item.key in (base, "recipe"):
+            continue
+        value = item.value if " " in item.value else item.value.rstrip("/").rpartition("/")[2]
+        if key in ("path", "function"):
+            value = _SUFFIX.sub("", value.rpartition(":")[2])
+        cut = cut or len(value) > _VALUE_LENGTH
+        named_by_value = key in ("path", "function", "graph", "model", "data")
+        parts.append(value[:_VALUE_LENGTH] if named_by_value else f"{key}={value[:_VALUE_LENGTH]}")
+    name = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", "-".join(parts))
+    if cut or len(name) > _NAME_LENGTH:
+        digest = blake2b(" ".join(item.text for item in parsed).encode(), digest_size=3).hexdigest()
+        name = f"{name[:_NAME_LENGTH]}-{digest}"
+    return f"{name}-s{seed}"
+
+
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
     """Adds the recipe's name and, if run.name is not set, a name for the run."""
     recipe = next((o.value for o in parsed if o.key == "recipe"), None)
     values["recipe"] = recipe
     run = values.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
-        changed = [o for o in parsed if o.key != "recipe" and o.key.partition(".")[0] not in ("run", "hydra")]
-        parts = [recipe or "run", *(f"{o.key.rpartition('.')[2]}={o.value}" for o in changed), f"s{run.get('seed', 0)}"]
-        run["name"] = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", "-".join(parts))[:120]
+        run["name"] = run_name(parsed, run.get("seed", 0))
     return values
 
 

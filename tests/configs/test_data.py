@@ -12,7 +12,7 @@ from pipeline.app.cli import main
 from pipeline.app.data.check import check_entry
 from pipeline.run.compose import CONFIG_DIR, compose, list_choices
 
-NAMES = list(list_choices("data", [CONFIG_DIR]))
+NAMES = [name for name in list_choices("data", [CONFIG_DIR]) if name != "file"]  # a file of the user's own
 PROMISED = (
     "aime_2024 aime_2025 aime_2026 amc23 math_500 minerva_math olympiadbench hmmt_2025 acereason_math math_level5 "
     "sciknoweval_l3 "

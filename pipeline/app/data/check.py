@@ -105,7 +105,12 @@ def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, 
             rows = loaded.rows[start : start + _BATCH]
             # A response that boxes the reference answer.
             items = [
-                Item(text=f"The answer is \\boxed{{{row.answer}}}.", answer=row.answer, metadata=row.metadata)
+                Item(
+                    text=f"The answer is \\boxed{{{row.answer}}}.",
+                    answer=row.answer,
+                    metadata=row.metadata,
+                    prompt=str(row.metadata["question"]),
+                )
                 for row in rows
             ]
             for row, verdict in zip(rows, component.verdicts(items), strict=True):

@@ -52,6 +52,35 @@ def test_a_run_may_be_named_by_the_name_it_got():
     assert compose([*changed, f"run.name={name}"]) == compose(changed)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["graph=grpo", "data=gsm8k", "model.path=Qwen/Qwen2.5-0.5B-Instruct"], "grpo-gsm8k-Qwen2.5-0.5B-Instruct-s0"),
+        (["graph=grpo", "data=math", "model.path=/home/me/models/mine/", "run.seed=3"], "grpo-math-mine-s3"),
+        (
+            ["recipe=your_own", "data.train.path=~/data/sums.jsonl.gz", "verifier.function=lib/rewards.py:right"],
+            "your_own-sums-right-s0",
+        ),
+        (["recipe=your_own", "data.train.user_prompt=<a> {question} </a>"], "your_own-user_prompt=_a_question_a_-s0"),
+    ],
+)
+def test_a_run_of_paths_has_a_short_name(overrides, name):
+    assert compose(overrides)["run"]["name"] == name
+
+
+def test_long_names_are_cut_and_differ():
+    text = "data.train.user_prompt=Answer the question with one number and nothing else: {question}"
+    many = ["recipe=your_own", text, *(f"learner.optimizer.lr{i}=0.000{i}" for i in range(9))]
+    names = {
+        compose(overrides)["run"]["name"]
+        for overrides in ([*many, "sampler.top_p=.8"], [*many, "sampler.top_p=.9"], [*many, "run.seed=1"], many)
+    }
+    assert len(names) == 4
+    assert compose([*many, "run.iterations=7"])["run"]["name"] in names  # continues the run of `many`
+    assert all(len(name) <= 80 for name in names)
+    assert sum(name.endswith("-s1") for name in names) == 1
+
+
 @pytest.mark.parametrize("name", [".", "..", "two\nlines", "bell\a"])
 def test_a_name_that_is_no_folder_is_refused(name):
     with pytest.raises(GraphError, match="expected the name of a folder below root"):

@@ -1,0 +1,162 @@
+"""A plain reward function: finding it by name, and a worker process that calls it with JSON lines.
+
+Request: {"prompt", "response", "answer", "metadata"}. Reply: {"value": number}, {"returned": text} for what is no
+number, or {"raised": text}. The first line out is {"ready": true}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import numbers
+import os
+import random
+import signal
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipeline import ROOT
+from pipeline.core.errors import did_you_mean
+
+ARGUMENTS = ("prompt", "response", "answer", "metadata")
+_EXPECTED = "module:name or path/to/file.py:name"
+_ORPHAN_SECONDS = 5.0  # after the limit, a worker whose run was killed during a call ends itself
+# Isolated by -P: the folder of a script or of the run is not put before the standard library.
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+import creditgraph
+from components.verifier.function_worker import main
+main()
+"""
+
+
+def worker_command(name: str, seconds: float) -> list[str]:
+    """The command of a worker that calls the function `name`, with this process's module path."""
+    path = [*sys.path, str(ROOT)]
+    return [sys.executable, "-P", "-c", _START, name, str(seconds), json.dumps(path)]
+
+
+def load_function(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The function that "module:name" or "path/to/file.py:name" names, and which of `ARGUMENTS` it takes.
+
+    Raises:
+        ValueError: there is no such function, or it cannot be called with some of `ARGUMENTS` by name.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier():
+        raise ValueError(f"function: expected {_EXPECTED}, got '{name}'.")
+    file = Path(place).expanduser()
+    if place.endswith(".py") and not file.is_file():
+        near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ValueError(f"function '{name}': {file.absolute()} does not exist.{did_you_mean(file.name, near)}")
+    try:
+        module = _file_module(file) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = f"module '{error.name}' cannot be imported"
+        raise ValueError(f"function '{name}': {missing}; install it, or name it as {_EXPECTED}.") from error
+    except Exception as error:  # the user's own code
+        raise ValueError(f"function '{name}': importing {place} failed ({_told(error)}); correct it.") from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"function '{name}': {place} has no function '{attribute}'.{did_you_mean(attribute, known)}")
+    return function, _arguments(function, name)
+
+
+def _file_module(path: Path) -> ModuleType:
+    """The module in a file, run anew."""
+    # Under a name that hides no other module; dataclasses look their module up under it.
+    spec = importlib.util.spec_from_file_location(f"reward_function_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    folder = str(path.parent.absolute())
+    if folder not in sys.path:
+        sys.path.append(folder)  # modules beside the file
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(function: Any, name: str) -> tuple[str, ...]:
+    """Which of `ARGUMENTS` the function takes."""
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"function '{name}': expected a function, got {_shown(function)}.")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ValueError(f"function '{name}': expected a plain function, got one with async or yield.")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ValueError(f"function '{name}': its parameters are unknown; wrap it in a function of Python.") from None
+    kinds = {p.kind for p in parameters.values()}
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in open_ended]
+    taken = ARGUMENTS if inspect.Parameter.VAR_KEYWORD in kinds else tuple(a for a in ARGUMENTS if a in parameters)
+    other = next((p for p in needed if p not in ARGUMENTS), None)
+    if other is not None or not taken or inspect.Parameter.POSITIONAL_ONLY in kinds:
+        found = f"the parameter '{other}'" if other else f"({', '.join(parameters)})"
+        raise ValueError(
+            f"function '{name}': expected the parameters prompt, response and answer (any of them, and metadata), got "
+            f"{found}. Name them so, or wrap the function."
+        )
+    return taken
+
+
+def main() -> None:
+    """Serves requests until standard input ends."""
+    # Requests and replies keep their own descriptors: what the function prints goes to standard error.
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    function, arguments = load_function(sys.argv[1])
+    seconds = float(sys.argv[2])
+    _send(replies, {"ready": True})
+    for line in requests:
+        request = json.loads(line)
+        _seed(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds + _ORPHAN_SECONDS)
+        reply = _call(function, {name: request[name] for name in arguments})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(replies, reply)
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = function(**arguments)
+        if hasattr(value, "item") and not isinstance(value, str):
+            value = value.item()  # a number of numpy or torch
+    except (Exception, SystemExit) as error:
+        return {"raised": _told(error)}
+    if isinstance(value, numbers.Real):
+        return {"value": float(value)}
+    return {"returned": _shown(value)}
+
+
+def _seed(line: str) -> None:
+    """Makes random draws a function of the request, whichever worker gets it."""
+    random.seed(line)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(zlib.crc32(line.encode()))
+
+
+def _told(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}"[:300] + place
+
+
+def _shown(value: Any) -> str:
+    return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"
+
+
+def _send(fd: int, reply: dict[str, Any]) -> None:
+    os.write(fd, json.dumps(reply).encode() + b"\n")
