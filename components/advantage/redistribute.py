@@ -18,7 +18,7 @@ from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Tra
 Residual = Literal["equal", "last"]
 Head = Literal["clip_floor", "softmax", "signed"]
 Per = Literal["token", "segment"]
-# Relative to a row: smaller gains are rounding errors of float32, and dividing by smaller sums gives arbitrary shares.
+# Smaller gains, relative to their values, are rounding errors of float32; dividing by smaller sums is arbitrary.
 TINY = 1e-6
 
 
@@ -65,16 +65,16 @@ def segment_shares(
 ) -> Jagged:
     """Share of the credit of each segment, float64, summing to 1 over a row's segments that have trained tokens.
 
-    With gains g_k = sign · (v(s_{k+1}) − v(s_k)), divided by the row's largest |g|, and w_k = max(g_k, 0) for
-    clip_floor, exp(g_k / temperature) for softmax, g_k for signed, and n_k trained tokens of T: per token, share_k =
-    w_k n_k / Σ w n, so that equal gains give every token the same; per segment, share_k = w_k / Σ w, which a segment's
-    tokens divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T.
+    With gains g_k = sign · (v(s_{k+1}) − v(s_k)), and w_k = max(g_k, 0) for clip_floor, g_k for signed, exp(g_k / (G
+    temperature)) for softmax with G the row's largest |g|, and n_k trained tokens of T: per token, share_k = w_k n_k /
+    Σ w n, so that equal gains give every token the same; per segment, share_k = w_k / Σ w, which a segment's tokens
+    divide among them. clip_floor adds a uniform part: (1 − floor)·share_k + floor·n_k/T.
 
-    A positive factor or a constant on a row's values changes nothing. Uniform over tokens, n_k/T, are rows whose gains
-    are rounding errors of their values, or whose Σ w is not positive (nothing was gained); for signed also those whose
-    return, the sum of the redistributed rewards, is below 1e-6 in size. Last, a row's shares are drawn towards uniform
-    until no token's factor, share_k T/n_k, is above `max_factor` in size. The published text leaves the form open;
-    these are our reconstructions.
+    A positive factor on a row's values changes nothing. A gain below 1e-6 of the values that it lies between is a
+    rounding error and counts as 0. Uniform over tokens, n_k/T, are rows without gains, or whose Σ w is not positive;
+    for signed also those whose return, the sum of the redistributed rewards, is below 1e-6 in size. Last, a row's
+    shares are drawn towards uniform until no token's factor, share_k T/n_k, is above `max_factor` in size. The
+    published text leaves the form open; these are our reconstructions.
 
     Args:
         values: v at the boundaries of each row [segments + 1].
@@ -88,29 +88,40 @@ def segment_shares(
     rows = gain.row_ids
     present = sizes.values > 0
     uniform = sizes.values.double() / sizes.sum().clamp(min=1).double()[rows]
-    size = _row_max(values.with_values(values.values.double().abs()))
+    gain = _without_rounding(gain, values)
+    if sign is not None:
+        gain = gain.with_values(gain.values * sign.double()[rows])
+    if form.head == "clip_floor":
+        gain = gain.with_values(gain.values.clamp(min=0.0))
     largest = _row_max(gain.with_values(torch.where(present, gain.values.abs(), 0.0)))
     # Relative to the row, so that the unit of the values does not matter.
-    flat = largest <= TINY * size
-    relative = gain.values / torch.where(flat, 1.0, largest)[rows]
-    if sign is not None:
-        relative = relative * sign.double()[rows]
+    relative = gain.values / torch.where(largest > 0, largest, 1.0)[rows]
     if form.head == "softmax":
         # The largest logit of each row is subtracted, so that exp neither overflows nor vanishes everywhere.
         top = _row_max(gain.with_values(torch.where(present, relative + 1.0, 0.0))) - 1.0
         weight = torch.exp((relative - top[rows]) / form.temperature)
     else:
-        weight = relative.clamp(min=0.0) if form.head == "clip_floor" else relative
+        weight = relative
     count = sizes.with_values(present.long()).sum().double()[rows]
     raw = torch.where(present, weight * (uniform * count if form.per == "token" else 1.0), 0.0)
     total = gain.with_values(raw).sum()
-    usable = ~flat & (total > TINY)
+    usable = (largest > 0) & (total > TINY * gain.with_values(raw.abs()).sum())
     if form.head == "signed":
         usable &= returns.double().abs() >= TINY
     share = torch.where(usable[rows], raw / torch.where(usable, total, 1.0)[rows], uniform)
     if form.head == "clip_floor":
         share = (1.0 - form.floor) * share + form.floor * uniform
     return gain.with_values(_bounded(gain.with_values(share), uniform, form.max_factor))
+
+
+def _without_rounding(gain: Jagged, values: Jagged) -> Jagged:
+    """Gains, with 0 for those that are rounding errors of the two values they lie between."""
+    size = values.with_values(values.values.double().abs())
+    keep = size.lengths - size.lengths.clamp(max=1)
+    before = size.slice_rows(torch.zeros_like(keep), keep)
+    after = size.slice_rows(size.lengths.clamp(max=1), size.lengths)
+    error = TINY * torch.maximum(before.values, after.values)
+    return gain.with_values(torch.where(gain.values.abs() > error, gain.values, 0.0))
 
 
 def _bounded(share: Jagged, uniform: Tensor, max_factor: float) -> Tensor:

@@ -179,6 +179,13 @@ def test_one_segment_is_grpo(toolbox, case, with_credit, head):
     torch.testing.assert_close(out.advantage.values, full["credit"].advantage.values)
 
 
+def test_small_gains_count_beside_a_large_loss():
+    # As with products over long references: only the start has a value that a float32 can hold.
+    assert shares([1.0, 1e-50, 3e-50, 4e-50], [1, 1, 1], floor=0.0) == pytest.approx([0, 2 / 3, 1 / 3])
+    assert shares([1.0, 1e-50, 3e-50, 4e-50], [1, 1, 1], sign=-1.0, floor=0.0) == pytest.approx([1, 0, 0])
+    assert shares([1.0, 1.0 - 1e-8, 1.0, 1.0], [1, 1, 2], floor=0.0) == pytest.approx([0.25, 0.25, 0.5])
+
+
 def test_nothing_gained_falls_back_to_uniform():
     assert shares([1.0, 0.5, 0.5], [1, 3]) == [0.25, 0.75]
     assert shares([0.0, 0.0, 0.0], [2, 2]) == [0.5, 0.5]
