@@ -60,14 +60,15 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
+        ("rollouts", "Rollouts"),
         *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
     ]
     sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
-    sections += [("rollouts", "Rollouts"), ("data", "Data"), ("configuration", "Configuration")]
+    sections += [("data", "Data"), ("configuration", "Configuration")]
     return render(
         "report.jinja",
-        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
+        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "answers.js", "rollouts.js", "start.js"),
         blobs=blobs,
         title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
         subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
