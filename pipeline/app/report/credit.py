@@ -55,7 +55,7 @@ def write_credit(comparison: Comparison, target: Path, title: str) -> int:
         charts=False,
         blobs={"data-credit": pack({"cards": rows}, {})},
         title=title,
-        subtitle=f"{len(rows)} rollouts of iteration {comparison.iteration}",
+        subtitle=f"{len(rows)} rollout{'s' if len(rows) != 1 else ''} of iteration {comparison.iteration}",
         skip=("tokens", "tokens"),
         sections=[("methods", "Methods"), ("tokens", "Token by token")],
         methods=methods,
