@@ -135,6 +135,7 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
         if points:
             axes.plot(*zip(*points, strict=True), style, color=color, label=name)
     axes.set(title=title, xlabel="iteration")
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
     # Renamed when it is whole: a report may be written while the run ends.

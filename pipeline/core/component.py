@@ -274,6 +274,21 @@ class Component:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned; called after `setup`."""
 
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """Says why each row of the credit among `outputs` got its credit, as a formula with its numbers.
+
+        A report calls it with what a run has recorded, on a component that was not set up; only `context.iteration` is
+        set. Handles and weights are never recorded, so a component that reads them gets None for them. [] says nothing.
+
+        Args:
+            outputs: output name → what `run` returned.
+            inputs: what it received, by socket.
+
+        Returns:
+            one text per row of the credit; its lines are separated by line breaks.
+        """
+        return []
+
     @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
         """Replica nodes: returns the state that `load_state_dict` receives in replica `replica` of `replicas`.

@@ -60,14 +60,15 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
+        ("rollouts", "Rollouts"),
         *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
     ]
     sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
-    sections += [("rollouts", "Rollouts"), ("data", "Data"), ("configuration", "Configuration")]
+    sections += [("data", "Data"), ("configuration", "Configuration")]
     return render(
         "report.jinja",
-        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
+        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "answers.js", "rollouts.js", "start.js"),
         blobs=blobs,
         title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
         subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
@@ -83,9 +84,13 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     )
 
 
-def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, **values: Any) -> str:
+def render(
+    template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, charts: bool = True, **values: Any
+) -> str:
     """A page of a template; its Content-Security-Policy allows these scripts by their hash, and nothing else."""
-    texts = [vega_bundle(), *((ASSETS / name).read_text(encoding="utf-8") for name in scripts)]
+    texts = [(ASSETS / name).read_text(encoding="utf-8") for name in scripts]
+    if charts:
+        texts.insert(0, vega_bundle())
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
