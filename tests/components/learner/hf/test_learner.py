@@ -115,6 +115,29 @@ def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_bat
     assert 0 < metrics["importance_weight"] <= 2.0
 
 
+@pytest.mark.parametrize("use", ["gspo", "trace"])
+def test_what_the_mismatch_clips_is_measured_before_the_first_step(make_learner, make_batch, caplog, use):
+    objective = ObjectiveSettings(use=use, config={"clip_low": 3e-4, "clip_high": 4e-4})
+
+    def metrics(version=0, noise=0.02, **settings):
+        learner = make_learner(objective=objective, minibatches=2, **settings)
+        trajectories, credit = at_own_logprobs(learner, make_batch(version=version), 0.8)
+        engine = trajectories.engine_logprobs
+        noise = noise * torch.randn(len(engine.values), generator=torch.Generator().manual_seed(0))
+        engine = engine.with_values(engine.values + noise)
+        return run(learner, (trajectories.replace(engine_logprobs=engine), credit)).report.metrics
+
+    with caplog.at_level("WARNING", logger="creditgraph"):
+        assert metrics(noise=0.0)["mismatch_clipped"] == 0.0
+        assert "mismatch_clipped" not in metrics(old_logprobs="recompute")
+        # Tokens of an older version have left ratio 1 rightly.
+        assert "mismatch_clipped" not in metrics(version=-1)
+        assert "are clipped before the first optimiser step" not in caplog.text
+        share = metrics()["mismatch_clipped"]
+    assert 0.1 < share < 1
+    assert f"{share:.1%} of the trained tokens are clipped before the first optimiser step" in caplog.text
+
+
 # --- mini-batches ---
 
 
