@@ -161,6 +161,28 @@ def test_inside_the_clip_the_gradient_is_that_of_the_value(keep):
         assert float(slope[k]) == pytest.approx(difference, abs=1e-7), k
 
 
+@pytest.mark.parametrize(
+    ("use", "config", "expected"),
+    [
+        ("trace", {"style": "recent"}, 0.075),
+        ("trace", {"style": "both"}, 0.15),
+        ("trace", {"clip": "current"}, 0.0),
+        ("gspo", {}, 0.30),
+        ("ppo_clip", {}, 0.0),
+    ],
+)
+def test_ratios_of_many_tokens_add_up_an_engines_rounding(use, config, expected):
+    # The pages' figures: 512 rows of 1,000 tokens, advantages ±1, .02 nats of noise per token instead of a step.
+    # GSPO's by hand: the mean of 1,000 has σ = 6.3e-4; P(> 4e-4) = .26 and P(< −3e-4) = .32, mean .29.
+    inputs = make_inputs(lengths=(1000,) * 512, spread=0.02, masked=False)
+    signs = torch.where(torch.arange(512) % 2 == 0, 1.0, -1.0)
+    objective = ObjectiveSettings(use=use, config=config)
+    _, _, metrics = losses(inputs.replace(advantage=inputs.mask.spread(signs)), objective)
+    assert metrics.get("clipped_terms", metrics["clip_fraction"]) == pytest.approx(expected, rel=0.2, abs=1e-3)
+    if config == {"clip": "current"}:
+        assert 1.6 < metrics["trace_weight_max"] < 2
+
+
 @pytest.mark.parametrize("clip", ["traced", "current", "normalised", "eps_weight", "inside"])
 @pytest.mark.parametrize("history", [None, "differentiated", "stop_gradient"])
 def test_clip_fraction_counts_tokens_without_gradient(clip, history):
