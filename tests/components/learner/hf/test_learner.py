@@ -69,11 +69,15 @@ def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, re
         torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("use", sorted(OBJECTIVES))
-def test_token_budget_does_not_matter(make_learner, make_batch, use):
+P_TRACE = {"clip": "current", "distance": "trained"}
+
+
+@pytest.mark.parametrize(("use", "config"), [*((use, {}) for use in sorted(OBJECTIVES)), ("trace", P_TRACE)])
+def test_token_budget_does_not_matter(make_learner, make_batch, use, config):
     moments, metrics = [], []
+    objective = ObjectiveSettings(use=use, config=config)
     for budget in (0, 1, 40, 100):
-        learner = make_learner(objective=ObjectiveSettings(use=use), optimizer=FAST, micro_batch_tokens=budget)
+        learner = make_learner(objective=objective, optimizer=FAST, micro_batch_tokens=budget)
         out = run(learner, make_batch())
         moments.append({n: m["exp_avg"] for n, m in learner.state_dict()["optimizer"]["moments"].items()})
         metrics.append(out.report.metrics)
