@@ -151,13 +151,21 @@ def trace_weight(t, k, decay, style="recent", floor=0.0):
     return {"recent": recent, "both": max(recent, decay ** (k - 1)), "weight_floor": max(recent, floor)}[style]
 
 
-def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history):
+def trace_loss(
+    logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history,
+    max_weight=2.0, distance="all",
+):  # fmt: skip
     """Per-token trace loss of one trajectory by double loops; `high` marks tokens in the history. Zero where masked."""
     first = mask.index(True) if True in mask else 0
+    place = [sum(mask[: k + 1]) if distance == "trained" else k - first + 1 for k in range(len(mask))]
     log_ratios = [a - b for a, b in zip(logprobs, old, strict=True)]
 
     def weight(t, k):
-        return trace_weight(t - first + 1, k - first + 1, decay, style, floor) if mask[k] and high[k] else 0.0
+        return trace_weight(place[t], place[k], decay, style, floor) if mask[k] and high[k] else 0.0
+
+    def inside(k, a):
+        ratio = float(log_ratios[k].detach().exp())
+        return ratio <= 1 + clip_high if a > 0 else ratio >= 1 - clip_low
 
     def bounded(ratio):
         return min(max(ratio, 1 - clip_low), 1 + clip_high)
@@ -184,12 +192,16 @@ def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay,
             out.append(-traced * a)
         elif clip in ("traced", "normalised"):
             out.append(-min(traced * a, bounded(traced) * a))
-        elif clip == "current":
+        elif clip == "current" and history == "differentiated":
             out.append(-past.exp() * min(ratio * a, bounded(ratio) * a))
+        elif clip == "current":
+            e = min(past.detach().exp(), max_weight)
+            out.append(-e * min(ratio * a, bounded(ratio) * a))
+            if history == "gated":  # the gradient of l_k without its value, for each k that may be pushed by A_t
+                moved = [weight(t, k) * (log_ratios[k] - log_ratios[k].detach()) for k in range(t) if inside(k, a)]
+                out[-1] = out[-1] - e * bounded(ratio.detach()) * a * sum(moved)
         else:
-            total = sum(
-                trace_weight(s - first + 1, t - first + 1, decay, style, floor) for s in range(t, len(mask)) if mask[s]
-            )
+            total = sum(trace_weight(place[s], place[t], decay, style, floor) for s in range(t, len(mask)) if mask[s])
             out.append(-total * high[t] * min(ratio * a, bounded(ratio) * a))
     return out
 

@@ -68,6 +68,16 @@ def test_ratio_methods_take_several_steps_per_batch(recipe):
     assert learner.minibatches == 4  # with one, every ratio is 1 and the method is not tested
 
 
+FULL_SIZE = [name for name in list_choices("recipe", [CONFIG_DIR]) if not name.startswith("toy_")]
+
+
+@pytest.mark.parametrize("recipe", FULL_SIZE)
+def test_full_size_recipes_with_a_ratio_recompute_old_logprobs(recipe):
+    # The engine's log-probs differ from the learner's by rounding, which ratios of many tokens add up.
+    learner = experiment(recipe).graph["learner"].config
+    assert learner.old_logprobs == "recompute" or learner.objective.use == "reinforce"
+
+
 # --- published settings ---
 
 PUBLISHED = {
