@@ -8,7 +8,8 @@
 | chat | chat models | one user turn through the tokenizer's chat template |
 
 Localising and revising are requests to the same policy. For "thought", "plain" and "chat" they are one chat turn where
-the tokenizer has a chat template, and the same words as raw text where it has none.
+the tokenizer has a chat template, and the same words as raw text where it has none. Chat templates get the model's
+`chat_template_kwargs`, which `load_tokenizer` keeps on the tokenizer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _MAX_ENDINGS = 16
 _PROBE = "Two, says Zyx."  # a text that no chat template contains
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
+BY_THOUGHTS = ("chains", "thought")  # templates whose prompt says that a step ends with </thought>
 
 AnswerKind = Literal["value", "choice", "boolean", "code"]
 
@@ -43,13 +45,15 @@ Each step must
 In the last step, {answer} before you close the step with </thought>.
 """
 
-# A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
-THOUGHT_ANSWERS: dict[AnswerKind, str] = {
+FINAL_ANSWERS: dict[AnswerKind, str] = {
     "value": "put the final answer in \\boxed{}",
     "choice": "put the letter of the right choice in \\boxed{}",
     "boolean": "put yes or no in \\boxed{}",
-    "code": "give the whole Python program in one ```python block and write \\boxed{done} under it",
+    "code": "give the whole Python program in one ```python block",
 }
+
+# A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
+THOUGHT_ANSWERS = FINAL_ANSWERS | {"code": f"{FINAL_ANSWERS['code']} and write \\boxed{{done}} under it"}
 
 CHAT_INSTRUCTIONS: dict[AnswerKind, str] = {
     "value": "Reason step by step and put the final answer in \\boxed{}.",
@@ -76,20 +80,19 @@ incomplete.
 
 Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to \
 change, close each
-step with </thought>, and put the final answer in \\boxed{}.
+step with </thought>, and {answer}.
 """
 
 
 RETRY_INSTRUCTIONS = """\
 There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct \
 it. Write the whole
-solution again and put the final answer in \\boxed{}.
+solution again and {answer}.
 """
 
 CRITIQUE_INSTRUCTIONS = """\
-Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and put \
-the final answer in
-\\boxed{}.
+Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and \
+{answer}.
 """
 
 VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
@@ -137,7 +140,7 @@ def revise_prompt(
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.revise_prompt(question, wrong_steps, reference_steps)
     text = (
-        f"{REVISE_INSTRUCTIONS}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
+        f"{_asking(REVISE_INSTRUCTIONS, metadata)}\nProblem: {question}\n\nWrong attempt:\n{_numbered(wrong_steps)}\n\n"
         f"Reference attempt:\n{_numbered(reference_steps)}\n"
     )
     return _chat(text, tokenizer)
@@ -200,7 +203,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 def _chat(content: str, tokenizer: Any, required: bool = False) -> str:
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": content}]
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+        settings = getattr(tokenizer, "chat_template_kwargs", {})
+        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **settings))
     if required:
         raise DataError(
             "template 'chat': the tokenizer has no chat template, expected that of an instruction-tuned model. Set "
@@ -233,7 +237,14 @@ def _again(metadata: dict[str, Any], question: str, steps: Sequence[str], instru
     if template == "chains":
         return revise_prompt(metadata, question, steps, steps, tokenizer)
     closing = "Close each step with </thought>.\n" if template == "thought" else ""
-    return _chat(f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n{instructions}{closing}", tokenizer)
+    text = f"Problem: {question}\n\nSolution attempt:\n{_numbered(steps)}\n\n"
+    return _chat(f"{text}{_asking(instructions, metadata)}{closing}", tokenizer)
+
+
+def _asking(instructions: str, metadata: dict[str, Any]) -> str:
+    """The instructions with the form of answer that the problem has."""
+    answers = THOUGHT_ANSWERS if metadata.get("template") == "thought" else FINAL_ANSWERS
+    return instructions.replace("{answer}", answers[metadata.get("answer_kind", "value")])
 
 
 def _numbered(steps: Sequence[str]) -> str:

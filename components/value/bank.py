@@ -190,6 +190,11 @@ class AnswerEstimator(Component):
 
     config: AnswerSettings
 
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Answers of a few tokens; any where it scores the rest of a solution instead (value: continuation)."""
+        return None if getattr(config, "value", "") == "continuation" else frozenset({"value", "choice", "boolean"})
+
     def setup(self, context: Context) -> None:
         """Reads the model's context length."""
         super().setup(context)

@@ -93,6 +93,7 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         "filtered": {"level": 5},
         "rejected": {"no answer": 1, "no word of the prompt is in the model's vocabulary": 1},
         "duplicates": 1,
+        "not_chosen": 0,
         "used": 5,
     }
     assert train["prompt_tokens"] == {"min": 5, "max": 5, "mean": 5.0}
