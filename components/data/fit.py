@@ -16,7 +16,12 @@ from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
 
-_READERS = {"value": "verifier.math", "choice": "verifier.choice", "boolean": "verifier.boolean", "code": "verifier.code"}
+_READERS = {
+    "value": "verifier.math",
+    "choice": "verifier.choice",
+    "boolean": "verifier.boolean",
+    "code": "verifier.code",
+}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -87,8 +92,11 @@ def kind_misfits(source: Source, node: Any, place: str) -> list[str]:
 
 
 def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
-    """A sentence if a node samples by thoughts from prompts that do not say what ends a thought."""
-    if mode != "thought" or source.by_template in BY_THOUGHTS:
+    """A sentence if a node samples by thoughts from prompts that do not say what ends a thought.
+
+    Plain prompts are the user's own words and may say it.
+    """
+    if mode != "thought" or source.by_template in (*BY_THOUGHTS, "plain"):
         return []
     return [
         f"{place}: node '{name}' samples thought by thought, but template '{source.by_template}' does not ask for steps "

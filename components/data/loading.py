@@ -103,9 +103,7 @@ def load_data(
     return loaded
 
 
-def _chosen(
-    rows: RowStore, accepted: array[int], source: Source, counts: Counts, folder: Path | None
-) -> RowStore:
+def _chosen(rows: RowStore, accepted: array[int], source: Source, counts: Counts, folder: Path | None) -> RowStore:
     """The rows that `shuffle`, `skip` and `size` leave, in their order; counts them."""
     order = np.arange(len(rows))
     if source.shuffle:

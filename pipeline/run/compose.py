@@ -226,17 +226,19 @@ def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> N
 
     A section (verifier.use=…) has the last word.
     """
-    section, data, spec = values.get("verifier"), values.get("data"), nodes.get("verifier")
+    section = values.get("verifier") or {}
+    data = values.get("data")
     entry = data.get("train") if isinstance(data, dict) else None
-    chosen = isinstance(section, dict) and "use" in section
-    if not isinstance(entry, dict) or not entry.get("verifier") or not isinstance(spec, dict) or chosen:
+    declared = values["nodes"].get("verifier")
+    if not isinstance(section, dict) or not isinstance(entry, dict) or not isinstance(declared, dict):
         return
-    with suppress(ConfigError):  # the checks of the graph name what is wrong with it
-        component = build_component(spec["use"], spec.get("config") or {}, "verifier")
+    if "use" in section or not entry.get("verifier"):
+        return
+    with suppress(ConfigError, KeyError):  # the checks of the graph name what is wrong with it
+        component = build_component(declared["use"], declared.get("config") or {}, "verifier")
         kinds = component.references_of(component.config)
         if kinds is not None and entry.get("answer_kind", "value") not in kinds:
-            own = section if isinstance(section, dict) else {}
-            nodes["verifier"] = {**spec, "use": entry["verifier"], "config": own}
+            nodes["verifier"] = {**declared, "use": entry["verifier"], "config": section}
 
 
 def _is_choice(settings: Any) -> bool:

@@ -157,5 +157,6 @@ def test_memory_does_not_grow_with_the_data_and_a_killed_run_goes_on_where_it_wa
         "filtered": {"source": 400},
         "rejected": {"no answer": 40},
         "duplicates": 40,
+        "not_chosen": 0,
         "used": 3520,
     }
