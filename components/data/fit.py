@@ -99,8 +99,8 @@ def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
     if mode != "thought" or source.by_template in (*BY_THOUGHTS, "plain"):
         return []
     return [
-        f"{place}: node '{name}' samples thought by thought, but template '{source.by_template}' does not ask for steps "
-        f"that end with </thought>; set {place}.template=thought, or {name}.mode=plain."
+        f"{place}: node '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "
+        f"steps that end with </thought>; set {place}.template=thought, or {name}.mode=plain."
     ]
 
 

@@ -97,8 +97,8 @@ def test_a_verifier_that_was_chosen_stays_and_is_refused_where_it_cannot_read_th
         ),
         (
             ["sampler.mode=thought"],
-            "data.train: node 'sampler' samples thought by thought, but template 'chat' does not ask for steps that end "
-            "with </thought>; set data.train.template=thought, or sampler.mode=plain.",
+            "data.train: node 'sampler' samples thought by thought, but template 'chat' does not ask for steps that "
+            "end with </thought>; set data.train.template=thought, or sampler.mode=plain.",
         ),
         (
             ["evaluator.mode=thought"],
@@ -133,6 +133,14 @@ def test_a_misfit_is_one_sentence(overrides, sentence):
 )
 def test_which_verifiers_read_tests_of_programs(verifier, fits):
     assert (problems("recipe=gspo_qwen3_30b_a3b", "data=livecodebench", *verifier) == []) == fits
+
+
+COMMANDS = re.findall(r"`creditgraph train ([^`]+)`", (CONFIG_DIR.parent / "docs" / "recipes.md").read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_page_of_recipes_passes_its_check(command):
+    assert problems(*command.split()) == []
 
 
 def test_a_setup_needs_no_recipe():
