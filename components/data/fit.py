@@ -84,10 +84,12 @@ def kind_misfits(source: Source, node: Any, place: str) -> list[str]:
     reader = f"node '{node.name}' ({node.use})"
     if not source.kinds:
         return [f"{place}: it has no reference answers, but {reader} reads them; set {place}.answer=COLUMN."]
-    found = "programs' tests" if source.answer_kind == "code" else f"of kind {' and '.join(sorted(source.kinds))}"
+    found = "programs' tests" if source.kinds == {"code"} else f"of kind {' and '.join(sorted(source.kinds))}"
     step = "choose other data"
     if verifies:
-        step = f"set {node.name}.use={source.verifier or _READERS[source.answer_kind]}, or {step}"
+        step = (
+            f"set {node.name}.use={source.verifier or _READERS[source.answer_kind]} or {place}.answer_kind, or {step}"
+        )
     return [f"{place}: its references are {found}, but {reader} reads {', '.join(sorted(kinds))}; {step}."]
 
 

@@ -133,8 +133,8 @@ class Source(HubDataset):
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of reference answers of its rows; empty without any."""
-        if not self.answer and self.answer_kind != "code" and self.source != "chains":
-            return frozenset()
+        if not self.answer and self.source != "chains":
+            return frozenset({"code"} if self.tests or "tests" in self.metadata else ())
         return frozenset({self.answer_kind, "value"} if self.open_answer else {self.answer_kind})
 
     @property

@@ -80,7 +80,7 @@ def test_a_verifier_that_was_chosen_stays_and_is_refused_where_it_cannot_read_th
     first, second = problems(*chosen)
     assert first == (
         "data.train: its references are programs' tests, but node 'verifier' (verifier.math) reads boolean, choice, "
-        "value; set verifier.use=verifier.code, or choose other data."
+        "value; set verifier.use=verifier.code or data.train.answer_kind, or choose other data."
     )
     assert second.startswith("data.eval: its references are programs' tests")
     own = build_experiment(compose([*chosen[:2], "verifier.max_tests=5"]))
@@ -141,6 +141,26 @@ COMMANDS = re.findall(r"`creditgraph train ([^`]+)`", (CONFIG_DIR.parent / "docs
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_page_of_recipes_passes_its_check(command):
     assert problems(*command.split()) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "verifier", "fits"),
+    [
+        ({"answer": "", "metadata": {"tests": "t"}, "answer_kind": "code"}, "verifier.code", True),
+        ({"answer": "", "metadata": {"tests": "t"}}, "verifier.code", True),
+        ({"metadata": {"choices": "c"}, "answer_kind": "choice"}, "verifier.choice", True),
+        ({"answer": ""}, "verifier.external", True),
+        ({}, "verifier.choice", False),
+        ({"answer_kind": "boolean"}, "verifier.boolean", True),
+    ],
+)
+def test_data_of_ones_own(data, verifier, fits):
+    entry = {"source": "file", "path": "rows.jsonl", "template": "chat", **data}
+    values = compose(["recipe=grpo_qwen3_4b", f"verifier.use={verifier}"])
+    found = problems_of(values | {"data": {"train": entry, "eval": entry}})
+    assert (found == []) == fits
+    if not fits:
+        assert "set verifier.use=verifier.math or data.train.answer_kind" in found[0]
 
 
 def test_a_setup_needs_no_recipe():
