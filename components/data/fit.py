@@ -101,7 +101,7 @@ def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
     if mode != "thought" or source.by_template in (*BY_THOUGHTS, "plain"):
         return []
     return [
-        f"{place}: node '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "
+        f"{place}: '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "
         f"steps that end with </thought>; set {place}.template=thought, or {name}.mode=plain."
     ]
 
@@ -117,7 +117,7 @@ def model_misfits(source: Source, model: ModelSpec, place: str) -> list[str]:
     if named and "chains" in (source.source, source.template):
         return [
             f"{place}: the embedded task is in the vocabulary of the embedded model, but the model is {model.path}; "
-            "choose other data, or model=tiny."
+            "choose other data, model=tiny, or a folder of a model that was trained on it."
         ]
     return []
 

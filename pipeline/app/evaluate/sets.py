@@ -128,7 +128,7 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
     if task.shuffle:
         entry["shuffle"] = True
     source = parse_source(entry, f"data.{name}")
-    misfits = mode_misfits(source, task.mode, f"tasks.{name}", f"data.{name}")
+    misfits = mode_misfits(source, task.mode, f"tasks.{name}", f"tasks.{name}")
     if misfits:
         raise ConfigError(misfits[0])
     context = Context(node=name, model=spec)
