@@ -11,6 +11,7 @@ from hub_rows import SCHEMAS, derived
 from components.data.rows import is_short_answer
 from pipeline.app.cli import main
 from pipeline.app.data.check import check_entry
+from pipeline.core.errors import DataError
 from pipeline.run.compose import CONFIG_DIR, compose, list_choices
 
 NAMES = list(list_choices("data", [CONFIG_DIR]))
@@ -148,6 +149,13 @@ def test_olympiads_come_in_an_order_of_the_seed(copies):
     )
     wide = [row.metadata["source_row"] for row in everything.loaded.rows]
     assert [row for row in wide if row in order()] == order()
+
+
+def test_a_check_of_the_first_rows_skips_none(copies):
+    settings = localised(compose(["data=numina_olympiads"])["data"]["eval"], copies) | {"skip": 400}
+    assert len(check_entry(settings, "data.eval", None, 30).loaded.rows) == 5  # rows 0, 6 … 24
+    with pytest.raises(DataError, match="skip left out all of its 10 usable rows"):
+        check_entry(settings, "data.eval", None, 0)
 
 
 def test_half_of_the_private_tests_each(copies):
