@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.data.card import LOADING_METRICS
+from components.data.fit import chat_misfits, data_misfits
 from components.data.loading import load_data, make_prompts
 from components.data.store import Row
 from components.models.load import load_tokenizer
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts
@@ -64,6 +66,11 @@ class DatasetPrompts(Component):
                 raise ValueError(f"expected reserve ≥ 0 tokens, got {self.reserve}.")
 
     config: Config
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """What of data, verifier, samplers and model does not fit the problems that this node draws."""
+        return data_misfits(node.config.split, node, graph, model, data) + chat_misfits(model)
 
     def setup(self, context: Context) -> None:
         """Reads and checks the whole source."""

@@ -65,12 +65,15 @@ class ModelSpec:
         dtype: parameter dtype, "float32" or "bfloat16".
         max_context: tokens in prompt plus response; 0 means the model's own limit.
         trust_remote_code: passed to transformers.
+        chat_template_kwargs: keyword arguments of the tokenizer's chat template in every prompt, such as
+            {enable_thinking: false}.
     """
 
     path: str = "tiny"
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_context: int = 0
     trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +261,25 @@ class Component:
     def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
         """The metrics of a node with these settings: `metrics`, unless a part chosen in the settings logs more."""
         return cls.metrics
+
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Kinds of reference answers that a node with these settings can read: value, choice, boolean or code.
+
+        None: any, or none at all. A data section with another kind is refused when the configuration is checked.
+        """
+        return None
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Sentences on what in a configuration does not fit this node; nothing is loaded to find them.
+
+        Args:
+            node: the checked node (`pipeline.core.sockets.Node`).
+            graph: the checked graph that it is in.
+            model, data: the sections of these names.
+        """
+        return []
 
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""

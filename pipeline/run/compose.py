@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -23,6 +24,7 @@ import yaml
 
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
 
 if TYPE_CHECKING:
@@ -130,8 +132,9 @@ def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[st
     out = []
     has_recipe = any(item.key == "recipe" for item in parsed)
     for item in parsed:
-        if item.key == "graph" and not has_recipe and not item.text.startswith(("+", "~")):
-            out.append(f"+{item.text}")  # without a recipe nothing in the defaults names a graph that could be replaced
+        adds = item.key == "setup" or (item.key == "graph" and not has_recipe)
+        if adds and not item.text.startswith(("+", "~")):
+            out.append(f"+{item.text}")  # nothing in the defaults names a graph or setup that could be replaced
         elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
             out.append(item.text)
         else:
@@ -245,7 +248,28 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if "use" in own:
                 spec["use"] = own.pop("use")
             spec["config"] = deep_merge(spec.get("config") or {}, own)
+    _use_verifier_of_data(merged, values)
     return {"nodes": merged}, problems
+
+
+def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Replaces the graph's verifier by that of the training data, where only the latter can read its answers.
+
+    A section (verifier.use=…) has the last word.
+    """
+    section = values.get("verifier") or {}
+    data = values.get("data")
+    entry = data.get("train") if isinstance(data, dict) else None
+    declared = values["nodes"].get("verifier")
+    if not isinstance(section, dict) or not isinstance(entry, dict) or not isinstance(declared, dict):
+        return
+    if "use" in section or not entry.get("verifier"):
+        return
+    with suppress(ConfigError, KeyError):  # the checks of the graph name what is wrong with it
+        component = build_component(declared["use"], declared.get("config") or {}, "verifier")
+        kinds = component.references_of(component.config)
+        if kinds is not None and entry.get("answer_kind", "value") not in kinds:
+            nodes["verifier"] = {**declared, "use": entry["verifier"], "config": section}
 
 
 def _is_choice(settings: Any) -> bool:
@@ -309,6 +333,13 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     if problems:
         raise GraphError(problems, place)
     assert graph is not None
+    for node in graph.nodes:
+        try:
+            problems += node.cls.misfits(node, graph, built["model"], data)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise GraphError(list(dict.fromkeys(problems)), place)
     return Experiment(**built, data=data, graph=graph, resolved=values)
 
 

@@ -115,6 +115,8 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
         print(f"  rejected   {count:,} × {visible(reason)}")
     if counts.duplicates:
         print(f"  duplicates {counts.duplicates:,}")
+    if counts.not_chosen:
+        print(f"  not chosen {counts.not_chosen:,} by shuffle, skip and size")
     print(f"  verifier   {check.verifier}")
     for row, answer, reason in check.refused[:MAX_REFUSED]:
         print(f"             row {row}: '{visible(answer[:60])}': {visible(reason[:120])}")

@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _list(dirs: list[Path]) -> int:
-    for group in ("recipe", "graph", "model", "data", "engine", "learner"):
+    for group in ("recipe", "graph", "setup", "model", "data", "engine", "learner"):
         print(f"{group}:")
         for name, file in sorted(list_choices(group, dirs).items()):
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -26,6 +26,10 @@ class Task(SamplingSettings):
     """how a question becomes model input; empty: what the data file says"""
     problems: int = 0
     """number of problems, from the front; 0 uses all"""
+    shuffle: bool = False
+    """take `problems` in a random order of the data section's seed instead of from the front"""
+    in_mean: bool = True
+    """whether the task counts in the mean of tasks; off for tasks of another kind, such as programs"""
     greedy: bool = True
     """one response per problem at temperature 0: greedy pass@1"""
     samples: int = 0
