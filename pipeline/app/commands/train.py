@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         for experiment in experiments:
             lanes = "generation overlaps learning" if experiment.graph.overlaps else "one lane"
-            print(f"sound: {len(experiment.graph)} nodes, {lanes}")
+            print(f"valid: {len(experiment.graph)} nodes, {lanes}")
         return 0
     if options.multirun:
         return _train_all(experiments)

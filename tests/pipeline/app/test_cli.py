@@ -172,7 +172,7 @@ def test_commands_have_a_summary_and_help(capsys: pytest.CaptureFixture[str]) ->
 
 def test_options_and_overrides_may_alternate(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "recipe=toy_grpo", "--check", "run.seed=1"]) == 0
-    assert "sound: " in capsys.readouterr().out
+    assert "valid: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["train", "recipe=toy_grpo", "--chek"])
     assert "unrecognized arguments: --chek" in errors(capsys)
@@ -289,7 +289,7 @@ def test_a_sweep_is_checked_before_its_first_run(tmp_path: Path, capsys: pytest.
     assert "expected learner.optimizer.lr=a,b" in errors(capsys)
     assert not list(tmp_path.iterdir())
     assert main([*wrong, "run.seed=range(0,3)", "--check"]) == 0
-    assert capsys.readouterr().out.count("sound: ") == 3
+    assert capsys.readouterr().out.count("valid: ") == 3
 
 
 def start(root: Path, *extra: str) -> subprocess.Popen[str]:
