@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from pipeline.app.signal_watch import SignalWatch
 from pipeline.run.run_settings import Observer
 
 # Metrics that are shown and summed up; one that a run does not log is left out.
@@ -15,6 +16,7 @@ REWARD = "rewards/mean"  # of the iteration
 ACCURACY = "evaluator/accuracy"  # held out
 SAMPLED_TOKENS = "engine/sampled_tokens"  # of the iteration
 TRAINED_TOKENS = "learner/trained_tokens"  # in the loss of the iteration
+STEPS = "learner/steps"  # optimiser steps of the iteration
 
 
 class Progress(Observer):
@@ -24,12 +26,16 @@ class Progress(Observer):
         total: planned iterations.
         start: iterations already done, for a resumed run.
         stream: where to write; a terminal gets a bar below the lines.
+        watch: warns of iterations that train nothing.
     """
 
-    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, start: int = 0, stream: TextIO | None = None, watch: SignalWatch | None = None
+    ) -> None:
         self.total = total
         self.done = start
         self._stream = stream or sys.stderr
+        self._watch = watch
         self._begin = time.perf_counter()
         self._first = start
         self._phase = "starting"
@@ -67,6 +73,9 @@ class Progress(Observer):
         width = len(str(self.total))
         done = f"({self.done:>{width}}/{self.total})"
         self._write(f"iteration {iteration:>{width}} {done}  {line}  eta {self._eta()}")
+        warning = self._watch.add({"iteration": iteration, **metrics}) if self._watch else ""
+        if warning:
+            self._write(f"WARNING {warning}")
 
     def _write(self, line: str) -> None:
         """A line on the stream; in a terminal above the bar, which stays the last line."""
