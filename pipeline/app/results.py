@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
+from pipeline.core.errors import ConfigError
+from pipeline.core.extras import extra
 from pipeline.run.metrics import read_metrics
 from pipeline.run.run_directory import replacing, write_json
 
@@ -130,16 +132,21 @@ def write_results(run_path: Path, picture: bool = True, warning: str = "") -> st
     rows = read_metrics(run_path / "metrics.jsonl")
     results = summarise(rows, warning)
     write_json(run_path / "result.json", asdict(results))
+    table = as_table(results)
     if picture:
-        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
-    return as_table(results)
+        try:
+            draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
+        except ConfigError as error:  # a run that has trained does not fail for its picture
+            return f"{table}\n{error}"
+    return table
 
 
 def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple[int, float]], title: str) -> None:
-    """Draws accuracy and reward over iterations; nothing when there is neither."""
+    """Draws accuracy and reward over iterations; nothing when there is neither. Without matplotlib: ConfigError."""
     if not accuracy and not reward:
         return
-    from matplotlib.figure import Figure
+    with extra("plots", "curve.png is not drawn"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     axes = figure.subplots()

@@ -14,6 +14,7 @@ from pipeline.app.bench.credit_report import cell
 from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
 from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
 
 Curves = Mapping[str, Mapping[int, Curve]]
 """Method → seed → curve, the baseline first."""
@@ -122,8 +123,9 @@ def as_json(rows: Mapping[str, Row], curves: Curves) -> dict[str, Any]:
 
 def draw(curves: Curves, budget: float, threshold: float, path: Path) -> None:
     """Writes the figure: mean accuracy ± its standard deviation over seeds, over sampled tokens and over wall time."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+    with extra("plots", "compare"):
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
 
 # Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.
@@ -77,7 +78,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     Methods with shared rollouts are blue, those with their own are orange, and true values are grey.
     """
-    from matplotlib.figure import Figure
+    with extra("plots", "creditbench"):
+        from matplotlib.figure import Figure
 
     entries = result["methods"].values()
     figure = Figure(figsize=(12, 1.2 + 0.32 * len(entries)), dpi=110, layout="constrained")

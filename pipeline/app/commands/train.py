@@ -80,10 +80,14 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
+    from pipeline.app.trackers import check_sinks
+
     experiments = [
         build_experiment(compose(overrides, options.config_dir), " ".join(overrides) or "configuration")
         for overrides in chosen
     ]
+    for experiment in experiments:
+        check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments
 

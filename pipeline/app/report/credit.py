@@ -10,6 +10,7 @@ from pipeline.app.report.pack import pack
 from pipeline.app.report.page import render
 from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError
+from pipeline.core.extras import extra
 from pipeline.run.metrics import plain
 from pipeline.run.run_directory import write_aside, writing
 
@@ -136,7 +137,8 @@ def write_credit(comparison: Comparison, target: Path, title: str) -> int:
 
 def write_still(comparison: Comparison, target: Path, most: int = 2) -> None:
     """Writes the heat maps of the first rollouts as .svg or .png, light on white."""
-    import vl_convert
+    with extra("plots", "credit --still"):
+        import vl_convert
 
     if target.suffix not in (".svg", ".png"):
         raise ConfigError(f"--still {target}: expected .svg or .png, got '{target.suffix}'.")
