@@ -30,6 +30,7 @@ from pipeline.app.commands import (
     submit,
     train,
 )
+from pipeline.app.commands.tools import compare, creditbench, export, plan
 from pipeline.core.errors import CreditgraphError, did_you_mean
 
 
@@ -54,11 +55,15 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "credit": credit,
     "eval": eval,
+    "export": export,
+    "compare": compare,
+    "creditbench": creditbench,
     "data": data,
     "submit": submit,
     "status": status,
     "cancel": cancel,
     "serve": serve,
+    "plan": plan,
     "doctor": doctor,
 }
 

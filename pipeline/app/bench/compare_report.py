@@ -1,4 +1,4 @@
-"""The table and the figure of tools/compare."""
+"""The table and the figure of creditgraph compare."""
 
 from __future__ import annotations
 

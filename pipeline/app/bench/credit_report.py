@@ -1,4 +1,4 @@
-"""The table and the figure of tools/creditbench."""
+"""The table and the figure of creditgraph creditbench."""
 
 from __future__ import annotations
 
