@@ -19,6 +19,7 @@ EXACT_ZERO = 1e-8
 
 GROUP_METRICS = (
     Metric("groups", "groups", "groups of trajectories whose rewards are compared"),
+    Metric("group_size", "rows", "trajectories of a group, mean over groups; one alone has nothing to compare with"),
     Metric("zero_variance_share", "share", "groups that give no signal, all their rewards being equal or invalid"),
     Metric("reward_std", "reward", "standard deviation of the reward within a group, mean over groups"),
 )
@@ -227,12 +228,13 @@ def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, 
     """Values of `GROUP_METRICS`; `silent` [N bool] are the rows of groups without signal."""
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
-        return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
+        return {"groups": Count(0), "group_size": 0.0, "zero_variance_share": 0.0, "reward_std": 0.0}
     # Any row can represent its group: both numbers are the same on all of its rows.
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {
         "groups": Count(len(ids)),
+        "group_size": len(group) / len(ids),
         "zero_variance_share": float(silent[first].double().mean()),
         "reward_std": float(std[first].mean()),
     }

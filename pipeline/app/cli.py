@@ -30,6 +30,8 @@ from pipeline.app.commands import (
     submit,
     train,
 )
+from pipeline.app.commands.tools import compare, creditbench, export, plan
+from pipeline.app.completion import complete
 from pipeline.core.errors import CreditgraphError, did_you_mean
 
 
@@ -54,11 +56,15 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "credit": credit,
     "eval": eval,
+    "export": export,
+    "compare": compare,
+    "creditbench": creditbench,
     "data": data,
     "submit": submit,
     "status": status,
     "cancel": cancel,
     "serve": serve,
+    "plan": plan,
     "doctor": doctor,
 }
 
@@ -81,6 +87,8 @@ INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        complete(COMMANDS)
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {n:<12}{c.SUMMARY}" for n, c in COMMANDS.items())))

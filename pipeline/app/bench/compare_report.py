@@ -1,4 +1,4 @@
-"""The table and the figure of tools/compare."""
+"""The table and the figure of creditgraph compare."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipeline.app.bench.credit_report import cell
 from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
 from pipeline.app.bench.statistics import Floats, mean_sd
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
 
 MOST_LINES = 7  # of a large panel
 PER_ROW = 7  # small panels
@@ -154,7 +155,8 @@ def draw(curves: Curves, budget: float, threshold: float, path: Path) -> None:
     At most `MOST_LINES` methods over sampled tokens and over wall time: the baseline and the best at the budget. Each
     other method has a small panel over sampled tokens, with the baseline in it.
     """
-    from matplotlib.figure import Figure
+    with extra("plots", "compare"):
+        from matplotlib.figure import Figure
 
     best, rest = chosen(curves, budget)
     rows = math.ceil(len(rest) / PER_ROW)

@@ -1,4 +1,4 @@
-"""The logic of tools/creditbench: compares the credit of many methods with true values, at one state of the policy."""
+"""The logic of `creditgraph creditbench`: the credit of many methods beside true values, at one state of the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table and the figure of tools/creditbench."""
+"""The table and the figure of creditgraph creditbench."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
 
 # Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.
@@ -77,8 +78,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     Methods with shared rollouts are blue, those with their own are orange, and true values are grey.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
+    with extra("plots", "creditbench"):
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
 
     entries = result["methods"].values()
     figure = Figure(figsize=(12, 1.2 + 0.32 * len(entries)), dpi=110, layout="constrained")

@@ -18,7 +18,7 @@ class Method:
         name: shown in tables.
         recipe: name in configs/recipe.
         overrides: further settings, as on the command line.
-        trained: whether tools/compare trains it when no methods are named; the others are estimators that only
+        trained: whether creditgraph compare trains it when no methods are named; the others are estimators that only
             creditbench measures.
     """
 

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="recipes, settings for all of them (key=value), and a run",
     )
     parser.add_argument(
-        "--iteration", type=int, help="default: the newest recorded one whose policy the run can restore exactly"
+        "--iteration", type=int, help="from 0; default: the newest recorded one whose policy can be restored exactly"
     )
     parser.add_argument("--rows", type=int, default=6, help="rollouts to show")
     parser.add_argument(

@@ -78,5 +78,5 @@ def _check_all(dirs: list[Path]) -> int:
         print(f"{'FAIL' if problems else 'ok  '}  {name}")
         for problem in problems:
             print(f"        {problem}")
-    print(f"{total - failed} of {total} graphs and recipes are sound ({time.perf_counter() - started:.1f} s)")
+    print(f"{total - failed} of {total} graphs and recipes are valid ({time.perf_counter() - started:.1f} s)")
     return 1 if failed else 0

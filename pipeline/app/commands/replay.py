@@ -28,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of a component: Parquet file per input; a socket may be given several times",
     )
     parser.add_argument("--node", help="of a run: node of its graph")
-    parser.add_argument("--iteration", type=int, help="of a run: recorded iteration; of a component: key of its draws")
+    parser.add_argument(
+        "--iteration", type=int, help="of a run: recorded iteration, from 0; of a component: key of its draws"
+    )
     parser.add_argument("--model", help="of a component: model folder for a policy input (default: the embedded one)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of a component: default cpu")
     parser.add_argument("--seed", type=int, help="of a component: random seed, default 0")

@@ -238,7 +238,7 @@ def _published(folder: Path) -> Weights:
     if not weights:
         raise RunError(
             f"{folder}: holds no published weights; expected a graph whose engine reads learner.weights@1. Write a "
-            "model folder with tools/export_hf and evaluate it with checkpoint=FOLDER."
+            "model folder with creditgraph export and evaluate it with checkpoint=FOLDER."
         )
     return max(weights, key=lambda w: w.version)
 
@@ -247,7 +247,7 @@ def _exported(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise RunError(
             f"checkpoint={folder}: no such folder; expected latest, initial, the number of an iteration, or a folder "
-            "with safetensors (tools/export_hf writes one)."
+            "with safetensors (creditgraph export writes one)."
         )
     weights = Weights(version=1, path=str(folder))
     name = _file_name(folder.resolve().name)

@@ -20,6 +20,7 @@ from pipeline.app.report.rollouts import collect
 from pipeline.app.report.source import RunSource
 from pipeline.app.report.timelines import timeline
 from pipeline.app.text import visible
+from pipeline.core.extras import extra
 from pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
@@ -114,7 +115,8 @@ def render(
 @cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
-    import vl_convert
+    with extra("plots", "report"):
+        import vl_convert
 
     text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # Inside <script>, these would end or change the element.
