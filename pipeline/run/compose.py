@@ -7,6 +7,7 @@ section carries the name of a node and is merged over that node: `use` replaces 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -23,16 +24,21 @@ import yaml
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 from pipeline.core.settings import place_settings
+from pipeline.run.compose_checks import check_aliases, chooses_component, drop_replaced, section_hint
 
 if TYPE_CHECKING:
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import Graph
     from pipeline.run.run_settings import RunSettings
 
+logger = logging.getLogger("creditgraph")
+
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
 CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
+GROUPS_IN_DEFAULTS = ("engine", "learner")  # `train.yaml` chooses one of each, also for a graph without such a node
+MAX_KEY = 200  # characters of a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,9 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
     for text in overrides:
         bare = text.lstrip("+~")
         key, equals, value = bare.partition("=")
+        if len(key) > MAX_KEY:
+            problems.append(f"override '{text[:40]}…': a name of {len(key)} characters; expected at most {MAX_KEY}.")
+            continue
         group = key.partition("@")[0]
         if not equals and not text.startswith("~"):
             problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
@@ -149,6 +158,19 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     Raises:
         ConfigError: unknown group choice, override without '=', or a YAML file that does not compose.
     """
+    dirs = search_dirs(config_dirs)
+    parsed = parse_overrides(overrides, dirs)
+    check_aliases(d for d in dirs if d != CONFIG_DIR)
+    values = _composed(parsed, dirs)
+    kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]
+    before = values if kept == parsed else _composed(kept, dirs)
+    for note in drop_replaced(values, before, [o.key for o in kept]):
+        logger.warning("%s", note)
+    return finish(values, parsed)
+
+
+def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any]:
+    """What hydra makes of the files and overrides, with all references resolved."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -156,17 +178,21 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    dirs = search_dirs(config_dirs)
-    parsed = parse_overrides(overrides, dirs)
+    place = f"configuration {' '.join(o.text for o in parsed)}"
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {' '.join(overrides)}: {_first_lines(error)}") from error
-    return finish(values, parsed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        if isinstance(error, RecursionError) or "recursion depth" in str(error):
+            raise ConfigError(
+                f"{place}: nested without end; expected files that do not include themselves, and settings that are "
+                "nested less deeply. Look at the 'defaults' of the recipe."
+            ) from None
+        raise ConfigError(f"{place}: {_first_lines(error)}") from error
+    return values
 
 
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
@@ -185,7 +211,7 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the graph, with the sections named like nodes merged into it, and the problems of doing so."""
     nodes = values.get("nodes")
     if not isinstance(nodes, dict) or not nodes:
-        unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
+        unknown = [s for s in values if s not in RESERVED and not _is_unused(s, values[s])]
         return {"nodes": {}}, [
             *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
             "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (see creditgraph graph --list).",
@@ -200,10 +226,9 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if spec is None and section in nodes:
             continue
         if section not in nodes:
-            if not _is_choice(settings):
-                problems.append(
-                    f"section '{section}': no such node in this graph.{did_you_mean(section, [*nodes, *RESERVED])}"
-                )
+            if not _is_unused(section, settings):
+                hint = section_hint(section, settings, merged, RESERVED)
+                problems.append(f"section '{section}': no such node in this graph.{hint}")
         elif not isinstance(settings, dict):
             problems.append(
                 f"section '{section}': got {settings!r}; expected settings of the node, for example "
@@ -217,9 +242,9 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {"nodes": merged}, problems
 
 
-def _is_choice(settings: Any) -> bool:
-    """Whether a section only chooses a component, as the groups engine and learner do; any graph may ignore it."""
-    return isinstance(settings, dict) and set(settings) <= {"use"}
+def _is_unused(section: str, settings: Any) -> bool:
+    """Whether a section is only the default choice of a group, which a graph without that node ignores."""
+    return section in GROUPS_IN_DEFAULTS and isinstance(settings, dict) and set(settings) <= {"use"}
 
 
 def deep_merge(base: Any, over: Any) -> Any:

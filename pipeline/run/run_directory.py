@@ -17,16 +17,17 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from pipeline.core.errors import RunError, did_you_mean
+from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
 
 logger = logging.getLogger("creditgraph")
 
@@ -187,6 +188,7 @@ class RunDirectory:
         self.metrics_path = path / "metrics.jsonl"
         self.rejected_path = path / "rejected.jsonl"
         self._lock = -1
+        self._made: list[Path] = []
 
     @classmethod
     def open(
@@ -223,16 +225,35 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CreditgraphError):
+            self._leave_nothing()
         self.close()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether an iteration was finished here: then another configuration must not continue it."""
+        rows = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return rows or any((self.path / "checkpoints").glob("*"))
+
+    def _leave_nothing(self) -> None:
+        """Removes a directory that this start made, if a user's mistake ended it before anything was worth keeping."""
+        told = [self.rejected_path, *(self.path / "logs").glob("*")]  # what an error sentence may refer to
+        if self.path not in self._made or self.has_results or any(f.exists() and f.stat().st_size for f in told):
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self._made:
+            with suppress(OSError):  # not empty: another run is there by now
+                folder.rmdir()
+
     def _make(self) -> None:
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with writing(self.path):
             for folder in ("record", "checkpoints", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def _compare(self, config: dict[str, Any], places: Collection[str], allow_changes: bool) -> None:
-        if not self.config_path.exists():
+        if not self.config_path.exists() or not self.has_results:
             return
         try:
             earlier = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
