@@ -72,6 +72,12 @@ class ModelSpec:
     max_context: int = 0
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_context < 0:
+            raise ValueError(f"max_context {self.max_context}: expected tokens ≥ 1, or 0 for the model's own limit.")
+        if not self.path:
+            raise ValueError("path: expected a folder, a hub name 'owner/name' or 'tiny', got ''.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline import ROOT
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.settings import place_settings
-from pipeline.run.compose_checks import check_aliases, chooses_component, drop_replaced, section_hint
+from pipeline.run.compose_checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
 
 if TYPE_CHECKING:
     from pipeline.core.component import ModelSpec
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("creditgraph")
 
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
+_KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")
 CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
@@ -111,6 +112,11 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
         if len(key) > MAX_KEY:
             problems.append(f"override '{text[:40]}…': a name of {len(key)} characters; expected at most {MAX_KEY}.")
             continue
+        if not _KEY.fullmatch(key):
+            problems.append(
+                f"override '{text}': '{key}' is no name; expected names with dots between, as in run.seed=1."
+            )
+            continue
         group = key.partition("@")[0]
         if not equals and not text.startswith("~"):
             problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
@@ -120,8 +126,8 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
             known = list_choices(group, dirs)
             problems += [
                 f"override '{text}': no {group} named '{choice}'.{did_you_mean(choice, known)}"
-                for choice in value.split(",")
-                if choice not in known and choice not in ("null", "") and not choice.startswith("[")
+                for choice in ([] if text.startswith("~") else value.split(","))
+                if choice not in known and choice != "null" and not choice.startswith("[")
             ]
         parsed.append(Override(text, key, value, is_group))
     if problems:
@@ -178,20 +184,15 @@ def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    place = f"configuration {' '.join(o.text for o in parsed)}"
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        if isinstance(error, RecursionError) or "recursion depth" in str(error):
-            raise ConfigError(
-                f"{place}: nested without end; expected files that do not include themselves, and settings that are "
-                "nested less deeply. Look at the 'defaults' of the recipe."
-            ) from None
-        raise ConfigError(f"{place}: {_first_lines(error)}") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        place = f"configuration {' '.join(o.text for o in parsed)}"
+        raise ConfigError(f"{place}: {composing_error(error)}") from error
     return values
 
 
@@ -210,7 +211,9 @@ def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]
 def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the graph, with the sections named like nodes merged into it, and the problems of doing so."""
     nodes = values.get("nodes")
-    if not isinstance(nodes, dict) or not nodes:
+    if nodes is not None and not isinstance(nodes, dict):
+        return {"nodes": {}}, [f"nodes: expected 'name: {{use: …}}' for each node, got {nodes!r}."]
+    if not nodes:
         unknown = [s for s in values if s not in RESERVED and not _is_unused(s, values[s])]
         return {"nodes": {}}, [
             *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
@@ -284,6 +287,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import build_graph
     from pipeline.core.settings import build_config
+    from pipeline.run.recording import chosen_outputs
     from pipeline.run.run_settings import RunSettings
 
     spec, problems = graph_dict(values)
@@ -294,12 +298,23 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     data = values.get("data") or {}
     if not isinstance(data, dict) or any(not isinstance(v, dict) for v in data.values()):
         problems.append(f"data: expected one mapping per split, such as data.train and data.eval, got {data!r}.")
+    else:
+        problems += [
+            f"data.{name}: no source, and no split of that name in the files.{hint}"
+            for name, entry in data.items()
+            if "source" not in entry and (hint := nearest(name, [n for n, e in data.items() if "source" in e]))
+        ]
     graph = None
     if spec["nodes"]:
         try:
             graph = build_graph(spec)
         except GraphError as error:
             problems += error.problems
+    if graph is not None and built["run"] is not None:
+        try:
+            chosen_outputs(built["run"].record, graph)
+        except ConfigError as error:
+            problems.append(str(error))
     if problems:
         raise GraphError(problems, place)
     assert graph is not None

@@ -127,3 +127,23 @@ def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
         children = [child for item in below for child in (item if isinstance(item, tuple) else (item,))]
         known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
     return known[id(node)]
+
+
+def composing_error(error: BaseException) -> str:
+    """One sentence for an error of hydra, OmegaConf or YAML."""
+    text = str(error)
+    if isinstance(error, RecursionError) or "recursion depth" in text:
+        return (
+            "nested without end; expected files that do not include themselves, and settings that are nested less "
+            "deeply. Look at the 'defaults' of the recipe."
+        )
+    if "--multirun" in text:
+        return "several values for one setting; expected one value, [a,b] for a list, or -m for a run per value."
+    override = getattr(error, "override", None)
+    if override is not None:
+        return f"'{override.lstrip('+')}' cannot be read; close its quotes and brackets, or quote the whole value."
+    if text.startswith("Could not delete"):
+        return f"{text.rstrip('.')}; ~nodes.NAME removes a node, ~NAME its settings."
+    key = getattr(error, "full_key", None)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (f"{key}: " if key else "") + (lines[0] if lines else type(error).__name__)

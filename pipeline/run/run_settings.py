@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.settings import SettingsError
 from pipeline.run.checkpoint import CheckpointSettings
 from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
 from pipeline.run.recording import RecordSettings
@@ -60,6 +62,10 @@ class RunSettings:
             raise ValueError(f"threads {self.threads}: expected 0 to {MAX_THREADS}.")
         if self.iterations < 0 or self.iterations >= 1 << 24:
             raise ValueError(f"iterations {self.iterations}: expected 0 to {(1 << 24) - 1}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed {self.seed}: expected 0 to 2**63 - 1.")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise SettingsError([f"device: expected auto, cpu, cuda or cuda:N, got '{self.device}'."])
         if self.timeout <= 0:
             raise ValueError(f"timeout {self.timeout}: expected seconds above 0.")
 

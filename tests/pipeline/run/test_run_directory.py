@@ -63,9 +63,13 @@ def test_another_configuration_may_take_a_run_without_an_iteration(tmp_path):
 
 
 def fail_in(path, write=lambda run: None, error=ConfigError):
-    with pytest.raises(error), RunDirectory.open(path, CONFIG) as run:
-        write(run)
-        raise error("a mistake")
+    def start():
+        with RunDirectory.open(path, CONFIG) as run:
+            write(run)
+            raise error("a mistake")
+
+    with pytest.raises(error):
+        start()
 
 
 def test_a_mistake_at_the_first_start_leaves_nothing(tmp_path):
