@@ -175,6 +175,6 @@ FILES: dict[str, tuple[str, str]] = {
         "defaults: [toy_grpo]\nsampler: {a: &a [1, *a]}\n",
         "…/circle.yaml: its aliases (*name) expand without end; expected at most 100,000.",
     ),
-    "open": ("defaults: [toy_grpo]\nsampler: {a: 1\n", "…"),
+    "open": ("defaults: [toy_grpo]\nsampler: {a: 1\n", "…/open.yaml, line …: no YAML: …"),
     "list": ("- 1\n- 2\n", "…"),
 }

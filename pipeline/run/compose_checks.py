@@ -144,6 +144,9 @@ def composing_error(error: BaseException) -> str:
         return f"'{override.lstrip('+')}' cannot be read; close its quotes and brackets, or quote the whole value."
     if text.startswith("Could not delete"):
         return f"{text.rstrip('.')}; ~nodes.NAME removes a node, ~NAME its settings."
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: no YAML: {error.problem}."
     key = getattr(error, "full_key", None)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (f"{key}: " if key else "") + (lines[0] if lines else type(error).__name__)

@@ -48,13 +48,19 @@ _NEXT_STEP = {
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError while writing `path` into a RunError that names it and the next step."""
+def writing(path: Path, option: str = "run.root=PATH") -> Iterator[None]:
+    """Turns an OSError while writing `path` into a RunError that names it and the next step.
+
+    Args:
+        path: what is written.
+        option: the setting or option that chooses another place.
+    """
     try:
         yield
     except OSError as error:
         what = os.strerror(error.errno) if error.errno else str(error)
         step = _NEXT_STEP.get(error.errno or 0, "correct this or choose another place with run.root=PATH")
+        step = step.replace("run.root=PATH", option)
         raise RunError(f"{path}: cannot be written ({what}): {step}.") from error
 
 
@@ -69,13 +75,13 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, durable: bool = True, option: str = "run.root=PATH") -> Iterator[Path]:
     """Yields a temporary name to write to, which is renamed to `path`: a reader sees the old or the new file, whole.
 
     After an error the old file is unchanged. `durable` files survive a power failure.
     """
     aside = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with writing(path, option):
         try:
             yield aside
             if durable:
@@ -87,9 +93,9 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             raise
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Writes a small text file whole or not at all."""
-    with replacing(path) as aside:
+def write_aside(path: Path, text: str, option: str = "run.root=PATH") -> None:
+    """Writes a small text file whole or not at all; `option` as in `writing`."""
+    with replacing(path, option=option) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
@@ -101,7 +107,10 @@ def write_json(path: Path, value: Any) -> None:
 def check_run(path: Path) -> None:
     """Raises RunError, with the nearest name there is, unless `path` is the directory of a run."""
     if not (path / "config.yaml").is_file():
-        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
+        try:
+            near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()]
+        except OSError:  # no such folder, or one that may not be read
+            near = []
         hint = did_you_mean(path.name, near) if near else ""
         raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
 

@@ -130,7 +130,7 @@ def write_credit(comparison: Comparison, target: Path, title: str) -> int:
         notes=comparison.notes,
         cards=rows,
     )
-    write_aside(target, text)
+    write_aside(target, text, "-o FILE")
     return len(text.encode())
 
 
@@ -160,7 +160,7 @@ def write_still(comparison: Comparison, target: Path, most: int = 2) -> None:
         "config": {"aria": False, "axis": {"labelFontSize": 12}, "view": {"stroke": None}},
         "resolve": {"scale": {"x": "independent"}},
     }
-    with writing(target):
+    with writing(target, "-o FILE"):
         if target.suffix == ".svg":
             target.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
         else:
