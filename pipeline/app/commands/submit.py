@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -83,7 +84,10 @@ def without_gpus(cluster: Cluster, overrides: Sequence[str], options: argparse.N
     devices = {(compose(one, options.config_dir).get("run") or {}).get("device") for one in chosen}
     if devices != {"cpu"}:
         return cluster
-    print(f"run.device=cpu: the job asks for no GPUs (cluster.gpus_per_node={cluster.gpus_per_node} would).")
+    print(
+        f"run.device=cpu: the job asks for no GPUs (cluster.gpus_per_node={cluster.gpus_per_node} would).",
+        file=sys.stderr,
+    )
     return replace(cluster, gpus_per_node=0, ranks_per_node=cluster.ranks_per_node or 1)
 
 
