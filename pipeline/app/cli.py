@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.configure(parser)
     options = parser.parse_intermixed_args(arguments)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components of the user's own, named as module:Class
+    # Components of the user's own, named as module:Class; last, so that no file of that folder replaces a library's.
+    sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
     try:
         with _quiet_torch():
             return command.main(options)
