@@ -49,7 +49,7 @@ def drop_replaced(values: dict[str, Any], before: Mapping[str, Any], given: Sequ
         use = _mapping(section).get("use", spec.get("use"))
         dropped: dict[str, Any] = {}
         replaced = ""
-        for old, setting, value in _settings_of_files(name, before):
+        for old, setting, value in list(_settings_of_files(name, before)):  # `before` may be `values`
             places = (f"{name}.{setting}", f"nodes.{name}.config.{setting}")
             if old == use or any(key == p or key.startswith(f"{p}.") for key in given for p in places):
                 continue
