@@ -125,8 +125,7 @@ class Server:
             if attempt == START_TRIES:
                 raise RunError(f"{self.name}: {ended}. Start the run again.")
             logger.warning("%s: %s; starting it once more.", self.name, ended)
-        self.failures = 0
-        self.version = None
+        self.failures, self.version = 0, None
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._check_health())
 
