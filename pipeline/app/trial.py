@@ -150,9 +150,8 @@ def _listed(values: Any) -> Iterator[Any]:
 def _bare(text: str) -> str:
     """The first line of an error of a node, without the node's place."""
     first = text.partition("\n")[0]
-    for start in (f"{NAME} (",):
-        while first.startswith(start):
-            first = first.partition(": ")[2]
+    while first.startswith(f"{NAME} ("):
+        first = first.partition(": ")[2]
     return first
 
 

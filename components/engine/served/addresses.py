@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from components.engine.served.settings import ServerSettings
+from components.engine.served.settings import PoolSettings, ServerSettings
 from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.run_directory import write_json
@@ -71,6 +71,12 @@ class Address:
     pid: int = 0
     listed_in: str = ""
     gpus: str = ""
+
+
+def wait_for_server(name: str, settings: PoolSettings, started: bool) -> Waiting:
+    """The wait for a server's first response; one that was `started` for the run may still load its model."""
+    limit = "start_seconds" if started else "connect_seconds"
+    return Waiting(f"{name} to respond", f"engine.pool.{limit}", getattr(settings, limit))
 
 
 def find_servers(

@@ -17,7 +17,7 @@ import httpx
 
 from components.engine.channel import Update
 from components.engine.probe import compare_logprobs
-from components.engine.served.addresses import Address, Waiting, check_port, free_port, relocated
+from components.engine.served.addresses import Address, Waiting, check_port, free_port, relocated, wait_for_server
 from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
 from components.engine.served.process import ServerProcess, last_lines, read_log
 from components.engine.served.settings import PoolSettings
@@ -113,8 +113,7 @@ class Server:
 
     async def start(self) -> None:
         """Starts the process (if it is ours) and waits until it responds; raises RunError, with its last log lines."""
-        limit = "start_seconds" if self.own or self.address.listed_in else "connect_seconds"
-        waiting = Waiting(f"{self.name} to respond", f"engine.pool.{limit}", getattr(self.settings, limit))
+        waiting = wait_for_server(self.name, self.settings, started=self.own or bool(self.address.listed_in))
         for attempt in range(1, START_TRIES + 1):
             if self.own:
                 await self._launch()
@@ -125,7 +124,8 @@ class Server:
             if attempt == START_TRIES:
                 raise RunError(f"{self.name}: {ended}. Start the run again.")
             logger.warning("%s: %s; starting it once more.", self.name, ended)
-        self.failures, self.version = 0, None
+        self.failures = 0
+        self.version = None
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._check_health())
 
