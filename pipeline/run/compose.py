@@ -7,6 +7,7 @@ section carries the name of a node and is merged over that node: `use` replaces 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -23,23 +24,29 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pipeline import ROOT
-from pipeline.core.errors import ConfigError, GraphError, did_you_mean
+from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
+from pipeline.run.compose_checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
 
 if TYPE_CHECKING:
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import Graph
     from pipeline.run.run_settings import RunSettings
 
+logger = logging.getLogger("creditgraph")
+
 _UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
 # Of names made for runs: endings of files that say nothing, and characters of a value and of the whole.
 _SUFFIX = re.compile(r"\.(jsonl?|csv|parquet|arrow)(\.gz|\.zst)?$")
 _VALUE_LENGTH = 30
 _NAME_LENGTH = 70
+_KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")
 CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
+GROUPS_IN_DEFAULTS = ("engine", "learner")  # `train.yaml` chooses one of each, also for a graph without such a node
+MAX_KEY = 200  # characters of a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +116,14 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
     for text in overrides:
         bare = text.lstrip("+~")
         key, equals, value = bare.partition("=")
+        if len(key) > MAX_KEY:
+            problems.append(f"override '{text[:40]}…': a name of {len(key)} characters; expected at most {MAX_KEY}.")
+            continue
+        if not _KEY.fullmatch(key):
+            problems.append(
+                f"override '{text}': '{key}' is no name; expected names with dots between, as in run.seed=1."
+            )
+            continue
         group = key.partition("@")[0]
         if not equals and not text.startswith("~"):
             problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
@@ -118,8 +133,8 @@ def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Over
             known = list_choices(group, dirs)
             problems += [
                 f"override '{text}': no {group} named '{choice}'.{did_you_mean(choice, known)}"
-                for choice in value.split(",")
-                if choice not in known and choice not in ("null", "") and not choice.startswith("[")
+                for choice in ([] if text.startswith("~") else value.split(","))
+                if choice not in known and choice != "null" and not choice.startswith("[")
             ]
         parsed.append(Override(text, key, value, is_group))
     if problems:
@@ -157,6 +172,19 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     Raises:
         ConfigError: unknown group choice, override without '=', or a YAML file that does not compose.
     """
+    dirs = search_dirs(config_dirs)
+    parsed = parse_overrides(overrides, dirs)
+    check_aliases(d for d in dirs if d != CONFIG_DIR)
+    values = _composed(parsed, dirs)
+    kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]
+    before = values if kept == parsed else _composed(kept, dirs)
+    for note in drop_replaced(values, before, [o.key for o in kept]):
+        logger.warning("%s", note)
+    return finish(values, parsed)
+
+
+def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any]:
+    """What hydra makes of the files and overrides, with all references resolved."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -164,17 +192,16 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    dirs = search_dirs(config_dirs)
-    parsed = parse_overrides(overrides, dirs)
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             warnings.simplefilter("ignore")
             composed = hydra_compose(PRIMARY, hydra_overrides(parsed, dirs))
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {' '.join(overrides)}: {_first_lines(error)}") from error
-    return finish(values, parsed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        place = f"configuration {' '.join(o.text for o in parsed)}"
+        raise ConfigError(f"{place}: {composing_error(error)}") from error
+    return values
 
 
 def run_name(parsed: Sequence[Override], seed: Any) -> str:
@@ -218,8 +245,10 @@ def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]
 def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the graph, with the sections named like nodes merged into it, and the problems of doing so."""
     nodes = values.get("nodes")
-    if not isinstance(nodes, dict) or not nodes:
-        unknown = [s for s in values if s not in RESERVED and not _is_choice(values[s])]
+    if nodes is not None and not isinstance(nodes, dict):
+        return {"nodes": {}}, [f"nodes: expected 'name: {{use: …}}' for each node, got {nodes!r}."]
+    if not nodes:
+        unknown = [s for s in values if s not in RESERVED and not _is_unused(s, values[s])]
         return {"nodes": {}}, [
             *(f"section '{s}': unknown.{did_you_mean(s, RESERVED)}" for s in unknown),
             "no graph: nothing defines 'nodes'; choose recipe=NAME or graph=NAME (see creditgraph graph --list).",
@@ -234,10 +263,9 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if spec is None and section in nodes:
             continue
         if section not in nodes:
-            if not _is_choice(settings):
-                problems.append(
-                    f"section '{section}': no such node in this graph.{did_you_mean(section, [*nodes, *RESERVED])}"
-                )
+            if not _is_unused(section, settings):
+                hint = section_hint(section, settings, merged, RESERVED)
+                problems.append(f"section '{section}': no such node in this graph.{hint}")
         elif not isinstance(settings, dict):
             problems.append(
                 f"section '{section}': got {settings!r}; expected settings of the node, for example "
@@ -272,9 +300,9 @@ def _use_verifier_of_data(nodes: dict[str, Any], values: Mapping[str, Any]) -> N
             nodes["verifier"] = {**declared, "use": entry["verifier"], "config": section}
 
 
-def _is_choice(settings: Any) -> bool:
-    """Whether a section only chooses a component, as the groups engine and learner do; any graph may ignore it."""
-    return isinstance(settings, dict) and set(settings) <= {"use"}
+def _is_unused(section: str, settings: Any) -> bool:
+    """Whether a section is only the default choice of a group, which a graph without that node ignores."""
+    return section in GROUPS_IN_DEFAULTS and isinstance(settings, dict) and set(settings) <= {"use"}
 
 
 def deep_merge(base: Any, over: Any) -> Any:
@@ -314,6 +342,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import build_graph
     from pipeline.core.settings import build_config
+    from pipeline.run.recording import chosen_outputs
     from pipeline.run.run_settings import RunSettings
 
     spec, problems = graph_dict(values)
@@ -324,12 +353,23 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     data = values.get("data") or {}
     if not isinstance(data, dict) or any(not isinstance(v, dict) for v in data.values()):
         problems.append(f"data: expected one mapping per split, such as data.train and data.eval, got {data!r}.")
+    else:
+        problems += [
+            f"data.{name}: no source, and no split of that name in the files.{hint}"
+            for name, entry in data.items()
+            if "source" not in entry and (hint := nearest(name, [n for n, e in data.items() if "source" in e]))
+        ]
     graph = None
     if spec["nodes"]:
         try:
             graph = build_graph(spec)
         except GraphError as error:
             problems += error.problems
+    if graph is not None and built["run"] is not None:
+        try:
+            chosen_outputs(built["run"].record, graph)
+        except ConfigError as error:
+            problems.append(str(error))
     if problems:
         raise GraphError(problems, place)
     assert graph is not None
