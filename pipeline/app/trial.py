@@ -25,7 +25,7 @@ from pipeline.core.payloads import Batch, Credit, Payload, Rewards, Segments, Tr
 from pipeline.core.settings import build_config, type_text
 from pipeline.core.sockets import Node, Socket, Wire, sockets_of
 from pipeline.core.wiring import check_wiring
-from pipeline.run.compose import Experiment, build_experiment, compose
+from pipeline.run.compose.experiment import Experiment, build_experiment, compose
 from pipeline.run.node_runner import NodeFailure
 from pipeline.run.session import GraphSession
 

@@ -22,7 +22,7 @@ from pipeline.app.cluster.settings import load_cluster, split_overrides
 from pipeline.app.sweep import build_all, combinations
 from pipeline.core.graph import build_graph
 from pipeline.core.registry import known_components
-from pipeline.run.compose import CONFIG_DIR, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "adding-a-method.md")]

@@ -23,7 +23,7 @@ def main(options: argparse.Namespace) -> int:
     from pipeline.core.component import Component
     from pipeline.core.contract import check_component
     from pipeline.core.registry import load_class
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
 
     cls = load_class(options.target)
     findings = check_component(cls)

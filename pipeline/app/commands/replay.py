@@ -72,7 +72,7 @@ def _is_component(options: argparse.Namespace) -> bool:
 
 def _of_run(options: argparse.Namespace) -> int:
     from pipeline.app.differences import describe_difference
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
     from pipeline.run.replay import Replay
 
     replay = Replay(Path(options.target))
@@ -96,7 +96,7 @@ def _of_run(options: argparse.Namespace) -> int:
 
 def _on_files(options: argparse.Namespace) -> int:
     from pipeline.app.component_run import ComponentRun
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
 
     with ComponentRun(options.seed or 0, options.device or "cpu", options.model or "tiny") as components:
         inputs = components.read_inputs(options.target, options.inputs)

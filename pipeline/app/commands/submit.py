@@ -17,7 +17,8 @@ from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
 from pipeline.app.sweep import check_distinct, combinations
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.run_directory import check_run, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."

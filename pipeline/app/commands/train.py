@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.app.sweep import build_all, check_distinct, combinations
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 
 if TYPE_CHECKING:
     from pipeline.app.signal_watch import SignalWatch

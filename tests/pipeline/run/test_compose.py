@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.app.cli import main
 from pipeline.core.errors import GraphError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
     "plain",

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline import ROOT
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
-from pipeline.run.compose_checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
+from pipeline.run.compose.checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
+from pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
 
 if TYPE_CHECKING:
     from pipeline.core.component import ModelSpec
@@ -35,18 +34,9 @@ if TYPE_CHECKING:
     from pipeline.run.run_settings import RunSettings
 
 logger = logging.getLogger("creditgraph")
-
-_UNQUOTED = re.compile(r"[A-Za-z0-9_ /\-\\+.$%*@?|:]*")  # values that hydra accepts without quotes
-# Of names made for runs: endings of files that say nothing, and characters of a value and of the whole.
-_SUFFIX = re.compile(r"\.(jsonl?|csv|parquet|arrow)(\.gz|\.zst)?$")
-_VALUE_LENGTH = 30
-_NAME_LENGTH = 70
-_KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")
-CONFIG_DIR = ROOT / "configs"
 RESERVED = ("run", "model", "data", "nodes", "recipe")
 PRIMARY = "train"
 GROUPS_IN_DEFAULTS = ("engine", "learner")  # `train.yaml` chooses one of each, also for a graph without such a node
-MAX_KEY = 200  # characters of a dotted name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,102 +58,6 @@ class Experiment:
     def places(self) -> list[str]:
         """Dotted names of the nodes' settings that may change when the run is continued; see `place_settings`."""
         return [f"{n.name}.{setting}" for n in self.graph.nodes for setting in place_settings(n.cls.Config)]
-
-
-def search_dirs(extra: Sequence[str | Path] = ()) -> list[Path]:
-    """Returns the folders with groups and recipes: the shipped one, the user's ./configs, and --config-dir folders."""
-    # The first folder wins, so that no file of a user replaces a shipped one of the same name.
-    dirs = [CONFIG_DIR]
-    here = Path.cwd() / "configs"
-    for folder in [here, *(Path(e).expanduser().resolve() for e in extra)]:
-        if folder.is_dir():
-            if folder.resolve() not in [d.resolve() for d in dirs]:
-                dirs.append(folder)
-        elif folder != here:
-            raise ConfigError(f"--config-dir: no folder '{folder}'; expected one that holds graph/ or recipe/ files.")
-    return dirs
-
-
-def list_choices(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Choice name → file of a config group ("recipe", "graph", "model", …)."""
-    files: dict[str, Path] = {}
-    for folder in dirs:
-        for file in sorted((folder / group).glob("*.yaml")):
-            files.setdefault(file.stem, file)
-    return files
-
-
-def list_groups(dirs: Sequence[Path]) -> set[str]:
-    """Names of all config groups."""
-    return {p.name for d in dirs for p in d.iterdir() if p.is_dir() and any(p.glob("*.yaml"))}
-
-
-@dataclass(frozen=True)
-class Override:
-    """One command-line override, parsed."""
-
-    text: str
-    key: str
-    value: str
-    is_group: bool
-
-
-def parse_overrides(overrides: Sequence[str], dirs: Sequence[Path]) -> list[Override]:
-    """Splits overrides into group choices and settings; all mistakes in one ConfigError."""
-    groups = list_groups(dirs)
-    problems = []
-    parsed = []
-    for text in overrides:
-        bare = text.lstrip("+~")
-        key, equals, value = bare.partition("=")
-        if len(key) > MAX_KEY:
-            problems.append(f"override '{text[:40]}…': a name of {len(key)} characters; expected at most {MAX_KEY}.")
-            continue
-        if not _KEY.fullmatch(key):
-            problems.append(
-                f"override '{text}': '{key}' is no name; expected names with dots between, as in run.seed=1."
-            )
-            continue
-        group = key.partition("@")[0]
-        if not equals and not text.startswith("~"):
-            problems.append(f"override '{text}': no '='; expected key=value, such as run.seed=1 or recipe=toy_srpo.")
-            continue
-        is_group = group in groups and "." not in key
-        if is_group:
-            known = list_choices(group, dirs)
-            problems += [
-                f"override '{text}': no {group} named '{choice}'.{did_you_mean(choice, known)}"
-                for choice in ([] if text.startswith("~") else value.split(","))
-                if choice not in known and choice != "null" and not choice.startswith("[")
-            ]
-        parsed.append(Override(text, key, value, is_group))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return parsed
-
-
-def hydra_overrides(parsed: Sequence[Override], dirs: Sequence[Path]) -> list[str]:
-    """Returns the overrides in hydra's grammar; settings may be new keys, because a `Config` checks them later."""
-    out = []
-    has_recipe = any(item.key == "recipe" for item in parsed)
-    for item in parsed:
-        adds = item.key == "setup" or (item.key == "graph" and not has_recipe)
-        if adds and not item.text.startswith(("+", "~")):
-            out.append(f"+{item.text}")  # nothing in the defaults names a graph or setup that could be replaced
-        elif item.is_group or item.text.startswith(("+", "~", "hydra.")):
-            out.append(item.text)
-        else:
-            # "++" adds or replaces the key: the component, not the file, determines which settings exist.
-            out.append(f"++{item.key}={_quoted(item.value)}")
-    paths = [f"file://{d}" for d in dirs if d != CONFIG_DIR]
-    return out + ([f"hydra.searchpath=[{','.join(paths)}]"] if paths else [])
-
-
-def _quoted(value: str) -> str:
-    """Returns the value in hydra's grammar; text with reserved characters, such as "=", gets quotes."""
-    if _UNQUOTED.fullmatch(value) or value[0] in "'\"[{(" or "," in value or "${" in value or re.match(r"\w+\(", value):
-        return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
 
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> dict[str, Any]:
@@ -202,34 +96,6 @@ def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any
         place = f"configuration {' '.join(o.text for o in parsed)}"
         raise ConfigError(f"{place}: {composing_error(error)}") from error
     return values
-
-
-def run_name(parsed: Sequence[Override], seed: Any) -> str:
-    """A name for the run of these overrides: recipe or graph, what was changed, seed.
-
-    Paths are named by their last part, functions by their name. A name that had to be cut ends with a digest of all
-    overrides, so that two runs do not share a folder.
-    """
-    parsed = [item for item in parsed if item.key.partition(".")[0] not in ("run", "hydra")]
-    chosen = {item.key: item.value for item in parsed}
-    base = "recipe" if chosen.get("recipe") else "graph"
-    parts = [chosen.get(base) or "run"]
-    cut = False
-    for item in parsed:
-        key = item.key.rpartition(".")[2]
-        if item.key in (base, "recipe"):
-            continue
-        value = item.value if " " in item.value else item.value.rstrip("/").rpartition("/")[2]
-        if key in ("path", "function"):
-            value = _SUFFIX.sub("", value.rpartition(":")[2])
-        cut = cut or len(value) > _VALUE_LENGTH
-        named_by_value = key in ("path", "function", "graph", "model", "data")
-        parts.append(value[:_VALUE_LENGTH] if named_by_value else f"{key}={value[:_VALUE_LENGTH]}")
-    name = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", "-".join(parts))
-    if cut or len(name) > _NAME_LENGTH:
-        digest = blake2b(" ".join(item.text for item in parsed).encode(), digest_size=3).hexdigest()
-        name = f"{name[:_NAME_LENGTH]}-{digest}"
-    return f"{name}-s{seed}"
 
 
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
@@ -305,38 +171,6 @@ def _is_unused(section: str, settings: Any) -> bool:
     return section in GROUPS_IN_DEFAULTS and isinstance(settings, dict) and set(settings) <= {"use"}
 
 
-def deep_merge(base: Any, over: Any) -> Any:
-    """`over` merged into `base`; mappings merge key by key, anything else replaces.
-
-    >>> deep_merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
-    {'a': {'x': 1, 'y': 3}}
-    """
-    if isinstance(base, dict) and isinstance(over, dict):
-        return {**base, **{k: deep_merge(base.get(k), v) for k, v in over.items()}}
-    return over
-
-
-def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Turns ["optimizer.lr=1e-4", "split=2x4"] into nested settings; values are YAML.
-
-    >>> parse_settings(["a.b=1", "a.c=x"])
-    {'a': {'b': 1, 'c': 'x'}}
-    """
-    settings: dict[str, Any] = {}
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"-o {text}: no '='; expected setting=value, for example -o normalize=mean.")
-        try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"-o {text}: the value is not YAML ({str(error).splitlines()[0]}); quote it.") from error
-        for part in reversed(key.split(".")):
-            parsed = {part: parsed}
-        settings = deep_merge(settings, parsed)
-    return settings
-
-
 def build_experiment(values: dict[str, Any], place: str = "configuration") -> Experiment:
     """Checks every section and the graph; all problems in one GraphError."""
     from pipeline.core.component import ModelSpec
@@ -407,37 +241,3 @@ def _check_recipe(config_dirs: list[Path], name: str) -> tuple[str, list[str]]:
     except (ConfigError, GraphError) as error:
         return f"recipe {name}", getattr(error, "problems", [str(error)])
     return f"recipe {name}", []
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """A YAML mapping, or a ConfigError with file and line."""
-
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: {_first_lines(error)}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected a mapping, got {type(values).__name__}.")
-    return values
-
-
-def resolved_section(section: str, file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the file of a choice and resolves its references (`${…}`) in the configuration it is a section of.
-
-    Raises:
-        ConfigError: the file is no YAML mapping, or refers to a missing key.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    whole = OmegaConf.create({**values, section: read_yaml(file)})
-    try:
-        resolved: dict[str, Any] = OmegaConf.to_container(whole[section], resolve=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: {_first_lines(error)}") from error
-    return resolved
-
-
-def _first_lines(error: BaseException, limit: int = 6) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "\n  ".join(lines[:limit]) or type(error).__name__
