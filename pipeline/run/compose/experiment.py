@@ -24,7 +24,14 @@ import yaml
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
-from pipeline.run.compose.checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
+from pipeline.run.compose.checks import (
+    check_aliases,
+    chooses_component,
+    composing_error,
+    drop_replaced,
+    joined,
+    section_hint,
+)
 from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
 from pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
 
@@ -205,7 +212,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise GraphError(problems, place)
+        raise GraphError(joined(problems, spec["nodes"]), place)
     assert graph is not None
     for node in graph.nodes:
         try:

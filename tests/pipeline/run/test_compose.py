@@ -77,7 +77,7 @@ def test_long_names_are_cut_and_differ():
     }
     assert len(names) == 4
     assert compose([*many, "run.iterations=7"])["run"]["name"] in names  # continues the run of `many`
-    assert all(len(name) <= 80 for name in names)
+    assert all(len(name) <= 130 for name in names)
     assert sum(name.endswith("-s1") for name in names) == 1
 
 
@@ -114,8 +114,8 @@ def test_a_disaggregated_job_of_changed_settings_can_be_composed_again(tmp_path,
 def test_settings_of_files_for_a_replaced_component_are_dropped_with_a_line(caplog):
     values = compose(["recipe=toy_srpo", "localizer.use=localizer.uniform"])
     assert caplog.messages == [
-        "localizer.use=localizer.uniform: dropped max_tokens=128, set by files for localizer.self; localizer.uniform "
-        "has no such setting."
+        "localizer.use=localizer.uniform: dropped top_p=1.0, max_tokens=128, set by files for localizer.self; "
+        "localizer.uniform has no such settings."
     ]
     assert values["localizer"] == {"use": "localizer.uniform"}
     build_experiment(values)
