@@ -107,6 +107,13 @@ def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any
 
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
     """Adds the recipe's name and, if run.name is not set, a name for the run."""
+    for group in ("graph", "recipe", "setup"):
+        if isinstance(values.get(group), dict):
+            name = next((o.value for o in parsed if o.key == group), "NAME")
+            raise ConfigError(
+                f"{group}/{name}.yaml: its settings are below '{group}', not at the top of the configuration; make "
+                "'# @package _global_' the first line of the file."
+            )
     recipe = next((o.value for o in parsed if o.key == "recipe"), None)
     values["recipe"] = recipe
     run = values.setdefault("run", {})

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from pipeline.app.cli import main
-from pipeline.core.errors import GraphError
+from pipeline.core.errors import ConfigError, GraphError
 from pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
@@ -147,3 +147,11 @@ def test_a_recipe_may_replace_a_component_of_its_graph(tmp_path, caplog):
     values = compose(["recipe=mine"], [tmp_path])
     assert "advantage.use=advantage.additive: dropped normalize=std" in caplog.text
     assert values["nodes"]["advantage"]["config"] == {}
+
+
+@pytest.mark.parametrize("group", ["graph", "recipe", "setup"])
+def test_a_file_without_its_first_line_is_named(group, tmp_path):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text("nodes: {prompts: {use: prompts.dataset}}\n")
+    with pytest.raises(ConfigError, match=rf"^{group}/mine.yaml: .*'# @package _global_' the first line"):
+        compose([f"{group}=mine"], [tmp_path])
