@@ -132,7 +132,7 @@ def main():
         "victim_alive": alive,
         "seconds": round(seconds, 1),
     }
-    print(json.dumps(figures, indent=1))
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     return int(figures["held"] < len(tried) or figures["honest_right"] < len(honest) or not alive)
 
 

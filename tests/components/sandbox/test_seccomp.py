@@ -1,4 +1,4 @@
-"""The system-call filter, run by a small interpreter of its instructions: what is on the list is allowed, nothing else."""
+"""The system-call filter, run by a small interpreter of its instructions: only what is on the list is allowed."""
 
 import struct
 
