@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_WALKS = 3  # over processes that end meanwhile, maybe after they have handed their memory to a child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Watch:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._waited_of_thread: dict[int, float] = {}
+        self._waits: dict[int, float] = {}
         self._cpu = 0.0
         self._waited = 0.0
         self._last = 0.0
@@ -36,32 +37,49 @@ class Watch:
     def sample(self, now: float) -> Usage:
         """Usage at the time `now`, in seconds of a monotonic clock."""
         memory = 0
-        cpu = 0.0
-        waits: dict[int, float] = {}
-        open_pids = [self._pid]
-        seen: set[int] = set()
-        while open_pids:
-            pid = open_pids.pop()
-            if pid in seen:
-                continue
-            seen.add(pid)
-            try:
-                memory += _resident_bytes(pid)
-                cpu += _cpu_seconds(pid)
-                # Any thread may fork, and a child stands in the list of the thread that did.
-                for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-                    with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as text:
-                        open_pids += map(int, text.read().split())
-                    waits[thread] = _waited_seconds(pid, thread)
-            except (OSError, ValueError):  # it ended meanwhile
-                continue
-        waited = sum(max(wait - self._waited_of_thread.get(thread, 0.0), 0.0) for thread, wait in waits.items())
+        for _ in range(_WALKS):
+            walk = _Walk(self._pid)
+            memory = max(memory, walk.memory)
+            if not walk.ended:
+                break
+        waited = sum(max(wait - self._waits.get(thread, 0.0), 0.0) for thread, wait in walk.waits.items())
         # Several threads may wait at once: together no more than the time that has passed.
         self._waited += min(waited, now - self._last) if self._last else 0.0
-        self._waited_of_thread = waits
+        self._waits = walk.waits
         self._last = now
-        self._cpu = max(self._cpu, cpu)  # it falls where nobody waits for a child
+        self._cpu = max(self._cpu, walk.cpu)  # it falls where nobody waits for a child
         return Usage(memory=memory, cpu=self._cpu, waited=self._waited)
+
+
+class _Walk:
+    """One walk over a process and its descendants."""
+
+    def __init__(self, pid: int) -> None:
+        self.memory = 0
+        self.cpu = 0.0
+        self.waits: dict[int, float] = {}  # seconds per thread
+        self.ended = 0  # processes that ended meanwhile
+        open_pids = {pid}
+        seen: set[int] = set()
+        while open_pids:
+            one = open_pids.pop()
+            seen.add(one)
+            try:
+                open_pids |= self._visit(one) - seen
+            except (OSError, ValueError):
+                self.ended += 1
+
+    def _visit(self, pid: int) -> set[int]:
+        """Adds a process; returns its children."""
+        children: set[int] = set()
+        # Any thread may fork, and a child is in the list of the thread that did.
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as text:
+                children.update(map(int, text.read().split()))
+            self.waits[thread] = _waited_seconds(pid, thread)
+        self.memory += _resident_bytes(pid)
+        self.cpu += _cpu_seconds(pid)
+        return children
 
 
 def _resident_bytes(pid: int) -> int:
