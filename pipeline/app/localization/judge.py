@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +75,9 @@ def request(failure: Failure) -> str:
     return "\n".join(parts)
 
 
-def judge_labels(settings: JudgeSettings, failures: Sequence[Failure], cache: Path) -> Labels:
+def judge_labels(
+    settings: JudgeSettings, failures: Sequence[Failure], cache: Path, progress: Callable[[str], None]
+) -> Labels:
     """The step that the judge names, of each failure.
 
     An answer that names no step is no label, and neither is a request that failed: both are counted. Failed requests
@@ -86,6 +87,7 @@ def judge_labels(settings: JudgeSettings, failures: Sequence[Failure], cache: Pa
         settings: the server.
         failures: to be judged.
         cache: JSONL file of all answers so far, to which new ones are appended.
+        progress: called with a line every 50 requests.
 
     Raises:
         RunError: the first request fails.
@@ -95,10 +97,12 @@ def judge_labels(settings: JudgeSettings, failures: Sequence[Failure], cache: Pa
     missing = {keys[f.uid]: f for f in failures if keys[f.uid] not in answers}
     labels = Labels(f"judge {settings.model}")
     if missing:
-        new, reasons = _ask(settings, missing, cache)
+        new, reasons = _ask(settings, missing, cache, progress)
         answers |= new
         for reason, count in reasons.most_common(3):
-            labels.notes.append(f"{count} requests to the judge failed ({reason}); the next call sends them again")
+            labels.notes.append(
+                f"requests to the judge that failed: {count} ({reason}); the next call sends them again"
+            )
     for failure in failures:
         answer = answers.get(keys[failure.uid])
         if answer is None:
@@ -125,7 +129,9 @@ def _key(settings: JudgeSettings, failure: Failure) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _ask(settings: JudgeSettings, missing: dict[str, Failure], cache: Path) -> tuple[dict[str, str], Counter[str]]:
+def _ask(
+    settings: JudgeSettings, missing: dict[str, Failure], cache: Path, progress: Callable[[str], None]
+) -> tuple[dict[str, str], Counter[str]]:
     """New answers by key, each written as it comes, and why requests failed."""
     answers: dict[str, str] = {}
     reasons: Counter[str] = Counter()
@@ -157,7 +163,7 @@ def _ask(settings: JudgeSettings, missing: dict[str, Failure], cache: Path) -> t
                 answers[key] = answer
                 _append(cache, {"key": key, "uid": str(failure.uid), "model": settings.model, "answer": answer})
                 if done % REPORT_EVERY == 0:
-                    print(f"judge: {done} of {len(missing)} requests", file=sys.stderr, flush=True)
+                    progress(f"judge: {done} of {len(missing)} requests")
         finally:  # also after Ctrl-C
             for future in asked:
                 future.cancel()

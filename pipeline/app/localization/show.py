@@ -167,9 +167,9 @@ def _draw_deviations(panel: Any, study: Study) -> None:
 def _draw_corrections(panel: Any, study: Study) -> None:
     names = bin_names()
     by_name = {c.name: c for c in study.corrections}
-    for shift, attribute, marker, label in (
-        (-0.12, "suffixes", "o", "suffixes that end correct"),
-        (0.12, "corrected", "s", "failures with such a suffix"),
+    for shift, attribute, marker, color, label in (
+        (-0.12, "suffixes", "o", "tab:green", "suffixes that end correct"),
+        (0.12, "corrected", "s", "tab:purple", "failures with such a suffix"),
     ):
         shares: list[tuple[int, Share]] = [(i, getattr(by_name[name], attribute)) for i, name in enumerate(names)]
         known = [(i, share) for i, share in shares if share.total]
@@ -178,7 +178,14 @@ def _draw_corrections(panel: Any, study: Study) -> None:
         below = [max(0.0, share.value - share.interval[0]) for _, share in known]
         above = [max(0.0, share.interval[1] - share.value) for _, share in known]
         panel.errorbar(
-            [i + shift for i, _ in known], values, yerr=[below, above], fmt=marker, capsize=3, markersize=5, label=label
+            [i + shift for i, _ in known],
+            values,
+            yerr=[below, above],
+            fmt=marker,
+            color=color,
+            capsize=3,
+            markersize=5,
+            label=label,
         )
     panel.set_xticks(range(len(names)), names)
     panel.set_ylim(-0.02, 1.02)
@@ -189,7 +196,8 @@ def _draw_corrections(panel: Any, study: Study) -> None:
 
 def _draw_signal(panels: Any, signals: dict[str, Signal]) -> None:
     centers = [(i + 0.5) / BINS for i in range(BINS)]
-    for axis, (key, name) in enumerate((("by_position", "place in the response"), ("by_probability", "probability π"))):
+    names = (("by_position", "place in the response, prefix included"), ("by_probability", "probability π"))
+    for axis, (key, name) in enumerate(names):
         for kind, signal in signals.items():
             means = [1000 * value for value in signal.numbers()[key]["mean"]]
             label = KINDS[kind] if len(signals) > 1 else "all responses"
@@ -197,6 +205,5 @@ def _draw_signal(panels: Any, signals: dict[str, Signal]) -> None:
         panels[axis].set_xlim(0, 1)
         panels[axis].set_ylim(bottom=0)
         panels[axis].set_xlabel(name)
-        panels[axis].set_title("|A|/T·(1−π), mean per trained token", fontsize=10)
+        panels[axis].set_title("1,000·|A|/T·(1−π), mean per trained token", fontsize=10)
         panels[axis].legend(fontsize=8)
-    panels[0].set_ylabel("1/1,000")

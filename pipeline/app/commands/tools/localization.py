@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,7 +119,12 @@ def _labels(options: argparse.Namespace, failures: Sequence[Failure], folder: Pa
             concurrency=options.concurrency,
             seconds=options.seconds,
         )
-        return judge_labels(settings, failures, folder / "answers.jsonl")
+        return judge_labels(
+            settings,
+            failures,
+            folder / "answers.jsonl",
+            lambda line: print(line, file=sys.stderr, flush=True),
+        )
     if options.labels:
         return file_labels(options.labels, failures)
     labels = oracle_labels(failures)
