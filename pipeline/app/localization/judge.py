@@ -137,7 +137,8 @@ def _ask(
     reasons: Counter[str] = Counter()
     headers = {"Authorization": f"Bearer {os.environ[KEY].strip()}"} if os.environ.get(KEY) else {}
     (first, failure), *others = missing.items()
-    with httpx.Client() as client, ThreadPoolExecutor(settings.concurrency) as pool:
+    pool = ThreadPoolExecutor(settings.concurrency)
+    with httpx.Client() as client:
         # The first one alone, so that a wrong address or model costs one request.
         answer, reason = _answer(client, settings, failure, headers)
         if answer is None:
@@ -164,9 +165,8 @@ def _ask(
                 _append(cache, {"key": key, "uid": str(failure.uid), "model": settings.model, "answer": answer})
                 if done % REPORT_EVERY == 0:
                     progress(f"judge: {done} of {len(missing)} requests")
-        finally:  # also after Ctrl-C
-            for future in asked:
-                future.cancel()
+        finally:  # after Ctrl-C it would otherwise wait for all others
+            pool.shutdown(wait=False, cancel_futures=True)
     left = len(missing) - len(answers) - reasons.total()
     if left:
         reasons[f"given up after {GIVE_UP} failures in a row"] = left

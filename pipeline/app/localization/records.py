@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from components.models.load import load_tokenizer
 from components.rollouts.second_turn import problem_of
 from components.rollouts.thoughts import has_oracle, thought_texts, true_first_errors
@@ -77,14 +79,16 @@ def _of_iteration(
     run: RunSource, kinds: dict[str, list[str]], iteration: int, errors: StepErrors, tokenizer: Any
 ) -> list[Failure]:
     batches = _batches(run, kinds["Trajectories"], iteration, Trajectories)
-    prompts = next(iter(_batches(run, kinds["Prompts"], iteration, Prompts)), None)
-    uids = set(errors.uid.tolist())
-    failed = next((b for b in batches if uids <= set(b.uid.tolist())), None)
-    if prompts is None or failed is None:
-        missing = "prompts" if prompts is None else "failures"
+    failed = _with_rows(batches, errors.uid)
+    prompts = (
+        None if failed is None else _with_rows(_batches(run, kinds["Prompts"], iteration, Prompts), failed.prompt_uid)
+    )
+    if failed is None or prompts is None:
+        missing = "failures" if failed is None else "prompts"
         run.note(f"the {missing} of iteration {iteration} are not recorded, so its resets are left out")
         return []
     failed = failed.select(failed.index_of(errors.uid))
+    uids = set(errors.uid.tolist())
     outcomes = _outcomes(batches, _batches(run, kinds["Rewards"], iteration, Rewards), uids)
     truth: list[int | None] = [None] * len(failed)
     if has_oracle(prompts):
@@ -136,6 +140,11 @@ def _outcomes(batches: list[Trajectories], rewards: list[Rewards], failures: set
         if uid in correct:
             outcomes[parent].append(correct[uid])
     return outcomes
+
+
+def _with_rows(batches: list[Any], uid: Tensor) -> Any:
+    """The first batch that has all of these rows; None when there is none."""
+    return next((batch for batch in batches if set(uid.tolist()) <= set(batch.uid.tolist())), None)
 
 
 def _batches(run: RunSource, names: list[str], iteration: int, kind: type[Any]) -> list[Any]:

@@ -132,7 +132,8 @@ def draw(result: Result, path: Path) -> None:
     rows = (study is not None) + bool(result.signal)
     figure = Figure(figsize=(11, 0.4 + 3.6 * max(rows, 1)), dpi=110, layout="constrained")
     axes = figure.subplots(max(rows, 1), 2, squeeze=False)
-    figure.suptitle(f"{result.run}: true first error from {result.labels.name if result.labels else '–'}", fontsize=10)
+    title = result.run + (f": true first error from {result.labels.name}" if result.labels else "")
+    figure.suptitle(title, fontsize=10, parse_math=False)
     if study is not None:
         _draw_deviations(axes[0][0], study)
         _draw_corrections(axes[0][1], study)

@@ -137,6 +137,25 @@ def test_a_line_that_was_cut_off_is_asked_again_and_harms_no_other(server, ask, 
     assert "secret" not in cache.read_text()
 
 
+def test_an_interrupted_call_keeps_its_answers(server, ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "REPORT_EVERY", 5)
+
+    def interrupt(line):
+        assert line == "judge: 5 of 40 requests"
+        raise KeyboardInterrupt
+
+    cache = tmp_path / "a" / "answers.jsonl"
+    failures = [failure(i) for i in range(40)]
+    with pytest.raises(KeyboardInterrupt):
+        judge_labels(replace(server.settings, concurrency=1), failures, cache, interrupt)
+    time.sleep(0.3)  # a request that was under way
+    sent = len(server.requests)
+    assert 5 <= sent < 40
+    assert len(cache.read_text().splitlines()) == 5
+    assert len(ask(failures).step) == 40
+    assert len(server.requests) == sent + 35
+
+
 def test_a_server_that_dies_is_given_up(server, ask, monkeypatch):
     monkeypatch.setattr(judge, "GIVE_UP", 3)
     server.replies = {"Problem 1?": "\\boxed{1}"}
