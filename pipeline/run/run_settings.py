@@ -9,7 +9,7 @@ import torch
 from pipeline.core.errors import ConfigError
 from pipeline.run.checkpoint import CheckpointSettings
 from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
-from pipeline.run.recording import RecordSettings
+from pipeline.run.recorder import RecordSettings
 from pipeline.run.timeline.spans import TraceSettings
 
 
