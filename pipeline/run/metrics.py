@@ -206,11 +206,11 @@ def cut_lines(path: Path, last_iteration: int) -> None:
     if odd:
         shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
         logger.warning(
-            "%s: %d lines are not as they were written (line %s); they are kept. Compare them with a copy of the file.",
+            "%s: lines that are not as they were written: %d (line %s); they are kept. Compare them with a copy.",
             path, len(odd), shown,
         )  # fmt: skip
     if removed:
-        logger.info("%s: %d rows after iteration %d are removed and run again.", path, removed, last_iteration)
+        logger.info("%s: rows after iteration %d are removed and run again: %d.", path, last_iteration, removed)
     if path.stat().st_size > end + sum(map(len, rest)):
         if rest:
             with replacing(path) as aside, aside.open("wb") as target, path.open("rb") as source:
@@ -242,9 +242,9 @@ def _compare(path: Path, mark: Mapping[str, Any]) -> None:
         digest.update(block[:left])
         left -= min(left, len(block))
     if left or digest.hexdigest() != mark["sha256"]:
-        state = f"its last {left} bytes of then are missing" if left else "its bytes are not those of then"
+        state = f"its last {left} bytes of then are missing" if left else "its bytes differ"
         logger.warning(
-            "%s: damaged since the checkpoint that the run continues from: %s. What can be read is kept.", path, state
+            "%s: damaged since the checkpoint that the run continues from (%s). What can be read is kept.", path, state
         )
 
 

@@ -157,4 +157,5 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, whole, capl
         "set aside as damaged-000008; the previous one is tried." in caplog.text
     )
     assert len(caplog.records) == 1
+
     assert_same(path, whole)

@@ -50,10 +50,9 @@ def test_a_flipped_byte_costs_no_other_row_and_is_reported(tmp_path, caplog):
     assert [r["iteration"] for r in read_metrics(path)] == [i for i in range(1000) if i != 3]
     assert path.read_bytes() == raw[: mark["bytes"]]
     assert [r.getMessage().removeprefix(f"{path}: ") for r in caplog.records] == [
-        "damaged since the checkpoint that the run continues from: its bytes are not those of then. What can be read is "
-        "kept.",
-        "1 lines are not as they were written (line 4); they are kept. Compare them with a copy of the file.",
-        "1 rows after iteration 999 are removed and run again.",
+        "damaged since the checkpoint that the run continues from (its bytes differ). What can be read is kept.",
+        "lines that are not as they were written: 1 (line 4); they are kept. Compare them with a copy.",
+        "rows after iteration 999 are removed and run again: 1.",
     ]
 
 
