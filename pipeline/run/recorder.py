@@ -19,8 +19,8 @@ from pipeline.core.payloads import Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import checksum
 from pipeline.run.metrics import JsonLines
-from pipeline.run.recording import CHECKSUMS, record_problem, recorded_sums, write_payload
-from pipeline.run.run_directory import write_aside, writing
+from pipeline.run.recording import record_problem, recorded_sums, write_payload
+from pipeline.run.run_directory import CHECKSUMS, write_aside, writing
 from pipeline.run.timeline.spans import BRIEF
 
 logger = logging.getLogger("creditgraph")

@@ -29,12 +29,11 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Payload, Weights
 from pipeline.run.checkpoint import checksum
 from pipeline.run.metrics import read_lines
-from pipeline.run.run_directory import replacing
+from pipeline.run.run_directory import CHECKSUMS, replacing
 
 logger = logging.getLogger("creditgraph")
 
 KEY = b"creditgraph"
-CHECKSUMS = "checksums.jsonl"
 FORMAT = 1
 
 

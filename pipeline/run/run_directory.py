@@ -32,6 +32,7 @@ logger = logging.getLogger("creditgraph")
 
 METRICS = "metrics.jsonl"
 REJECTED = "rejected.jsonl"
+CHECKSUMS = "checksums.jsonl"  # in record/
 
 # A run may be continued although these sections differ: they do not change what is computed.
 FREE_TO_CHANGE = ("run", "recipe")
@@ -234,6 +235,9 @@ class RunDirectory:
         with writing(self.path):
             for folder in ("record", "checkpoints", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, REJECTED, f"record/{CHECKSUMS}"):
+            if (self.path / name).is_dir():
+                raise RunError(f"{self.path / name}: expected a file, got a folder. Move it away, then start again.")
 
     def _compare(self, config: dict[str, Any], places: Collection[str], allow_changes: bool) -> None:
         if not self.config_path.exists():
