@@ -78,19 +78,8 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     """The model in evaluation mode, parameters in `spec.dtype`, on `device`."""
     from transformers import AutoModelForCausalLM
 
-    path = resolve_model_path(spec.path)
     config = load_config(spec)
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
-        pickles = sorted(file.name for pattern in _PICKLES for file in Path(path).glob(pattern))
-        if pickles:
-            raise DataError(
-                f"model folder {path}: expected weights as *.safetensors, got {pickles[0]}, a pickle, which can run "
-                "code when it is read. Convert it where you trust it, with save_pretrained."
-            )
-        raise DataError(
-            f"model folder {path}: expected a complete model, but it has no weights (*.safetensors). Copy them there "
-            "or correct model.path."
-        )
+    path = check_weight_files(spec)
     if not spec.trust_remote_code and type(config) not in _causal_configs():
         kind = getattr(config, "model_type", "unknown")
         raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
@@ -107,6 +96,23 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     except Exception as error:  # safetensors, the hub client and remote code each raise their own types
         raise _failure("weights", spec.path, error) from error
     return model.to(device).eval()
+
+
+def check_weight_files(spec: ModelSpec) -> str:
+    """Returns the resolved path; raises DataError for a folder without safetensors files, pickles among others."""
+    path = resolve_model_path(spec.path)
+    if not Path(path).is_dir() or any(Path(path).glob("*.safetensors")):
+        return path
+    pickles = sorted(file.name for pattern in _PICKLES for file in Path(path).glob(pattern))
+    if pickles:
+        raise DataError(
+            f"model folder {path}: expected weights as *.safetensors, got {pickles[0]}, a pickle, which can run code "
+            "when it is read. Convert it where you trust it, with save_pretrained."
+        )
+    raise DataError(
+        f"model folder {path}: expected a complete model, but it has no weights (*.safetensors). Copy them there or "
+        "correct model.path."
+    )
 
 
 @contextmanager

@@ -99,8 +99,8 @@ class Checkpoints:
     ) -> Path:
         """Writes the state after `iteration`; the directory appears complete or not at all.
 
-        `shards` is called with the folder `SHARDS` in it; it writes the files and calls `sum_shards`. `logs` are the
-        marks of `Checkpoint.logs`.
+        `shards` is called with the folder `SHARDS` in it; it writes the files, and every rank sums its part of them
+        with `sum_shards`. `logs` are the marks of `Checkpoint.logs`.
         """
         final = self.path / f"{iteration:06d}"
         aside = self.aside(iteration)
@@ -179,7 +179,7 @@ class Checkpoints:
             part.unlink()
         files: dict[str, dict[str, Any]] = {}
         for name in [*STATE_FILES, *_shard_names(aside)]:
-            files[name] = {"bytes": (aside / name).stat().st_size, "sha256": sums[name]}
+            files[name] = {"bytes": (aside / name).stat().st_size, "sha256": sums.get(name) or checksum(aside / name)}
             _sync_file(aside / name)
         manifest = {"format": FORMAT, "iteration": iteration, "files": files, "logs": logs}
         manifest["sha256"] = manifest_checksum(manifest)

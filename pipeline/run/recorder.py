@@ -198,4 +198,4 @@ class RecordAudit:
             file = self._folder / self._left.pop()
             problem = record_problem(file, self._sums)
             if problem:
-                logger.warning("%s: %s.", file, problem)
+                logger.warning("%s: %s. Restore it from a copy, or remove it.", file, problem)

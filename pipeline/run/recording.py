@@ -116,7 +116,7 @@ def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
     """
     problem = record_problem(file, recorded_sums(file.parent.parent))
     if problem:
-        raise DataError(f"{file}: {problem}.")
+        raise DataError(f"{file}: {problem}. Restore it from a copy, or remove it.")
     with pq.ParquetFile(file) as open_file:
         return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
 
@@ -143,12 +143,10 @@ def record_problem(file: Path, sums: Mapping[str, str]) -> str:
     try:
         same = checksum(file) == expected
     except FileNotFoundError:
-        return f"missing, although {CHECKSUMS} lists it; restore it from a copy"
+        return f"missing, although {CHECKSUMS} lists it"
     except OSError as error:
-        return f"cannot be read ({error.strerror}); restore it from a copy, or remove it"
-    return (
-        "" if same else f"its checksum differs from {CHECKSUMS}, so it is damaged; restore it from a copy, or remove it"
-    )
+        return f"cannot be read ({error.strerror})"
+    return "" if same else f"its checksum differs from {CHECKSUMS}, so it is damaged"
 
 
 def read_payload(path: Path) -> Any:

@@ -161,7 +161,7 @@ ILL_TYPED: dict[str, object] = {
     "logs ": {"metrics.jsonl": 7}, "sha256": None, "sha256 ": "0" * 64,
 }  # fmt: skip
 TEXTS = {"a list": "[]", "null": "null", "text": '"x"', "a number": "7", "an empty object": "{}",
-         "deep lists": "[" * 100_000, "deep objects": '{"a":' * 100_000, "not a number": '{"iteration": NaN}'}  # fmt: skip
+         "deep lists": "[" * 100_000, "deep objects": '{"a":' * 100_000, "NaN": '{"iteration": NaN}'}  # fmt: skip
 
 
 def cases() -> list[Case]:

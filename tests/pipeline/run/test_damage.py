@@ -44,8 +44,8 @@ def test_a_checkpoint_without_what_the_graph_reads_ends_the_run(tmp_path, change
     with pytest.raises(RunError) as caught:
         toy.train(path, 11, delay=2)
     assert str(caught.value) == (
-        f"checkpoint after iteration 8: expected the {what}, but it is not there. Continue with the graph that wrote the "
-        "checkpoint, or choose another run.name."
+        f"checkpoint after iteration 8: expected the {what}, but it is not there. Continue with the graph that "
+        "wrote the checkpoint, or choose another run.name."
     )
     assert (path / "metrics.jsonl").read_bytes() == before
     assert folder.is_dir()
@@ -91,7 +91,7 @@ def test_damaged_records_are_noticed_on_resume_and_when_read(tmp_path, caplog, h
     path = tmp_path / "run"
     toy.train(path, 9, delay=2)
     file = damage_record(path, how)
-    sentence = "missing, although" if how == "delete" else "so it is damaged; restore it from a copy, or remove it"
+    sentence = "missing, although" if how == "delete" else "so it is damaged. Restore it from a copy, or remove it."
     with pytest.raises(DataError, match=f"000003.parquet: .*{sentence}"):
         read_payload(file)
     source = read_run(path)
