@@ -9,7 +9,7 @@ import pytest
 from attack_suites import damage, kill, toy_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-SOME = damage.cases()[::7]
+SOME = damage.cases()[3::13]
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,9 @@ def test_the_command_counts_and_returns_1_when_something_does_not_hold(tmp_path)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done, json.loads((tmp_path / "found").read_text()) if done.returncode < 2 else None
 
-    done, rows = attack("kill", "damage", "--quick", "--only", "0")
+    done, rows = attack("kill", "--quick")
     assert done.returncode == 0, done.stderr
-    assert [row["suite"] for row in rows] == ["kill", "damage"]
-    assert all(row["tried"] == row["held"] > 0 for row in rows)
+    assert [(row["suite"], row["tried"], row["held"]) for row in rows] == [("kill", 3, 3)]
     assert done.stdout.splitlines()[0].split() == ["suite", "tried", "held", "seconds"]
     done, _ = attack("kil")
     assert done.returncode == 2
