@@ -134,8 +134,7 @@ class Executor:
     def restore(self) -> int:
         """Continues from the newest sound checkpoint, if there is one; returns the number of completed iterations.
 
-        Raises RunError when the checkpoint lacks a state or a value in flight that this graph needs.
-        """
+        Raises RunError when it lacks a state or a value in flight that this graph needs."""
         checkpoint = self._snapshots.newest_checkpoint()
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
         groups = checkpoint.groups if checkpoint else {}
