@@ -10,7 +10,7 @@ import yaml
 from failures_by_hand import Reset, record
 
 from pipeline.app.cli import main
-from pipeline.run.compose import compose
+from pipeline.run.compose.experiment import compose
 
 
 @pytest.fixture
