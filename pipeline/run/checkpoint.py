@@ -7,7 +7,7 @@
         manifest.json         iteration, size and SHA-256 of each file, marks of the run's logs, and its own SHA-256
 
 A directory whose manifest or files are not those that were written does not count as a checkpoint. The run that
-continues renames it to damaged-000011, so that it neither takes the place of a sound one nor is lost.
+continues renames it to damaged-000011, so that it neither takes the place of a valid one nor is lost.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Checkpoints:
                 logger.warning("%s It is skipped%s; the previous one is tried.", error, place)
         if damaged:
             logger.warning(
-                "%s: no sound checkpoint is left; a run that continues here starts from its first iteration.", self.path
+                "%s: no valid checkpoint is left; a run that continues here starts from its first iteration.", self.path
             )
         return None
 
