@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from pipeline.core.errors import DataError, did_you_mean
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
+HUB_SECONDS = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 
@@ -35,7 +37,33 @@ def resolve_model_path(path: str) -> str:
             f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "
             "not exist."
         )
+    _check_hub(path)
     return path
+
+
+@cache
+def _check_hub(name: str) -> None:
+    """Asks the hub once for a model that is not in the local cache.
+
+    transformers would ask for each of its files, each several times, and log every attempt.
+
+    Raises:
+        DataError: there is no such model, it may not be read, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    retries = logging.getLogger("huggingface_hub.utils._http")
+    level = retries.level
+    retries.setLevel(logging.ERROR)
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except Exception as error:  # the hub client and its HTTP library each raise their own types
+        raise _failure("description", name, error) from None
+    finally:
+        retries.setLevel(level)
 
 
 def load_config(spec: ModelSpec) -> Any:
@@ -190,7 +218,7 @@ def _causal_configs() -> set[type]:
 
 
 def _failure(what: str, path: str, error: Exception) -> DataError:
-    folder = Path(resolve_model_path(path))
+    folder = EMBEDDED.get(path) or Path(path).expanduser()
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if folder.is_dir():
         return DataError(

@@ -20,6 +20,8 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts
 from pipeline.core.streams import Stream
 
+MAX_BATCH = 65_536  # problems; a batch stays in memory with all of its rollouts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
@@ -60,8 +62,8 @@ class DatasetPrompts(Component):
         """tokens of the context kept free for the response"""
 
         def __post_init__(self) -> None:
-            if self.batch < 1:
-                raise ValueError(f"expected batch ≥ 1 problem per iteration, got {self.batch}.")
+            if not 1 <= self.batch <= MAX_BATCH:
+                raise ValueError(f"expected batch of 1 to {MAX_BATCH:,} problems per iteration, got {self.batch}.")
             if self.reserve < 0:
                 raise ValueError(f"expected reserve ≥ 0 tokens, got {self.reserve}.")
 

@@ -34,7 +34,7 @@ def with_completer(action: argparse.Action, completer: Any) -> None:
 
 def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """`recipe=` and other groups, their files after the "=", and `run.` settings."""
-    from pipeline.run.compose import list_choices, list_groups, search_dirs
+    from pipeline.run.compose.choices import list_choices, list_groups, search_dirs
 
     dirs = search_dirs([folder for folder in parsed_args.config_dir if Path(folder).is_dir()])
     key, equals, _value = prefix.partition("=")

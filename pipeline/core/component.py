@@ -75,6 +75,12 @@ class ModelSpec:
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.max_context < 0:
+            raise ValueError(f"max_context {self.max_context}: expected tokens ≥ 1, or 0 for the model's own limit.")
+        if not self.path:
+            raise ValueError("path: expected a folder, a hub name 'owner/name' or 'tiny', got ''.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:

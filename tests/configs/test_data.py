@@ -12,7 +12,8 @@ from components.data.rows import is_short_answer
 from pipeline.app.cli import main
 from pipeline.app.data.check import check_entry
 from pipeline.core.errors import DataError
-from pipeline.run.compose import CONFIG_DIR, compose, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from pipeline.run.compose.experiment import compose
 
 NAMES = [name for name in list_choices("data", [CONFIG_DIR]) if name != "file"]  # a file of the user's own
 PROMISED = (

@@ -7,7 +7,9 @@ import pytest
 from components.models.load import load_tokenizer
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import ConfigError, DataError, GraphError
-from pipeline.run.compose import CONFIG_DIR, build_experiment, compose, deep_merge, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from pipeline.run.compose.experiment import build_experiment, compose
+from pipeline.run.compose.overrides import deep_merge
 
 RECIPES = list(list_choices("recipe", [CONFIG_DIR]))
 CODE = ("livecodebench", "livecodebench_v6", "opencodereasoning")

@@ -7,7 +7,8 @@ import torch
 
 from pipeline.core.component import Context
 from pipeline.core.errors import GraphError
-from pipeline.run.compose import CONFIG_DIR, build_experiment, check_shipped, compose, list_choices, read_yaml
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
+from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
 from pipeline.run.executor import Executor
 from pipeline.run.recording import read_payload
 from pipeline.run.run_directory import RunDirectory

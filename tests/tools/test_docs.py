@@ -16,7 +16,7 @@ from sentences import is_quoted, sentences, template
 
 from pipeline.app.cli import COMMANDS
 from pipeline.core.registry import BUILTIN
-from pipeline.run.compose import CONFIG_DIR, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

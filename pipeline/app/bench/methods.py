@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose import Experiment, build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import Experiment, build_experiment, compose
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.app.arguments import add_config_dir
 from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
-from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, compose
 
 if TYPE_CHECKING:
     from pipeline.app.data.check import DataCheck

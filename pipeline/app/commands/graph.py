@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
 
 SUMMARY = "Draw a graph, or check every shipped graph and recipe."
 

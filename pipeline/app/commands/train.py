@@ -12,9 +12,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.app.sweep import check_distinct, combinations
+from pipeline.app.sweep import build_all, check_distinct, combinations
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import Experiment, build_experiment, compose
+from pipeline.run.compose.experiment import Experiment
 
 if TYPE_CHECKING:
     from pipeline.app.signal_watch import SignalWatch
@@ -82,10 +82,7 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
         chosen = combinations(options.overrides, options.config_dir)
     from pipeline.app.trackers import check_sinks
 
-    experiments = [
-        build_experiment(compose(overrides, options.config_dir), " ".join(overrides) or "configuration")
-        for overrides in chosen
-    ]
+    experiments = build_all(chosen, options.config_dir)
     for experiment in experiments:
         check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])

@@ -24,7 +24,8 @@ from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts
 from pipeline.core.registry import build_component, load_class
 from pipeline.core.sockets import sockets_of
-from pipeline.run.compose import compose, deep_merge
+from pipeline.run.compose.experiment import compose
+from pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,9 @@ from pipeline.core.registry import build_component, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
 from pipeline.run.checkpoint import load, numbered, read_manifest
-from pipeline.run.compose import deep_merge, graph_dict, list_choices, read_yaml, resolved_section
+from pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
+from pipeline.run.compose.experiment import graph_dict
+from pipeline.run.compose.overrides import deep_merge
 from pipeline.run.run_directory import check_run, lock_holder
 from pipeline.run.run_settings import resolve_device
 

@@ -11,7 +11,8 @@ from typing import Any
 from components.rollouts.requests import SamplingSettings
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.settings import build_config
-from pipeline.run.compose import deep_merge, list_choices, read_yaml
+from pipeline.run.compose.choices import list_choices, read_yaml
+from pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,5 +62,5 @@ def write_credit(comparison: Comparison, target: Path, title: str) -> int:
         notes=comparison.notes,
         cards=rows,
     )
-    write_aside(target, text)
+    write_aside(target, text, "-o FILE")
     return len(text.encode())

@@ -31,7 +31,7 @@ LIMIT = 20e6
 def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> int:
     """Writes the page of some runs; returns its size in bytes."""
     text = report_html(runs, title)
-    write_aside(target, text)
+    write_aside(target, text, "-o FILE")
     return len(text.encode())
 
 

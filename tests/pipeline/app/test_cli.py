@@ -290,6 +290,8 @@ def test_a_sweep_is_checked_before_its_first_run(tmp_path: Path, capsys: pytest.
     assert "two runs would share" in errors(capsys)
     assert main([*wrong, "learner.optimizer.lr=interval(0,1)"]) == 2
     assert "expected learner.optimizer.lr=a,b" in errors(capsys)
+    assert main([*wrong, "advantage.normalize=std,stdd", "learner.optimizer.lr=1e-4,abc"]) == 2
+    assert "-m: 3 of 4 runs cannot start, so none does: 2 problems" in errors(capsys)
     assert not list(tmp_path.iterdir())
     assert main([*wrong, "run.seed=range(0,3)", "--check"]) == 0
     assert capsys.readouterr().out.count("valid: ") == 3

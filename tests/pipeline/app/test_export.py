@@ -7,7 +7,7 @@ from pipeline.app.cli import main
 from pipeline.app.commands.train import train
 from pipeline.core.payloads import Weights
 from pipeline.run.checkpoint import Checkpoints
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.app.cli import main
 from pipeline.app.signal_watch import SignalWatch, trains
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 
 TOY = ["recipe=toy_grpo", "prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=2", "run.device=cpu"]
 

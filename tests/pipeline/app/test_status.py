@@ -31,7 +31,8 @@ def test_a_folder_that_is_no_run_is_an_error(tmp_path, capsys, made):
     if made:
         (tmp_path / "none").mkdir()
     assert main(["status", str(tmp_path / "none")]) == 2
-    assert "none: no job.json that can be read" in capsys.readouterr().err
+    expected = "none: no job.json that can be read" if made else "none: no run there (no config.yaml)"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.fixture

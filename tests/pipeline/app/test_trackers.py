@@ -16,7 +16,7 @@ from pipeline.app.cli import main
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.app.trackers import TensorBoard, Wandb, _as_text
 from pipeline.core.errors import ConfigError, RunError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
 from pipeline.run.recording import RecordSettings
 

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.app.cli import main
 from pipeline.core.errors import GraphError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
     "plain",
@@ -109,3 +109,41 @@ def test_a_disaggregated_job_of_changed_settings_can_be_composed_again(tmp_path,
     values = compose([w for w in words if "=" in w])
     assert values["run"]["name"] == compose(changed)["run"]["name"] == "toy_srpo-engine=vllm-group_size=4-s0"
     assert values["engine"]["rendezvous"] == str(tmp_path / values["run"]["name"] / "servers")
+
+
+def test_settings_of_files_for_a_replaced_component_are_dropped_with_a_line(caplog):
+    values = compose(["recipe=toy_srpo", "localizer.use=localizer.uniform"])
+    assert caplog.messages == [
+        "localizer.use=localizer.uniform: dropped max_tokens=128, set by files for localizer.self; localizer.uniform "
+        "has no such setting."
+    ]
+    assert values["localizer"] == {"use": "localizer.uniform"}
+    build_experiment(values)
+    caplog.clear()
+    values = compose(["recipe=toy_grpo", "nodes.advantage.use=advantage.tree_paths"])
+    assert "dropped normalize=std, set by files for advantage.group" in caplog.text
+    assert values["nodes"]["advantage"]["config"] == {}
+
+
+def test_settings_that_both_components_have_stay(caplog):
+    values = compose(["recipe=toy_grpo", "learner=megatron"])
+    learner = build_experiment(values).graph["learner"].config
+    assert (learner.objective.aggregate, learner.optimizer.lr) == ("seq_mean_token_mean", 1e-4)
+    assert caplog.messages == []
+
+
+def test_a_setting_of_the_command_line_is_not_dropped():
+    with pytest.raises(GraphError, match=r"localizer\.max_tokens: unknown setting"):
+        build_experiment(compose(["recipe=toy_srpo", "localizer.use=localizer.uniform", "localizer.max_tokens=9"]))
+    with pytest.raises(GraphError, match=r"localizer\.max_tokns: unknown setting"):
+        build_experiment(compose(["recipe=toy_srpo", "localizer.use=localizer.uniform", "localizer.max_tokns=9"]))
+
+
+def test_a_recipe_may_replace_a_component_of_its_graph(tmp_path, caplog):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/graph: grpo, /setup: toy]\nadvantage: {use: advantage.additive}\n"
+    )
+    values = compose(["recipe=mine"], [tmp_path])
+    assert "advantage.use=advantage.additive: dropped normalize=std" in caplog.text
+    assert values["nodes"]["advantage"]["config"] == {}

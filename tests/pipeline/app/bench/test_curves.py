@@ -20,7 +20,8 @@ from pipeline.app.bench.curves import (
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
 from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import compose
 
 
 def metric_rows():

@@ -9,7 +9,7 @@ from pipeline.app.evaluate.sets import data_entry
 from pipeline.app.evaluate.suite import load_suite
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import load_class
-from pipeline.run.compose import CONFIG_DIR, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 SHIPPED = ["code", "math", "math_16", "reset_paper", "toy"]
 SAMPLING = ("mode", "max_tokens", "temperature", "top_p", "samples")

@@ -24,7 +24,7 @@ from pipeline.core.payloads import (
     TokenLogprobs,
     Trajectories,
 )
-from pipeline.run.compose import compose
+from pipeline.run.compose.experiment import compose
 from pipeline.run.recording import write_payload
 
 
