@@ -141,13 +141,14 @@ def _row_max(values: Jagged) -> Tensor:
 class Redistribute(Component):
     """Redistributes a trajectory's credit over its segments: A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1.
 
-    A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment,
-    or equal gains of value, σ = 1/T_i and the credit does not change (GRPO). σ comes from the gains v(s_{k+1}) − v(s_k)
+    A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment, or
+    equal gains of value, σ = 1/T_i and the credit does not change (GRPO). σ comes from the gains v(s_{k+1}) − v(s_k)
     before any residual, so that the unit of the values cancels; where they come with logs, values too small for a
-    float32 count too. Two choices are our reading; the paper's body was not available to us. For
-    trajectories with A_i < 0, `negative: flipped` turns the gains around (losses of value carry the blame) and `same`
-    does not (gains carry it). A segment's gain is that of each of its tokens (`per: token`, as a policy gradient over
-    segments has it) or divided among them (`segment`). Column "redistributed" of the credit has each token's r_k, whose sum over segments is the reward.
+    float32 count too. Two choices are our reading; the paper's body was not available to us. For trajectories with A_i
+    < 0, `negative: flipped` turns the gains around (losses of value carry the blame) and `same` does not (gains carry
+    it). A segment's gain is that of each of its tokens (`per: token`, as a policy gradient over segments has it) or
+    divided among them (`segment`). Column "redistributed" of the credit has each token's r_k, whose sum over segments
+    is the reward.
     """
 
     paper = "2606.06475"
