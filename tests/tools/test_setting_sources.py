@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from setting_sources import LABELS, OURS, page_of, parse_comment, read_values, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,14 @@ def test_second_hand_facts_stand_with_their_conflicts(page):
 def test_nothing_is_called_published(file):
     text = file.read_text(encoding="utf-8")
     assert not re.search(r"(?i)\bpublished\b", text), f"{file.name}: say where it was read, one of {LABELS}"
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "suite").glob("*.yaml")), ids=lambda file: file.stem)
+def test_settings_of_a_suite_have_a_label(file):
+    suite = yaml.safe_load(file.read_text())
+    tasks = [task for task in suite["tasks"].values() if task]
+    for origin in (part.get("origin", {}) for part in (suite["defaults"], *tasks)):
+        assert all(source.startswith(LABELS) for source in origin.values()), origin
 
 
 # --- the form of comments ---
