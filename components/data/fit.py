@@ -96,9 +96,9 @@ def kind_misfits(source: Source, node: Any, place: str) -> list[str]:
 def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
     """A sentence if a node samples by thoughts from prompts that do not say what ends a thought.
 
-    Plain prompts are the user's own words and may say it.
+    Plain prompts, and those of `user_prompt`, are the user's own words and may say it.
     """
-    if mode != "thought" or source.by_template in (*BY_THOUGHTS, "plain"):
+    if mode != "thought" or source.user_prompt or source.by_template in (*BY_THOUGHTS, "plain"):
         return []
     return [
         f"{place}: '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "

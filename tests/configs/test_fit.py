@@ -198,8 +198,8 @@ def test_the_switch_reaches_every_prompt(folder):
         for text in (
             templates.solve_prompt("chat", "Q", tokenizer),
             templates.localize_prompt(chat, "Q", ["a"], tokenizer),
-            templates.retry_prompt(chat, "Q", ["a"], tokenizer),
-            templates.critique_prompt(chat, "Q", ["a"], True, tokenizer),
+            templates.retry_prompt(chat, "Q", ["a"], tokenizer, "plain"),
+            templates.critique_prompt(chat, "Q", ["a"], True, tokenizer, "plain"),
         ):
             assert text.endswith("assistant\n" if thinking else "<think>\n\n</think>\n\n")
 

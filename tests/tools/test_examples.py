@@ -26,12 +26,16 @@ from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "adding-a-method.md")]
-OPEN = re.compile(r"…|\b(?:NAME|RUN|NODE|PATH|FILE|MODEL|COMMAND|METHOD|ROLE|N)\b|<")  # what the reader fills in
+OPEN = re.compile(
+    r"…|\b(?:NAME|RUN|NODE|PATH|FILE|MODEL|COMMAND|METHOD|ROLE|RECIPE|SEED|N)\b|<"
+)  # what the reader fills in
 IDEAS = re.compile(r"^```python\n# my_package/ideas.py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    """The blocks that no other test runs: those after <!-- tested --> are run by test_docs.py."""
+    found = re.findall(rf"^(<!-- tested -->\n)?```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for tested, block in found if not tested]
 
 
 def command_lines(text: str) -> list[str]:
@@ -63,7 +67,8 @@ TOOLS = [(p, words) for p, line in written() if (words := shlex.split(line, comm
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the component that the README has its reader write."""
+    """A folder with the component and the reward function that pages have their reader write."""
+    (tmp_path / "rewards.py").write_text("def right(prompt, response, answer):\n    return 1.0\n")
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
     (tmp_path / "my_package" / "ideas.py").write_text(IDEAS.search(PAGES[0].read_text())[1])

@@ -73,21 +73,21 @@ def surrogate(ratio: Tensor, advantage: Tensor, clip: Clip) -> Tensor:
 
 
 def clip_flags(ratio: Tensor, advantage: Tensor, clip: Clip) -> dict[str, Tensor]:
-    """bool [n] by side: the terms of `surrogate` without a gradient, "low", "high" and with a dual clip "dual"."""
+    """bool [n] by metric: the terms of `surrogate` without a gradient, from below, above and by a dual clip."""
     ratio = ratio.detach()
     flags = {
-        "low": (advantage < 0) & (ratio < 1 - clip.clip_low),
-        "high": (advantage > 0) & (ratio > 1 + clip.clip_high),
+        "clip_fraction_low": (advantage < 0) & (ratio < 1 - clip.clip_low),
+        "clip_fraction_high": (advantage > 0) & (ratio > 1 + clip.clip_high),
     }
     if clip.dual_clip:
-        flags["dual"] = (advantage < 0) & (ratio > clip.dual_clip)
+        flags["clip_fraction_dual"] = (advantage < 0) & (ratio > clip.dual_clip)
     return flags
 
 
 def clip_meters(flags: dict[str, Tensor], mask: Tensor, meters: Meters) -> None:
     """Metrics: shares of trained tokens that lost their gradient to a clip, by side and together."""
-    for side, flag in flags.items():
-        meters.share(f"clip_fraction_{side}", flag, mask)
+    for name, flag in flags.items():
+        meters.share(name, flag, mask)
     meters.share("clip_fraction", torch.stack(list(flags.values())).any(0), mask)
 
 

@@ -212,7 +212,8 @@ class Trace(Objective):
             clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
             ratio = safe_exp(self._traced_ratio(clipped, inputs), mask, meters)
             ratio_meters(ratio, mask, meters)
-            return -ratio * advantage, {"low": log_ratio.values < low, "high": log_ratio.values > high}
+            flags = {"clip_fraction_low": log_ratio.values < low, "clip_fraction_high": log_ratio.values > high}
+            return -ratio * advantage, flags
         if config.clip in ("traced", "normalised"):
             ratio = safe_exp(self._traced_ratio(log_ratio, inputs), mask, meters)
         else:

@@ -107,6 +107,23 @@ def section_hint(section: str, settings: Any, nodes: Mapping[str, Any], reserved
     return f" Did you mean {' or '.join(places[:3])}?" if places else did_you_mean(section, [*nodes, *reserved])
 
 
+def joined(problems: Iterable[str], nodes: Mapping[str, Any]) -> list[str]:
+    """Problems in their order, where several nodes have the same one as one sentence: a recipe ties their settings.
+
+    >>> joined(["a.x: expected 1.", "b: no wire.", "c.x: expected 1."], {"a": {}, "b": {}, "c": {}})
+    ['a.x, c.x: expected 1.', 'b: no wire.']
+    """
+    places: dict[tuple[str, str], dict[str, None]] = {}  # ordered sets
+    for problem in problems:
+        place, colon, rest = problem.partition(":")
+        node, dot, setting = place.partition(".")
+        if colon and node in nodes:
+            places.setdefault((dot + setting, colon + rest), {})[place] = None
+        else:
+            places.setdefault(("", problem), {})[""] = None
+    return [f"{', '.join(names)}{sentence}" for (_, sentence), names in places.items()]
+
+
 def check_aliases(folders: Iterable[Path]) -> None:
     """Raises ConfigError for a file of the user's whose YAML aliases (`*name`) repeat each other without measure."""
     for file in (f for folder in folders for f in folder.glob("*/*.yaml")):

@@ -24,7 +24,14 @@ import yaml
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean, nearest
 from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
-from pipeline.run.compose.checks import check_aliases, chooses_component, composing_error, drop_replaced, section_hint
+from pipeline.run.compose.checks import (
+    check_aliases,
+    chooses_component,
+    composing_error,
+    drop_replaced,
+    joined,
+    section_hint,
+)
 from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml, search_dirs
 from pipeline.run.compose.overrides import Override, deep_merge, hydra_overrides, parse_overrides, run_name
 
@@ -100,6 +107,13 @@ def _composed(parsed: Sequence[Override], dirs: Sequence[Path]) -> dict[str, Any
 
 def finish(values: dict[str, Any], parsed: Sequence[Override]) -> dict[str, Any]:
     """Adds the recipe's name and, if run.name is not set, a name for the run."""
+    for group in ("graph", "recipe", "setup"):
+        if isinstance(values.get(group), dict):
+            name = next((o.value for o in parsed if o.key == group), "NAME")
+            raise ConfigError(
+                f"{group}/{name}.yaml: its settings are below '{group}', not at the top of the configuration; make "
+                "'# @package _global_' the first line of the file."
+            )
     recipe = next((o.value for o in parsed if o.key == "recipe"), None)
     values["recipe"] = recipe
     run = values.setdefault("run", {})
@@ -205,7 +219,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise GraphError(problems, place)
+        raise GraphError(joined(problems, spec["nodes"]), place)
     assert graph is not None
     for node in graph.nodes:
         try:

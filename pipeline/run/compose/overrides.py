@@ -22,7 +22,7 @@ _KEY = re.compile(r"[\w$-]+([/.@:][\w$-]+)*")
 # Of names made for runs: endings of files that say nothing, and characters of a value and of the whole.
 _SUFFIX = re.compile(r"\.(jsonl?|csv|parquet|arrow)(\.gz|\.zst)?$")
 _VALUE_LENGTH = 30
-_NAME_LENGTH = 70
+_NAME_LENGTH = 120
 MAX_KEY = 200  # characters of a dotted name
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.app.cli import main
+from pipeline.app.report.page import vega_bundle
 from pipeline.core.errors import ConfigError
 from pipeline.core.extras import extra, find_package
 
@@ -27,6 +28,7 @@ def bare(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     monkeypatch.setattr("pipeline.core.extras.find_spec", lambda name: None)
+    vega_bundle.cache_clear()
 
 
 def test_the_sentence_names_setting_extra_and_way_out():

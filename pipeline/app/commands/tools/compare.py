@@ -22,10 +22,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
         "examples:\n"
-        "  creditgraph compare                                     every listed method, three seeds, 400k tokens\n"
+        "  creditgraph compare                                   # every listed method, three seeds, 400k tokens\n"
         "  creditgraph compare --recipes srpo vineppo --tokens 1000000 --seeds 0 1 2 3 4 --jobs 2\n"
-        "  creditgraph compare --set learner.optimizer.lr=3e-4     settings for all runs\n"
-        "  creditgraph compare --report                            table and figure of the finished runs"
+        "  creditgraph compare --set learner.optimizer.lr=3e-4   # settings for all runs\n"
+        "  creditgraph compare --report                          # table and figure of the finished runs"
     )
     parser.add_argument(
         "--recipes",

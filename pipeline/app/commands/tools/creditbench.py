@@ -21,10 +21,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
         "examples:\n"
-        "  creditgraph creditbench                                     every method, three seeds, the untrained model\n"
-        "  creditgraph creditbench --quick                             two methods, one seed, a few seconds\n"
+        "  creditgraph creditbench                                   # every method, three seeds, the untrained model\n"
+        "  creditgraph creditbench --quick                           # two methods, one seed, a few seconds\n"
         "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
-        "  creditgraph creditbench --run runs/toy_grpo-s0              at the newest checkpoint of a run"
+        "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run"
     )
     parser.add_argument(
         "--methods",
