@@ -71,10 +71,10 @@ def shaping_statistics(reward: Tensor, shaped: Tensor, phi: Tensor, correct: Ten
 class Counterfactual(Component):
     """Adds λ · (share of correct revisions) to the reward of each failure, and credits the tokens that a repair edits.
 
-    R' = R + λφ, with φ_i = ρ s_i for a wrong trajectory and 0 for a correct one (second-hand). A' is R' normalised
-    within the group, and A_{i,t} = A'_i m_{i,t} (our reading). m marks the tokens of a repaired trajectory that its
-    successful revision with the fewest edits changes; it is all ones for a correct trajectory and for a failure without
-    a successful revision (our reading). Column "gate" holds m for objective `gspo_gated`.
+    R' = R + λφ, with φ_i = ρ s_i for a wrong trajectory and 0 for a correct one (second-hand: notes on the paper). A'
+    is R' normalised within the group, and A_{i,t} = A'_i m_{i,t} (our reading). m marks the tokens of a repaired
+    trajectory that its successful revision with the fewest edits changes; it is all ones for a correct trajectory and
+    for a failure without a successful revision (our reading). Column "gate" holds m for objective `gspo_gated`.
 
     The corrected trajectory is reinforced: that revision is trained too, on its edited tokens and with the advantage of
     reward 1 in its original's group, and the tokens it replaces are lowered or left (our reading). Switches give the
@@ -114,7 +114,7 @@ class Counterfactual(Component):
         shaping: float = 0.6
         """λ_φ, reward of a fully repairable failure; 0 switches shaping off"""
         repair_scale: float = 1.0
-        """ρ: 0.5 in the paper's single-reference form (`references: 1` at the reviser)"""
+        """ρ: 0.5 in the single-reference form (second-hand: notes on the paper), `references: 1` at the reviser"""
         mask: Literal["loss", "credit", "none"] = "loss"
         """unchanged tokens of a repaired failure: leave the loss, or get advantage 0 (credit), or keep theirs (none)"""
         raise_edits: bool = False

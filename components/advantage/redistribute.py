@@ -75,7 +75,7 @@ def segment_shares(
     rounding error and counts as 0. Uniform over tokens, n_k/T, are rows without gains, or whose Σ w is not positive;
     for signed also those whose return, the sum of the redistributed rewards, is below 1e-6 in size. Last, a row's
     shares are drawn towards uniform until no token's factor, share_k T/n_k, is above `max_factor` in size. The
-    published text leaves the form open; these are our reconstructions.
+    forms are our reading; the paper's body was not available to us.
 
     Args:
         values: v at the boundaries of each row [segments + 1].
@@ -141,13 +141,14 @@ def _row_max(values: Jagged) -> Tensor:
 class Redistribute(Component):
     """Redistributes a trajectory's credit over its segments: A_{i,t} = T_i σ_{i,t} A_i with Σ_t σ_{i,t} = 1.
 
-    A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment,
-    or equal gains of value, σ = 1/T_i and the credit does not change (GRPO). σ comes from the gains v(s_{k+1}) − v(s_k)
+    A_i is the input credit, T_i its number of trained tokens, and σ is constant within a segment. With one segment, or
+    equal gains of value, σ = 1/T_i and the credit does not change (GRPO). σ comes from the gains v(s_{k+1}) − v(s_k)
     before any residual, so that the unit of the values cancels; where they come with logs, values too small for a
-    float32 count too. Two choices are open in the published text. For trajectories with A_i < 0, `negative: flipped`
-    turns the gains around (losses of value carry the blame) and `same` does not (gains carry it). A segment's gain is
-    that of each of its tokens (`per: token`, as a policy gradient over segments has it) or divided among them
-    (`segment`). Column "redistributed" of the credit has each token's r_k, whose sum over segments is the reward.
+    float32 count too. Two choices are our reading; the paper's body was not available to us. For trajectories with A_i
+    < 0, `negative: flipped` turns the gains around (losses of value carry the blame) and `same` does not (gains carry
+    it). A segment's gain is that of each of its tokens (`per: token`, as a policy gradient over segments has it) or
+    divided among them (`segment`). Column "redistributed" of the credit has each token's r_k, whose sum over segments
+    is the reward.
     """
 
     paper = "2606.06475"

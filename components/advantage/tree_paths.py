@@ -30,7 +30,7 @@ class TreePaths(TreeAdvantage):
         """Rows in which shared tokens are trained on."""
 
         shared: Literal["paths", "once"] = "paths"
-        """paths: in every leaf below, as published; once: in the first valid leaf only"""
+        """paths: in every leaf below, as summaries of the paper have it; once: in the first valid leaf only"""
 
     config: Config
 

@@ -90,12 +90,12 @@ def pair_up(
 class Compare(Component):
     """Samples, for each wrong trajectory y and sibling y_ref, a revision ŷ from a prompt with the problem, y and y_ref.
 
-    That each pair gives one revision is second-hand. The revision's `parent` is y, its `prompt_uid` the original
-    problem, its `prompt_tokens` the revision prompt. Sampling settings other than those of y's sampler are refused, so
-    that y and ŷ end alike. A wrong trajectory without a sibling gets no revision; without a correct sibling it is shown
-    wrong ones (our reading), or none under `only_correct`. A revision that does not end counts as wrong whatever it
-    holds; one that could not be verified stays invalid. A pair whose prompt leaves no room in the model's context for a
-    repair as long as y is left out (our reading). All are counted.
+    That each pair gives one revision is second-hand (notes on the paper). The revision's `parent` is y, its
+    `prompt_uid` the original problem, its `prompt_tokens` the revision prompt. Sampling settings other than those of
+    y's sampler are refused, so that y and ŷ end alike. A wrong trajectory without a sibling gets no revision; without a
+    correct sibling it is shown wrong ones (our reading), or none under `only_correct`. A revision that does not end
+    counts as wrong whatever it holds; one that could not be verified stays invalid. A pair whose prompt leaves no room
+    in the model's context for a repair as long as y is left out (our reading). All are counted.
     """
 
     paper = "2605.16302"
@@ -119,7 +119,7 @@ class Compare(Component):
         """Sampling of the revisions and the number of references."""
 
         references: int = 7
-        """K − 1: siblings each wrong trajectory is shown, one revision each; 1 is the paper's single-reference form"""
+        """K − 1: siblings each wrong trajectory is shown, one revision each; 1 is the single-reference form"""
         only_correct: bool = False
         """skip wrong siblings: a group without a success is then not revised at all"""
 

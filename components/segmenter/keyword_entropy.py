@@ -40,7 +40,8 @@ def merge_lowest(ends: Sequence[int], entropies: Sequence[float], segments: int)
 class KeywordEntropy(Segmenter):
     """Ends a segment at every keyword, then merges neighbours of low entropy until at most `segments` remain.
 
-    Second-hand: the paper splits at keywords, newline among them. The list and the number of segments are ours.
+    Second-hand (notes on the paper): it splits at keywords, newline among them. The list and the number of segments are
+    ours.
     """
 
     paper = "2606.06475"

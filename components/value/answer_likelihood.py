@@ -63,8 +63,9 @@ class AnswerLikelihood(AnswerEstimator):
 
     - `immediate` (default, our reconstruction): u is the exit text, whose own probability is left out: P(y | s, exit
       text).
-    - `solution` (second-hand): a fixed bank of (question, solution, answer): p(u | s) p(y | s, u) with u the reference
-      solution, the same at every state of a problem; then the exit text, which does not count, and the answer y.
+    - `solution` (second-hand: notes on the paper): a fixed bank of (question, solution, answer): p(u | s) p(y | s, u)
+      with u the reference solution, the same at every state of a problem; then the exit text, which does not count, and
+      the answer y.
     - `continuation`: (u, y) is the rest of a correct trajectory of the same problem, after as many thoughts as s has.
       At the end of a response nothing follows: the value is ζ of a correct response, else 0. End segments at thoughts.
     - `sum`: `immediate` and `continuation`, at most 1.

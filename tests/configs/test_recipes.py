@@ -1,4 +1,4 @@
-"""Every shipped graph and recipe is sound; published settings stand where they should; methods that should agree do."""
+"""Every shipped graph and recipe is sound; settings with a source are as labelled; methods that should agree do."""
 
 import math
 
@@ -79,9 +79,9 @@ def test_full_size_recipes_with_a_ratio_recompute_old_logprobs(recipe):
     assert learner.old_logprobs == "recompute" or learner.objective.use == "reinforce"
 
 
-# --- published settings ---
+# --- settings that the comments of a recipe or its graph give a source ---
 
-PUBLISHED = {
+SOURCED = {
     "gspo_qwen3_30b_a3b": {
         "model.path": "Qwen/Qwen3-30B-A3B-Base",
         "learner.objective.use": "gspo",
@@ -189,18 +189,18 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("recipe", PUBLISHED)
-def test_published_settings(recipe):
+@pytest.mark.parametrize("recipe", SOURCED)
+def test_settings_with_a_source(recipe):
     checked = experiment(recipe)
-    assert {path: setting(checked, path) for path in PUBLISHED[recipe]} == PUBLISHED[recipe]
+    assert {path: setting(checked, path) for path in SOURCED[recipe]} == SOURCED[recipe]
 
 
-def test_published_batch_of_grpo():
+def test_batch_of_grpo():
     checked = experiment("grpo_deepseek_math_7b")
     assert checked.graph["prompts"].config.batch * checked.graph["sampler"].config.group_size == 1024
 
 
-def test_localiser_of_srpo_is_sampled_as_published():
+def test_localiser_of_srpo_is_sampled_as_in_the_release():
     checked = experiment("srpo_qwen2_5_14b_instruct").graph["localizer"].config
     assert (checked.temperature, checked.top_p, checked.max_tokens) == (0.3, 0.95, 4096)
 

@@ -1,6 +1,6 @@
 """Improvement bounds of CPI with resets, and slopes of power laws.
 
-Why our reading of the paper (iteration.py) gives the published bound. Run π' by choosing π⁺ with probability α g(x) at
+Why our reading of the paper (iteration.py) gives the claimed bound. Run π' by choosing π⁺ with probability α g(x) at
 each step. Until the first such choice the trajectory is one of π, so with c_h = P(no choice before step h) and
 |Σ_y π⁺ A^π| ≤ H R_max, the performance difference is
 
@@ -11,7 +11,7 @@ R_max);
 * random resets: 1 − c_h ≤ α h, so the gain is ≥ α H (𝔸 − α H² R_max), and α = 𝔸/(2 H² R_max) leaves 𝔸²/(4 H R_max).
 
 This holds for every π⁺ with 𝔸 ≥ 0. For the greedy π⁺, 𝔸 ≥ (1 − β) τ and p̂ = γ p_π/(1 − β): the localised gain is at
-least (1 − β) γ τ² p_π/(8 H R_max), twice the published one, whose 16 leaves room for a sampled 𝔸. For random resets 𝔸 ≥
+least (1 − β) γ τ² p_π/(8 H R_max), twice the claimed one, whose 16 leaves room for a sampled 𝔸. For random resets 𝔸 ≥
 τ p_π.
 """
 
@@ -25,7 +25,7 @@ from cpi.iteration import Step
 from cpi.mdp import Floats, TabularMDP
 
 
-def published_bound(mdp: TabularMDP, tau: Floats, p: Floats, quality: Floats | None = None) -> Floats:
+def claimed_bound(mdp: TabularMDP, tau: Floats, p: Floats, quality: Floats | None = None) -> Floats:
     """[B]: (1−β)γ τ² p_π/(16 H R_max) with `quality` = (1−β)γ (1 for an exact oracle), τ² p_π²/(16 H R_max) without."""
     factor = p if quality is None else quality
     return factor * tau**2 * p / (16 * mdp.horizon * mdp.max_reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cpi.bounds import guaranteed_gain, published_bound
+from cpi.bounds import claimed_bound, guaranteed_gain
 from cpi.families import random_mdps
 from cpi.iteration import exact_step, greedy, improvable, localiser_quality, sampled_step
 from cpi.mdp import Floats, TabularMDP, Values, evaluate, state_distribution
@@ -41,7 +41,7 @@ def random_localiser(distribution: Floats, oracle: Floats, rng: np.random.Genera
 def _random_case(
     rng: np.random.Generator, count: int
 ) -> tuple[TabularMDP, Floats, Values, Floats, dict[str, Floats | None], Rows]:
-    """Random MDPs, policies, τ (2–100 % of the best advantage reached) and localisers, with their published bounds."""
+    """Random MDPs, policies, τ (2–100 % of the best advantage reached) and localisers, with their claimed bounds."""
     mdp, policy = random_mdps(rng, count)
     values = evaluate(mdp, policy)
     distribution = state_distribution(mdp, policy)
@@ -52,9 +52,9 @@ def _random_case(
     membership = random_localiser(distribution, oracle, rng)
     beta, gamma = localiser_quality(distribution, oracle, membership)
     rows = {"p": p, "tau": tau, "beta": beta, "gamma": gamma, "scale": mdp.horizon * mdp.max_reward}
-    rows["bound_rr"] = published_bound(mdp, tau, p)
-    rows["bound_oracle"] = published_bound(mdp, tau, p, np.ones(count))
-    rows["bound_localiser"] = published_bound(mdp, tau, p, (1 - beta) * gamma)
+    rows["bound_rr"] = claimed_bound(mdp, tau, p)
+    rows["bound_oracle"] = claimed_bound(mdp, tau, p, np.ones(count))
+    rows["bound_localiser"] = claimed_bound(mdp, tau, p, (1 - beta) * gamma)
     return mdp, policy, values, distribution, {"rr": None, "oracle": oracle, "localiser": membership}, rows
 
 
@@ -63,7 +63,7 @@ def check_bound(rng: np.random.Generator, count: int) -> Rows:
 
     For each target t in exact, noisy, adversarial: gain_rr_t, gain_oracle_t, gain_localiser_t; for each, the gain
     that is certain for the target's own 𝔸 (sure_*), whether a full step (α = 1) would lose return although 𝔸 > 0
-    (lost_*), and whether 𝔸 is high enough for the published constant 16 (fit_*: 𝔸 ≥ τ p_π/2 for random resets, τ/√2 for
+    (lost_*), and whether 𝔸 is high enough for the claimed constant 16 (fit_*: 𝔸 ≥ τ p_π/2 for random resets, τ/√2 for
     the oracle, (1−β) τ/√2 for a localiser).
     """
     mdp, policy, values, distribution, memberships, rows = _random_case(rng, count)
@@ -87,7 +87,7 @@ def check_bound(rng: np.random.Generator, count: int) -> Rows:
 
 
 def check_sampled(rng: np.random.Generator, count: int, num_labels: int) -> Rows:
-    """The published bound after one *sampled* iteration with `num_labels` roll-outs: gains and bounds [count]."""
+    """The claimed bound after one *sampled* iteration with `num_labels` roll-outs: gains and bounds [count]."""
     mdp, policy, _, _, memberships, rows = _random_case(rng, count)
     for name, accepts in memberships.items():
         gains = np.empty(count)
@@ -108,7 +108,7 @@ def count_checks(rows: Rows) -> dict[str, dict[str, float]]:
     """Violations of `check_bound` rows by "algorithm/target":
 
     num, num_tiny (bounds under 1e-13 of H R_max, which float64 cannot decide), num_fit (𝔸 high enough for the constant
-    16), violations (of the published bound, any target), violations_fit (among num_fit), violations_sure (of the bound
+    16), violations (of the claimed bound, any target), violations_fit (among num_fit), violations_sure (of the bound
     derived for the target's own 𝔸), full_step_loses (of the targets with 𝔸 > 0), min_ratio and min_ratio_sure (smallest
     gain over bound, num_fit and not tiny).
     """
@@ -140,7 +140,7 @@ def count_checks(rows: Rows) -> dict[str, dict[str, float]]:
 def count_better(rows: Rows) -> dict[str, float]:
     """ "Better than random resets iff (1−β)γ > p_π" on `check_bound` rows, ties (within 1e-9) left out.
 
-    agree_bounds: share of MDPs where the published bounds order that way; agree_gains: where the exact gains do (greedy
+    agree_bounds: share of MDPs where the claimed bounds order that way; agree_gains: where the exact gains do (greedy
     π⁺), with the counts of disagreement, and of localisers that are worse although (1−β)γ > 2 p_π; agree_own: share
     where the exact gains order as the bounds with the MDP's own 𝔸, p̂ 𝔸²/8 against 𝔸²/4.
     """

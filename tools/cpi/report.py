@@ -210,7 +210,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     for name, values in result["ratios"].items():
         ratio.hist(np.log10(values), bins=50, histtype="step", label=name)
     ratio.axvline(0, color="k", linewidth=0.8)
-    ratio.set(xlabel="log10(exact gain / published bound)", ylabel="random MDPs", title="The bound on random MDPs")
+    ratio.set(xlabel="log10(exact gain / claimed bound)", ylabel="random MDPs", title="The bound on random MDPs")
     for axes in (gain, local, ratio):
         axes.legend(fontsize=8)
     figure.savefig(folder / "cpi_lab.png", dpi=100)

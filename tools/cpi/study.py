@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cpi.bounds import Slope, loglog_slope, published_bound
+from cpi.bounds import Slope, claimed_bound, loglog_slope
 from cpi.families import Shape, uniform_policy
 from cpi.iteration import (
     exact_step,
@@ -95,7 +95,7 @@ def successes(
 
     * "step": 𝔸̂ (hence the step size) lies within half of the exact operator's 𝔸;
     * "greedy": the regressed π⁺ reaches half of that 𝔸 (only regression counts, not the step size);
-    * "bound": the exact gain of the sampled update reaches the published bound (τ² p_π²/(16 H R_max), for CARO τ²
+    * "bound": the exact gain of the sampled update reaches the claimed bound (τ² p_π²/(16 H R_max), for CARO τ²
     p_π/(16 H R_max)).
     """
     values = evaluate(mdp, policy)
@@ -104,7 +104,7 @@ def successes(
     exact, _ = mean_advantage(values, greedy(values.q), weights)
     p = (state_distribution(mdp, policy) * oracle).sum((1, 2))
     step, estimate = sampled_step(mdp, policy, num, rng, oracle if localised else None, repeats)
-    bound = published_bound(mdp, np.array([tau]), p, np.ones(1) if localised else None)
+    bound = claimed_bound(mdp, np.array([tau]), p, np.ones(1) if localised else None)
     return {
         "step": float((abs(estimate - exact) <= exact / 2).mean()),
         "greedy": float((step.advantage >= exact / 2).mean()),

@@ -2,12 +2,15 @@
 
     python trl_grpo.py MODEL_DIR PROMPTS.json RESULT.json
 
-PROMPTS.json holds {"prompts": [{"prompt", "answer"}], "group", "max_tokens", "lr", "iterations", "batch"}; RESULT.json
-gets the wall-clock and CPU seconds of each iteration and the tokens of each rollout batch.
+PROMPTS.json holds {"prompts": [{"prompt", "answer"}], "group", "max_tokens", "lr", "iterations", "batch", "reward"};
+"reward" is "" for the right number in the last box, or FILE.py:NAME of a function reward(prompt, response, answer).
+RESULT.json gets the wall-clock and CPU seconds of each iteration, and of each rollout batch its tokens, its mean reward
+and the share of groups whose rewards are all equal.
 """
 
 import json
 import re
+import runpy
 import sys
 import tempfile
 import time
@@ -23,10 +26,19 @@ torch.set_num_threads(1)
 BOX = re.compile(r"\\boxed\{\s*([^}]*?)\s*\}")
 
 
-def reward(completions, answer, **_):
+def right(prompt, response, answer):
     """1 where the last box holds the reference answer."""
-    boxes = [BOX.findall(text) for text in completions]
-    return [float(bool(b) and b[-1] == a) for b, a in zip(boxes, answer, strict=True)]
+    boxes = BOX.findall(response)
+    return float(bool(boxes) and boxes[-1] == answer)
+
+
+def rewards_of(function):
+    """The function over a batch, as TRL calls it."""
+
+    def reward(prompts, completions, answer, **_):
+        return [float(function(p, c, a)) for p, c, a in zip(prompts, completions, answer, strict=True)]
+
+    return reward
 
 
 class Clock(TrainerCallback):
@@ -48,6 +60,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     rows = job["batch"] * job["group"]
+    file, _, name = job["reward"].rpartition(":")
+    function = runpy.run_path(file)[name] if file else right
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -75,7 +89,7 @@ def main():
         clock = Clock()
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=reward,
+            reward_funcs=rewards_of(function),
             args=config,
             train_dataset=Dataset.from_list(job["prompts"]),
             processing_class=tokenizer,
@@ -85,10 +99,14 @@ def main():
     wall, cpu = ([b - a for a, b in pairwise(marks)] for marks in (clock.wall, clock.cpu))
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     lengths = [entry.get("completions/mean_length", 0.0) for entry in log]
-    rewards = [entry["reward"] for entry in log]
-    Path(result_file).write_text(
-        json.dumps({"wall": wall, "cpu": cpu, "tokens": [n * rows for n in lengths], "rewards": rewards})
-    )
+    result = {
+        "wall": wall,
+        "cpu": cpu,
+        "tokens": [n * rows for n in lengths],
+        "rewards": [entry["reward"] for entry in log],
+        "silent": [entry.get("frac_reward_zero_std", 0.0) for entry in log],
+    }
+    Path(result_file).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

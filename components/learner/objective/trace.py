@@ -2,25 +2,25 @@
 
 Weights (d = γλ per token; k, t count from 1 at the first trained token of a trajectory):
 
-    recent         d^{t−k}                    GRPO-λ (2510.00194), second-hand
-    both           max(d^{t−k}, d^{k−1})      GRPO-λ, second-hand, reported better than recent
-    weight_floor   max(d^{t−k}, floor)        our own
+    recent         d^{t−k}                    GRPO-λ (2510.00194), second-hand (public ports)
+    both           max(d^{t−k}, d^{k−1})      GRPO-λ, second-hand (public ports), reported better than recent
+    weight_floor   max(d^{t−k}, floor)        our reading of a port that takes ε as a floor of the weights
     uniform        1/T for all t and k        GSPO (2507.18071): with clip "traced" it is `gspo`; T counts trained
                                               tokens of the trace, d is not used
 
 Where the clip acts (`clip`), in terms J_t of token t:
 
-    traced         min(R A, clip(R) A)                            GRPO-λ, second-hand
+    traced         min(R A, clip(R) A)                            GRPO-λ, second-hand (public ports)
     current        e_t·min(ρ_t A, clip(ρ_t) A),                   P-trace (2605.05965), our reading, see below
                    e_t = exp(Σ_{k<t} w l_k)
     inside         R_t A with every l_k clipped to                our own, as V-trace does it
                    [log(1−ε_lo), log(1+ε_hi)] first
     normalised     min(R A, clip(R) A), log R_t = Σ w l_k / Σ w   our own; d = 1 gives running means: GSPO's ratio at
                                                                   the last token alone
-    eps_weight     W_t·min(ρ_t A, clip(ρ_t) A),                   our own
+    eps_weight     W_t·min(ρ_t A, clip(ρ_t) A),                   our reading of the ε-weight that reviews name
                    W_k = Σ_{t≥k} w(t,k)
 
-The equations of P-trace and S-trace are not public in a form we could read. Ours is one reading of "partial
+P-trace and S-trace are our reading; the paper's body was not available to us. Ours is one reading of "partial
 trust-region preservation": the trust region holds on the current ratio, history enters as a decayed importance weight.
 λ = 0 gives `ppo_clip` in every placement but `inside`. S-trace uses m^H_t·l_t instead of l_t in the history, m^H the
 mask of high entropy. A·d^{T−t}, decay from the end, is a different method.
