@@ -40,7 +40,7 @@ def compare(gold: str, answer: str) -> tuple[bool, bool]:
     quick = _without_algebra(gold, answer)
     if quick is not None:
         return quick, False
-    golds, answers = parts(gold), parts(answer)
+    golds, answers = _values_of(gold), _values_of(answer)
     if (len(golds) > 1 or len(answers) > 1) and max(len(golds), len(answers)) <= MAX_PARTS:
         return _same_values(golds, answers)
     if not golds or not answers:
@@ -65,6 +65,16 @@ def _without_algebra(gold: str, answer: str) -> bool | None:
         return _PHRASES.get(gold_words, gold_words) == _PHRASES.get(answer_words, answer_words)
     phrase_and_number = (gold_words and answer_quantity) or (answer_words and gold_quantity)
     return False if phrase_and_number else None
+
+
+_OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])")
+
+
+def _values_of(text: str) -> list[str]:
+    """The values of an answer; the cases of "x < 1 or x > 3" are one value, a union."""
+    values = parts(text)
+    intervals = [_bare(value)[0] for value in values] if len(values) > 1 and _OR.search(text) else []
+    return ["\\cup ".join(intervals)] if intervals and all(map(_brackets, intervals)) else values
 
 
 _PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}
@@ -94,11 +104,11 @@ def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
     if quick is not None:
         return quick, False
     gold_name, answer_name = (_NAME.match(text) if text.count("=") <= 1 else None for text in (gold, answer))
-    if gold.count("=") == answer.count("=") == 1 and not (gold_name and answer_name):
-        return _same_equation(gold, answer)
     names = {match.group(1) for match in (gold_name, answer_name) if match}
-    if len(names) == 2 and not any("(" in name for name in names):  # x = 5 is not y = 5; y = x² is f(x) = x²
-        return False, False
+    # x = 5 is not y = 5, and y = x is x = y; but f(x) = x² is y = x².
+    both_named = bool(gold_name and answer_name) and (len(names) == 1 or any("(" in name for name in names))
+    if gold.count("=") == answer.count("=") == 1 and not both_named:
+        return _same_equation(gold, answer)
     gold, gold_unit, gold_base = _bare(gold)
     answer, answer_unit, answer_base = _bare(answer)
     factor = unit_factor(gold_unit, answer_unit)
@@ -159,7 +169,9 @@ _SIDE = r"([^<>]+?)"
 _LESS = re.compile(rf"^(?:{_SIDE}\s*(<|\\le)\s*)?([a-zA-Z])\s*(?:(<|\\le)\s*{_SIDE})?$")
 _BASE = re.compile(r"^(\d+)_\{?(\d+)\}?$")
 # A name before an equals sign or "∈": x, a_1, f(x).
-_NAME = re.compile(r"^\s*([a-zA-Z](?:_\{?\w+\}?)?(?:\([a-z]\))?)\s*(?:=|\\in(?![a-z]))\s*(?=\S)")
+_NAME = re.compile(
+    r"^\s*([a-zA-Z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(?:=|\\in(?![a-z]))\s*(?=\S)"
+)
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?")
 
 

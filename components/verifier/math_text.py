@@ -79,7 +79,8 @@ _TEXT = re.compile(
 _PERCENT = re.compile(r"\\?%\s*$|\\?\s*percent\s*$|\\text\s*\{\s*(?:percent|\\?%)\s*\}\s*$")
 # A word, or a \text command, with its power, after a digit, a bracket or a space.
 _UNIT_AT_END = re.compile(
-    r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)"
+    r"(?:(?<=[\d}\s)])|^|(?=\s*\\(?:text|mathrm|mbox)\b))\s*"
+    r"(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)"
     r"\s*(\^\s*\{?([23])\}?)?$"
 )
 _POWER_OF_TEN = re.compile(
@@ -183,9 +184,9 @@ class Quantity:
         value: the number as written.
         unit: its unit in the spelling of this module, "" for none.
         percent: whether a percent sign followed.
-        tolerance: largest difference of an equal number, if this is the reference: 0, or with a decimal point and at
-            least six significant digits half a unit of the last digit. At most six digits count after the point's
-            leading zeros.
+        tolerance: largest difference of an equal number, if this is the reference: 0, or for a decimal number
+            of at least six significant digits half a unit of its last digit. At most six digits count after the
+            point's leading zeros.
     """
 
     value: Fraction
@@ -212,10 +213,10 @@ def quantity(text: str) -> Quantity | None:
 def _tolerance(text: str) -> Fraction:
     plain = _NUMBER.match(text.removeprefix("-").strip())
     whole, _, decimals = plain.group(2).partition(".") if plain else ("", "", "")
-    if not plain or not decimals or len((whole + decimals).lstrip("0")) < 6:
+    if not plain or plain.group(3) or not decimals or len((whole + decimals).lstrip("0")) < 6:
         return Fraction(0)
     zeros = 0 if whole.strip("0") else len(decimals) - len(decimals.lstrip("0"))
-    return Fraction(1, 2) / Fraction(10) ** (min(len(decimals), zeros + 6) - int(plain.group(3) or 0))
+    return Fraction(1, 2) / 10 ** min(len(decimals), zeros + 6)
 
 
 def split_unit(text: str) -> tuple[str, str, bool]:
