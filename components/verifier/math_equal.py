@@ -117,14 +117,15 @@ def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
     gold_brackets, answer_brackets = _brackets(gold), _brackets(answer)
     if gold_brackets != answer_brackets:
         # An interval may equal an inequality or a union, never another tuple or an expression.
-        if (gold_brackets and answer_brackets) or not _RELATION_OR_SET.search(gold + answer):
+        other = answer if gold_brackets else gold
+        if (gold_brackets and answer_brackets) or not _RELATION_OR_SET.search(other):
             return False, False
     elif gold_brackets:
         return _same_members(gold, answer)
     return _same_mathematics(gold, answer, factor)
 
 
-_RELATION_OR_SET = re.compile(r"[<>]|\\(?:[lg]e|ne|cup|cap|pm|setminus|mathbb|infty)")
+_RELATION_OR_SET = re.compile(r"[<>]|\\(?:[lg]e|ne|cup|cap|pm|setminus|mathbb)")
 
 
 def _same_members(gold: str, answer: str) -> tuple[bool, bool]:

@@ -20,18 +20,121 @@ from components.verifier.math_text import quantity, words
 SAMPLE = 40  # references that each answer is graded against at first
 _ALLOWED = 2  # values an answer may be right for: 50% is right for 50 and for 0.5
 _CHUNK = 4  # answers graded at a time
-_LARGE = ["2^{2000}", "10^{1000}", "1000!", "e^{1000}", "10^{10^{10}}", "9^{9^{9^{9}}}", "2^{2^{2^{2^{2}}}}", "((10^8)!)!"]
-_LARGE += ["1e308", "1e309", "-1e309", "1e999999999", "\\sum_{k=1}^{10^9} k", "\\prod_{k=1}^{10^9} k", "\\binom{10^9}{9}"]
+_LARGE = [
+    "2^{2000}",
+    "10^{1000}",
+    "1000!",
+    "e^{1000}",
+    "10^{10^{10}}",
+    "9^{9^{9^{9}}}",
+    "2^{2^{2^{2^{2}}}}",
+    "((10^8)!)!",
+]
+_LARGE += [
+    "1e308",
+    "1e309",
+    "-1e309",
+    "1e999999999",
+    "\\sum_{k=1}^{10^9} k",
+    "\\prod_{k=1}^{10^9} k",
+    "\\binom{10^9}{9}",
+]
 _NO_VALUE = ["nan", "NaN", "inf", "-inf", "\\infty", "-\\infty", "\\frac{1}{0}", "\\frac{0}{0}", "\\infty-\\infty"]
 _NO_VALUE += ["\\ln 0", "\\tan 90^\\circ", "0^{-1}", "0^0", "\\lim_{x\\to 0}\\frac{1}{x}", "\\sum_{n=1}^\\infty n"]
-_EMPTY = ["", " ", "\\{\\}", "\\emptyset", "()", "[]", "{}", "\\text{}", "\\boxed{}", "$$", "\\", "{", "}", "?", "*", ".*"]
+_EMPTY = [
+    "",
+    " ",
+    "\\{\\}",
+    "\\emptyset",
+    "()",
+    "[]",
+    "{}",
+    "\\text{}",
+    "\\boxed{}",
+    "$$",
+    "\\",
+    "{",
+    "}",
+    "?",
+    "*",
+    ".*",
+]
 _WORDS = ["A or B", "A, B, C, D", "ABCD", "yes no", "yes and no", "true false", "any", "none", "None", "null", "True"]
-_WORDS += ["all of the above", "the answer", "correct", "x", "i", "e", "0=0", "x=x", "42=42", "\\forall x", "\\mathbb{R}"]
-_PROGRAMS = ["print(input())", "import sys; sys.exit(0)", "raise SystemExit", "print(float('nan'))", "print(1e400)", "0" * 50]
-_WRAPPERS = ["({0},{0})", "[{0},{0}]", "\\{{{0}\\}}", "x={0}", "\\pm {0}", "-{0}", "{0}\\text{{ cm}}", "{0}\\%", "{0}, {0}"]
-_WRAPPERS += ["\\sqrt{{{0}}}", "{0}x", "x^{{{0}}}", "\\frac{{1}}{{{0}}}", "\\begin{{pmatrix}}{0}\\end{{pmatrix}}", "|{0}|"]
+_WORDS += [
+    "all of the above",
+    "the answer",
+    "correct",
+    "x",
+    "i",
+    "e",
+    "0=0",
+    "x=x",
+    "42=42",
+    "\\forall x",
+    "\\mathbb{R}",
+]
+_PROGRAMS = [
+    "print(input())",
+    "import sys; sys.exit(0)",
+    "raise SystemExit",
+    "print(float('nan'))",
+    "print(1e400)",
+    "0" * 50,
+]
+_WRAPPERS = [
+    "({0},{0})",
+    "[{0},{0}]",
+    "\\{{{0}\\}}",
+    "x={0}",
+    "\\pm {0}",
+    "-{0}",
+    "{0}\\text{{ cm}}",
+    "{0}\\%",
+    "{0}, {0}",
+]
+_WRAPPERS += [
+    "\\sqrt{{{0}}}",
+    "{0}x",
+    "x^{{{0}}}",
+    "\\frac{{1}}{{{0}}}",
+    "\\begin{{pmatrix}}{0}\\end{{pmatrix}}",
+    "|{0}|",
+]
 _WRAPPERS += ["\\boxed{{{0}}}", "\\text{{{0}}}", "{0} \\text{{ or }} {0}", "x>{0}", "{0}i"]
-_TOKENS = "0 1 2 9 . , - + ^ _ ! = < > ( ) [ ] { } x y \\frac \\sqrt \\pi \\pm \\infty \\cup \\text % e i".split()
+_TOKENS = [
+    "0",
+    "1",
+    "2",
+    "9",
+    ".",
+    ",",
+    "-",
+    "+",
+    "^",
+    "_",
+    "!",
+    "=",
+    "<",
+    ">",
+    "(",
+    ")",
+    "[",
+    "]",
+    "{",
+    "}",
+    "x",
+    "y",
+    "\\frac",
+    "\\sqrt",
+    "\\pi",
+    "\\pm",
+    "\\infty",
+    "\\cup",
+    "\\text",
+    "%",
+    "e",
+    "i",
+]
 _SCRIPTS = ["٠١٢٣٤٥٦٧٨٩", "०१२३४५६७८९", "０１２３４５６７８９", "⁰¹²³⁴⁵⁶⁷⁸⁹", "𝟎𝟏𝟐𝟑𝟒𝟓𝟔𝟕𝟖𝟗"]
 
 
@@ -88,8 +191,8 @@ def search_master_keys(
     while chunk := list(islice(responses, 2 * _CHUNK)):
         samples = [draw.sample(range(len(unique)), min(SAMPLE, len(unique))) for _ in chunk]
         pairs = [(row, response) for response, sample in zip(chunk, samples, strict=True) for row in sample]
-        right = {response for (_, response), correct in zip(pairs, judge.grade(pairs), strict=True) if correct}
-        for response in right:
+        right = [response for (_, response), correct in zip(pairs, judge.grade(pairs), strict=True) if correct]
+        for response in dict.fromkeys(right):
             values = judge.different_values(response)
             if len(values) > min(_ALLOWED, len(unique) - 1):
                 search.keys.append(MasterKey(response=response, references=values))
@@ -118,9 +221,11 @@ class _Judge:
         return [verdict.correct for verdict in self._verdicts(items)]
 
     def different_values(self, response: str) -> list[str]:
-        """References that a response is right for, one of each value; at most one more than allowed, and 3 at least."""
+        """References that a response is right for, one of each value; at most three."""
         rows = range(len(self._references))
-        right = [row for row, correct in zip(rows, self.grade([(row, response) for row in rows]), strict=True) if correct]
+        right = [
+            row for row, correct in zip(rows, self.grade([(row, response) for row in rows]), strict=True) if correct
+        ]
         chosen: list[int] = []
         for row in right:
             if all(self._differ(row, other) for other in chosen):
