@@ -216,7 +216,7 @@ def _tolerance(text: str) -> Fraction:
     if not plain or plain.group(3) or not decimals or len((whole + decimals).lstrip("0")) < 6:
         return Fraction(0)
     zeros = 0 if whole.strip("0") else len(decimals) - len(decimals.lstrip("0"))
-    return Fraction(1, 2) / 10 ** min(len(decimals), zeros + 6)
+    return Fraction(1, 2 * int("1" + "0" * min(len(decimals), zeros + 6)))
 
 
 def split_unit(text: str) -> tuple[str, str, bool]:

@@ -186,7 +186,7 @@ def _check_size(func: Callable[..., Any], args: list[Any]) -> None:
 def _bits(number: Any) -> float:
     """log2 of a number's size, or of its larger part if it is a fraction; at least 1, because roots cost too."""
     if number.is_Rational:
-        return max(int(number.p).bit_length(), int(number.q).bit_length()) - (abs(number) == 1)
+        return float(max(int(number.p).bit_length(), int(number.q).bit_length()) - (abs(number) == 1))
     return max(1.0, abs(float(sympy.log(_size(number) or 1, 2).evalf(5))))
 
 

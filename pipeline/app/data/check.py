@@ -87,9 +87,7 @@ def check_entry(
     if source.answer_kind == "code":
         check.verifier = _describe_tests(check.loaded)
     if key_seconds and not source.verifier:
-        raise ConfigError(
-            f"{place}: a search for master keys needs a verifier; add --verifier verifier.math or your own."
-        )
+        raise ConfigError(f"{place}: --keys needs a verifier, and the section names none; add --verifier USE.")
     if not source.verifier or (source.answer_kind == "code" and not key_seconds):
         return check
     with _started(source.verifier, context) as component:
