@@ -4,6 +4,7 @@ import pytest
 
 from components.verifier.base import RIGHT, WRONG, Item, VerifierComponent
 from components.verifier.choice import Boolean, Choice
+from components.verifier.code import Code
 from components.verifier.exact import Exact
 from components.verifier.math import Math
 from components.verifier.math_text import quantity
@@ -81,11 +82,11 @@ def test_no_key_opens_the_text_verifiers(toolbox, kind, answers, settings):
 def test_no_key_opens_mathematics(toolbox):
     node = toolbox.start(Math, free_form=True, cpu_seconds=0.3)
     try:
-        search = search_master_keys(node.verdicts, MIXED + NUMBERS, seconds=40)
+        search = search_master_keys(node.verdicts, MIXED + NUMBERS, seconds=30)
     finally:
         node.close()
     assert search.keys == []
-    assert search.graded > 5000
+    assert search.graded > 1000
 
 
 def test_odd_answers_are_the_same_on_every_call():
@@ -95,3 +96,15 @@ def test_odd_answers_are_the_same_on_every_call():
     one, other = (list(islice(odd_answers(["5"], random.Random(0)), 3000)) for _ in range(2))
     assert one == other
     assert len(set(one)) > 1500
+
+
+def test_no_program_passes_the_tests_of_three_problems(toolbox):
+    outputs = ["1000000007", "0", "yes", "0.5", "[1, 2]", "9" * 309]
+    problems = [
+        Item(text="", answer="", metadata={"template": "plain", "tests": [{"input": "1", "output": output}]})
+        for output in outputs
+    ]
+    node = toolbox.start(Code, workers=2)
+    search = search_master_keys(node.verdicts, problems, seconds=20, answers=90)
+    assert search.keys == []
+    assert search.graded > 100
