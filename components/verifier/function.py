@@ -53,8 +53,6 @@ class Function(VerifierComponent):
         def __post_init__(self) -> None:
             if not self.lowest < self.highest:
                 raise ValueError(f"expected lowest < highest, got {self.lowest:g} and {self.highest:g}.")
-            if not math.isfinite(self.threshold):
-                raise ValueError("expected a finite correct_from, or a finite highest in its place.")
             if self.seconds <= 0 or self.workers < 0:
                 raise ValueError("expected seconds > 0 and workers ≥ 0.")
             if self.function:

@@ -1,16 +1,28 @@
 """Compares two mathematical answers: as text, as exact numbers, as lists, then by computer algebra.
 
-Expressions are compared by their values at five points, sets and relations by math-verify. Runs in the worker processes
-of `verifier.math`; needs math-verify, and of this project nothing but `math_text`.
+math-verify reads what is not plain text, and `math_value` compares the results. Runs in the worker processes of
+`verifier.math`; needs math-verify, and of this project nothing but `math_text` and `math_value`.
 """
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from components.verifier.math_text import choice_letter, clean, parts, quantity, same_quantity, split, squeeze, words
+from components.verifier.math_text import (
+    choice_letter,
+    clean,
+    parts,
+    quantity,
+    same_quantity,
+    split,
+    split_unit,
+    squeeze,
+    unit_factor,
+    words,
+)
 
 MAX_LENGTH = 4000  # characters; longer answers are compared as text alone
 MAX_PARTS = 60  # values of a list; each is compared with each
@@ -28,7 +40,7 @@ def compare(gold: str, answer: str) -> tuple[bool, bool]:
     quick = _without_algebra(gold, answer)
     if quick is not None:
         return quick, False
-    golds, answers = parts(gold), parts(answer)
+    golds, answers = _values_of(gold), _values_of(answer)
     if (len(golds) > 1 or len(answers) > 1) and max(len(golds), len(answers)) <= MAX_PARTS:
         return _same_values(golds, answers)
     if not golds or not answers:
@@ -53,6 +65,16 @@ def _without_algebra(gold: str, answer: str) -> bool | None:
         return _PHRASES.get(gold_words, gold_words) == _PHRASES.get(answer_words, answer_words)
     phrase_and_number = (gold_words and answer_quantity) or (answer_words and gold_quantity)
     return False if phrase_and_number else None
+
+
+_OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\(?:lor|vee)(?![a-z])")
+
+
+def _values_of(text: str) -> list[str]:
+    """The values of an answer; the cases of "x < 1 or x > 3" are one value, a union."""
+    values = parts(text)
+    intervals = [_bare(value)[0] for value in values] if len(values) > 1 and _OR.search(text) else []
+    return ["\\cup ".join(intervals)] if intervals and all(map(_brackets, intervals)) else values
 
 
 _PHRASES = {"none": "no solution", "no solutions": "no solution", "no real solutions": "no real solution"}
@@ -81,23 +103,29 @@ def _same_value(gold: str, answer: str) -> tuple[bool, bool]:
     quick = _without_algebra(gold, answer)
     if quick is not None:
         return quick, False
-    if gold.count("=") == answer.count("=") == 1 and not (_NAMED.match(gold) and _NAMED.match(answer)):
+    gold_name, answer_name = (_NAME.match(text) if text.count("=") <= 1 else None for text in (gold, answer))
+    names = {match.group(1) for match in (gold_name, answer_name) if match}
+    # x = 5 is not y = 5, and y = x is x = y; but f(x) = x² is y = x².
+    both_named = bool(gold_name and answer_name) and (len(names) == 1 or any("(" in name for name in names))
+    if gold.count("=") == answer.count("=") == 1 and not both_named:
         return _same_equation(gold, answer)
-    gold, answer = _bare(gold), _bare(answer)
+    gold, gold_unit, gold_base = _bare(gold)
+    answer, answer_unit, answer_base = _bare(answer)
+    factor = unit_factor(gold_unit, answer_unit)
+    if factor is None or (gold_base and answer_base and gold_base != answer_base):
+        return False, False
     gold_brackets, answer_brackets = _brackets(gold), _brackets(answer)
     if gold_brackets != answer_brackets:
         # An interval may equal an inequality or a union, never another tuple or an expression.
-        if (gold_brackets and answer_brackets) or not _RELATION_OR_UNION.search(gold + answer):
+        other = answer if gold_brackets else gold
+        if (gold_brackets and answer_brackets) or not _RELATION_OR_SET.search(other):
             return False, False
     elif gold_brackets:
         return _same_members(gold, answer)
-    gold_parsed, answer_parsed = _parse(gold), _parse(answer)
-    if _read(gold_parsed) is None or _read(answer_parsed) is None:
-        return False, True
-    return _verify(gold_parsed, answer_parsed), False
+    return _same_mathematics(gold, answer, factor)
 
 
-_RELATION_OR_UNION = re.compile(r"[<>]|\\[lg]e|\\cup|\\pm")
+_RELATION_OR_SET = re.compile(r"[<>]|\\(?:[lg]e|ne|cup|cap|pm|setminus|mathbb)")
 
 
 def _same_members(gold: str, answer: str) -> tuple[bool, bool]:
@@ -108,40 +136,61 @@ def _same_members(gold: str, answer: str) -> tuple[bool, bool]:
     return equal, any(text_only for _, text_only in results)
 
 
-# The name before an equals sign: x, a_1, f(x).
-_NAMED = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?(?:\([a-z]\))?\s*=")
+def _same_mathematics(gold: str, answer: str, factor: Fraction) -> tuple[bool, bool]:
+    """Compares what math-verify reads; the answer's unit is `factor` of the reference's."""
+    from sympy import Expr, Rational
+
+    from components.verifier.math_value import same_object
+
+    gold_value, answer_value = _parse(gold), _parse(answer)
+    if gold_value is None or answer_value is None:
+        return False, True
+    if factor != 1:
+        if not isinstance(answer_value, Expr):
+            return False, False
+        answer_value *= Rational(factor.numerator, factor.denominator)
+    number = quantity(gold)
+    return same_object(gold_value, answer_value, number.tolerance if number else Fraction(0)), False
 
 
 def _same_equation(gold: str, answer: str) -> tuple[bool, bool]:
     """Equations are equal when the differences of their sides are multiples of each other."""
-    sides = [[_expression(_parse(side)) for side in text.split("=")] for text in (gold, answer)]
-    if any(side is None for pair in sides for side in pair):
+    from sympy import Expr
+
+    from components.verifier.math_value import proportional
+
+    sides = [[_parse(side) for side in text.split("=")] for text in (gold, answer)]
+    if not all(isinstance(side, Expr) for pair in sides for side in pair):
         return False, True
     first, second = (left - right for left, right in sides)
-    return first.free_symbols == second.free_symbols and second != 0 and _constant(first / second), False
+    return proportional(first, second), False
 
 
 _SIDE = r"([^<>]+?)"
 _LESS = re.compile(rf"^(?:{_SIDE}\s*(<|\\le)\s*)?([a-zA-Z])\s*(?:(<|\\le)\s*{_SIDE})?$")
-_UNIT = re.compile(r"\s*\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
-_BASE = re.compile(r"^(\d+)_\{?\d+\}?$")
-_NAME = re.compile(rf"^{_NAMED.pattern[:-1]}(?:=|\\in(?![a-z]))\s*(?=\S)")
+_BASE = re.compile(r"^(\d+)_\{?(\d+)\}?$")
+# A name before an equals sign or "∈": x, a_1, f(x).
+_NAME = re.compile(
+    r"^\s*([a-zA-Z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\([a-z](?:,\s*[a-z])+\))\s*(?:=|\\in(?![a-z]))\s*(?=\S)"
+)
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\\circ\}?")
 
 
-def _bare(text: str) -> str:
-    """Removes units, the base of a number and the name before an equals sign.
+def _bare(text: str) -> tuple[str, str, str]:
+    """Text without its unit, the base of a number and the name before an equals sign; the unit; the base.
 
-    Degrees become radians, and inequalities become intervals.
+    Degrees inside trigonometric functions become radians, and inequalities become intervals.
     """
     text = clean(text)
-    text = _UNIT.sub("", text) or text
-    text = _BASE.sub(r"\1", text)
     if text.count("=") <= 1:
         text = _NAME.sub("", text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         text = _DEGREES.sub(r"{(\1\\cdot\\frac{\\pi}{180})}", text)
-    return _as_interval(text.removesuffix("^\\circ").strip())
+    text, unit, percent = split_unit(text)
+    base = _BASE.match(text.strip())
+    if base:
+        text = base.group(1)
+    return _as_interval(text.strip()), "%" if percent else unit, base.group(2) if base else ""
 
 
 def _as_interval(text: str) -> str:
@@ -176,102 +225,9 @@ def _brackets(text: str) -> str:
     return f"{text[0]}{',' * commas}{text[-1]}" if commas else ""
 
 
-def _parse(text: str) -> list[Any]:
+def _parse(text: str) -> Any:
+    """The expression, set, relation or matrix that math-verify reads; None if it only returns the text."""
     from math_verify import parse
 
-    return list(parse(f"\\boxed{{{text}}}", parsing_timeout=None))
-
-
-def _read(parsed: list[Any]) -> Any:
-    """The result of math-verify: an expression, a set, a relation or a matrix; None if it only returned the text."""
+    parsed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     return next((value for value in parsed if not isinstance(value, str)), None)
-
-
-def _verify(gold: list[Any], answer: list[Any]) -> bool:
-    from math_verify import verify
-
-    gold_value, answer_value = _read(gold), _read(answer)
-    if _letters(gold_value) != _letters(answer_value) and not _comparable(gold_value, answer_value):
-        return False
-    first, second = _expression(gold), _expression(answer)
-    if first is not None and second is not None:
-        agree = _agree(first, second)
-        if agree is not None:
-            return agree
-    return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
-
-
-def _expression(parsed: list[Any]) -> Any:
-    """The expression that was read, with i as the imaginary unit; None for a set, a relation or a matrix."""
-    import sympy
-
-    expression = next((value for value in parsed if isinstance(value, sympy.Expr)), None)
-    if expression is None:
-        return None
-    constants = {"i": sympy.I, "e": sympy.E}
-    return expression.subs({s: constants[s.name] for s in expression.free_symbols if s.name in constants})
-
-
-# Points of both signs and with no symmetry, so that |x| differs from x and n! from its neighbours.
-_POINTS = ("0.7310585786", "2.6651441427", "-1.3247179572", "3.3598856662", "-0.5671432904")
-
-
-def _values(expression: Any, symbols: list[Any]) -> list[complex | None]:
-    """The expression at five points, or once when there are no symbols; None where it has no finite value."""
-    import sympy
-
-    values: list[complex | None] = []
-    for shift in range(len(_POINTS) if symbols else 1):
-        # Each symbol has another point; beyond five symbols the points are shifted by 1, 2 …
-        point = {
-            symbol: sympy.Float(_POINTS[(i + shift) % len(_POINTS)], 30) + i // len(_POINTS)
-            for i, symbol in enumerate(symbols)
-        }
-        value = expression.subs(point).evalf(20, maxn=60)
-        finite = bool(value.is_number and value.is_finite)
-        try:
-            values.append(complex(value) if finite else None)
-        except (TypeError, OverflowError):
-            values.append(None)
-    return values
-
-
-def _agree(first: Any, second: Any) -> bool | None:
-    """Whether two expressions have the same values; None if too few points can be compared.
-
-    Points where one of them is not real are left out: ln x² and 2 ln x are one answer. Decimal constants are left to
-    math-verify, which rounds them.
-    """
-    import sympy
-
-    symbols: list[Any] = sorted(first.free_symbols | second.free_symbols, key=str)
-    if not symbols and (first.has(sympy.Float) or second.has(sympy.Float)):
-        return None
-    used = 0
-    for a, b in zip(_values(first, symbols), _values(second, symbols), strict=True):
-        if a is None or b is None or (symbols and max(abs(a.imag), abs(b.imag)) > 1e-12 and not first.has(sympy.I)):
-            continue
-        used += 1
-        if abs(a - b) > 1e-9 * max(abs(a), abs(b), 1e-3):
-            return False
-    return True if used >= (2 if symbols else 1) else None
-
-
-def _constant(expression: Any) -> bool:
-    """Whether an expression has the same value, and not 0, at all points where it has one."""
-    values = [v for v in _values(expression, sorted(expression.free_symbols, key=str)) if v is not None]
-    return bool(values) and abs(values[0]) > 1e-12 and all(abs(v - values[0]) < 1e-9 * abs(values[0]) for v in values)
-
-
-def _letters(value: Any) -> set[str]:
-    symbols: set[Any] = getattr(value, "free_symbols", set())
-    return {str(symbol) for symbol in symbols} - {"i", "e"}
-
-
-def _comparable(gold: Any, answer: Any) -> bool:
-    """Whether values in different letters may be equal.
-
-    "x > 2" and "(2, ∞)" are, and so are n!/(n-1)! and n; two formulas in other letters are not.
-    """
-    bases = {base.__name__ for value in (gold, answer) for base in type(value).__mro__}
-    return bool(bases & {"Relational", "Set", "BooleanFunction"}) or not _letters(gold) or not _letters(answer)

@@ -28,6 +28,18 @@ _UNITS = {
     "deg": ("angle", Fraction(1)),
     "dollar": ("money", Fraction(1)),
     "cent": ("money", Fraction(1, 100)),
+    "mi": ("length", Fraction(201168, 125)),
+    "lb": ("mass", Fraction(45359237, 100_000)),
+    "oz": ("mass", Fraction(45359237, 1_600_000)),
+    "day": ("time", Fraction(86_400)),
+    "week": ("time", Fraction(604_800)),
+    "month": ("months", Fraction(1)),
+    "year": ("months", Fraction(12)),
+    "gal": ("volume", Fraction(473176473, 125_000_000)),
+    "rad": ("radians", Fraction(1)),
+    "mph": ("speed", Fraction(1397, 3125)),
+    "euro": ("euros", Fraction(1)),
+    "%": ("percent", Fraction(1)),
     "km/h": ("speed", Fraction(5, 18)),
     "m/s": ("speed", Fraction(1)),
 }
@@ -37,15 +49,15 @@ _SPELLINGS = {
     "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "foot": "ft", "feet": "ft", "yard": "yd",
     "milligram": "mg", "gram": "g", "kilogram": "kg", "second": "s", "sec": "s", "minute": "min", "hour": "h",
     "hr": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "degree": "deg", "kmh": "km/h",
-    "kph": "km/h",
+    "kph": "km/h", "mile": "mi", "pound": "lb", "lbs": "lb", "ounce": "oz", "gallon": "gal", "radian": "rad",
 }  # fmt: skip
 # Known as units, but never converted: a number with one equals the same number with another or with none.
 _OTHER_UNITS = (
-    "unit|units|square|sq|cubic|cu|mile|miles|mph|day|days|week|weeks|month|months|year|years|people|person|students|"
-    "student|ways|way|points|point|apples|balls|boys|girls|times|percent|pounds|pound|lb|lbs|ounces|ounce|oz|gallons|"
-    "gallon|hz|pa|kpa|mol|ev|joules|joule|newtons|watts|watt|volts|volt|amps|ohms|euros|euro|rubles|yuan|pieces|bags|"
-    "boxes|cups|pages|books|games|eggs|cookies|rad|radians"
+    "unit|units|square|sq|cubic|cu|people|person|students|student|ways|way|points|point|apples|balls|boys|girls|times|"
+    "hz|pa|kpa|mol|ev|joules|joule|newtons|watts|watt|volts|volt|amps|ohms|rubles|yuan|pieces|bags|boxes|cups|pages|"
+    "books|games|eggs|cookies"
 )
+_POWER_WORD = re.compile(r"^(?:(sq(?:uare)?)|cu(?:bic)?)\.? ")
 # Names that are formulas although they are spelled with letters.
 _FORMULA_NAME = re.compile(
     "sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|sqrt|max|min|gcd|lcm|"
@@ -67,7 +79,8 @@ _TEXT = re.compile(
 _PERCENT = re.compile(r"\\?%\s*$|\\?\s*percent\s*$|\\text\s*\{\s*(?:percent|\\?%)\s*\}\s*$")
 # A word, or a \text command, with its power, after a digit, a bracket or a space.
 _UNIT_AT_END = re.compile(
-    r"(?:(?<=[\d}\s)])|^)\s*(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)"
+    r"(?:(?<=[\d}\s)])|^|(?=\s*\\(?:text|mathrm|mbox)\b))\s*"
+    r"(\\(?:text|mathrm|textrm|mbox|rm)\s*\{[^{}]*\}|[a-zA-Z]+(?:[ /][a-zA-Z]+)*)"
     r"\s*(\^\s*\{?([23])\}?)?$"
 )
 _POWER_OF_TEN = re.compile(
@@ -99,12 +112,27 @@ _SYNONYMS = {
 _REWRITES = (
     (re.compile(r"\\degrees?(?![a-z])"), r"^\\circ"),
     (re.compile(r"\\neq?(?![a-zA-Z])"), r"\\ne"),
+    (re.compile(r"\\langle(?![a-zA-Z])(.*)\\rangle(?![a-zA-Z])"), r"(\1)"),
+    (re.compile(r"^([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)$"), r"\1\\times 10^{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*(\d)\s*\{"), r"\\frac{\1}{"),
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*(\d)"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt\s*(\w)"), r"\\sqrt{\1}"),
     (_SPACES, " "),
 )
+
+
+# 0.1\overline{6}, 0.\dot{3}: the digits that do not recur, and those that do.
+_RECURRING = re.compile(
+    r"(?<![\d.])(\d{1,40})\.(\d{0,40})\s*\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,40})\s*\}|(\d))(?![\d\\])"
+)
+
+
+def _recurring(match: re.Match[str]) -> str:
+    whole, fixed, *period = match.groups()
+    digits = period[0] or period[1]
+    numerator = int(whole + fixed + digits) - int(whole + fixed)
+    return f"\\frac{{{numerator}}}{{{(10 ** len(digits) - 1) * 10 ** len(fixed)}}}"
 
 
 def clean(text: str) -> str:
@@ -121,13 +149,14 @@ def clean(text: str) -> str:
         text = text.replace(spelling, command)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _RECURRING.sub(_recurring, text)
     return " ".join(text.strip().rstrip(".;,").split())
 
 
 def squeeze(text: str) -> str:
     """`clean` without spaces, text commands and braces around one character, for comparing strings."""
     text = re.sub(r"\s+", " ", _TEXT.sub(r"\1", clean(text)))
-    return re.sub(r"(?<!\\)\{(\w)\}", r"\1", re.sub(r" ?([^a-zA-Z ]) ?", r"\1", text))
+    return re.sub(r"(?<!\\)\{(\w)\}", r"\1", re.sub(r" ?([^a-zA-Z ]) ?", r"\1", text)).removeprefix("+")
 
 
 def words(text: str) -> str | None:
@@ -155,31 +184,42 @@ class Quantity:
         value: the number as written.
         unit: its unit in the spelling of this module, "" for none.
         percent: whether a percent sign followed.
-        decimal: whether it was written with a decimal point.
+        tolerance: largest difference of an equal number, if this is the reference: 0, or for a decimal number
+            of at least six significant digits half a unit of its last digit. At most six digits count after the
+            point's leading zeros.
     """
 
     value: Fraction
     unit: str = ""
     percent: bool = False
-    decimal: bool = False
+    tolerance: Fraction = Fraction(0)
 
 
 def quantity(text: str) -> Quantity | None:
     """Reads a number, maybe with a unit, a currency or a percent sign, exactly; None for anything else.
 
     >>> quantity("\\\\frac{3}{4}"), quantity("1\\\\frac{1}{2}\\\\text{ cm}").value, quantity("x")
-    (Quantity(value=Fraction(3, 4), unit='', percent=False, decimal=False), Fraction(3, 2), None)
+    (Quantity(value=Fraction(3, 4), unit='', percent=False, tolerance=Fraction(0, 1)), Fraction(3, 2), None)
     """
     text = clean(text)
     if len(text) > 300:
         return None
-    text, unit, percent = _split_unit(text)
+    text, unit, percent = split_unit(text)
     text = text.strip().removeprefix("+").strip()
     value = _value(text)
-    return None if value is None else Quantity(value, unit, percent, "." in text)
+    return None if value is None else Quantity(value, unit, percent, _tolerance(text))
 
 
-def _split_unit(text: str) -> tuple[str, str, bool]:
+def _tolerance(text: str) -> Fraction:
+    plain = _NUMBER.match(text.removeprefix("-").strip())
+    whole, _, decimals = plain.group(2).partition(".") if plain else ("", "", "")
+    if not plain or plain.group(3) or not decimals or len((whole + decimals).lstrip("0")) < 6:
+        return Fraction(0)
+    zeros = 0 if whole.strip("0") else len(decimals) - len(decimals.lstrip("0"))
+    return Fraction(1, 2 * int("1" + "0" * min(len(decimals), zeros + 6)))
+
+
+def split_unit(text: str) -> tuple[str, str, bool]:
     """Text without unit, currency and percent sign; the unit; whether there was a percent sign."""
     percent = _PERCENT.search(text)
     if percent:
@@ -193,7 +233,10 @@ def _split_unit(text: str) -> tuple[str, str, bool]:
         return text, "", False
     word, _, power = unit_at_end.groups()
     bare = _TEXT.sub(r"\1", word).strip().strip(".").casefold()
-    unit = _unit_name(bare)
+    named_power = _POWER_WORD.match(bare)
+    unit = _unit_name(bare[named_power.end() :]) if named_power else _unit_name(bare)
+    if named_power and unit not in ("", "other"):
+        return text[: unit_at_end.start()], unit + ("2" if named_power.group(1) else "3"), False
     if not unit and (bare == word.casefold() or not bare):  # letters of a formula, not in a \text command
         return text, "", False
     return text[: unit_at_end.start()], unit + (power or "") if unit else "other", False
@@ -217,8 +260,7 @@ def _value(text: str) -> Fraction | None:
     plain = _NUMBER.match(text)
     if plain:
         value = Fraction(plain.group(2) + ("0" if plain.group(2).endswith(".") else ""))
-        exponent = int(plain.group(3) or 0)
-        return None if abs(exponent) > 400 else value * Fraction(10) ** exponent
+        return value * Fraction(10) ** int(plain.group(3) or 0)
     power = _POWER_OF_TEN.fullmatch(text)
     if power:
         return Fraction(power.group(1) or 1) * Fraction(10) ** int(power.group(2) or power.group(3))
@@ -231,23 +273,27 @@ def _value(text: str) -> Fraction | None:
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     """Whether two quantities are equal; a unit or percent sign that only one of them has is optional."""
-    a, b = gold.value, answer.value
-    if gold.percent != answer.percent:
-        return _near(gold, a, b) or _near(gold, a / 100 if gold.percent else a, b / 100 if answer.percent else b)
-    if gold.unit and answer.unit and gold.unit != answer.unit and "other" not in (gold.unit, answer.unit):
-        one, other = (_UNITS.get(u.rstrip("23")) for u in (gold.unit, answer.unit))
-        powers = [int(u[-1]) if u[-1] in "23" else 1 for u in (gold.unit, answer.unit)]
-        if one is None or other is None or one[0] != other[0] or powers[0] != powers[1]:
-            return False
-        return _near(gold, a * one[1] ** powers[0], b * other[1] ** powers[1])
-    return _near(gold, a, b) if gold.decimal or answer.decimal else a == b
+    factor = unit_factor(gold.unit, answer.unit)
+    if factor is None:
+        return False
+    difference = abs(gold.value - answer.value * factor)
+    if difference <= gold.tolerance or gold.percent == answer.percent:
+        return difference <= gold.tolerance
+    if gold.percent:
+        return abs(gold.value - answer.value * 100) <= gold.tolerance
+    return abs(gold.value - answer.value / 100) <= gold.tolerance
 
 
-def _near(gold: Quantity, a: Fraction, b: Fraction) -> bool:
-    # Decimal notation is compared to six decimals, as math-verify does.
-    return a == b or (
-        abs(a - b) < Fraction(1, 2_000_000) and (gold.decimal or b.denominator != 1) and abs(a) >= Fraction(1, 1000)
-    )
+def unit_factor(gold: str, answer: str) -> Fraction | None:
+    """The answer's unit as a multiple of the reference's: 1 if they are equal, or if one is none or a counted thing.
+
+    None if they measure different things.
+    """
+    if not gold or not answer or gold == answer or "other" in (gold.rstrip("23"), answer.rstrip("23")):
+        return Fraction(1)
+    (dimension, size), (other, other_size) = (_UNITS[unit.rstrip("23")] for unit in (gold, answer))
+    powers = {int(unit[-1]) if unit[-1] in "23" else 1 for unit in (gold, answer)}
+    return (other_size / size) ** powers.pop() if dimension == other and len(powers) == 1 else None
 
 
 def choice_letter(text: str) -> str | None:

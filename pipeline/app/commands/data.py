@@ -14,10 +14,12 @@ from pipeline.run.compose.experiment import build_experiment, compose
 
 if TYPE_CHECKING:
     from pipeline.app.data.check import DataCheck
+    from pipeline.app.data.master_keys import Search
 
 MAX_CHARACTERS = 1500  # of a prompt
 MAX_REFUSED = 5
-_OPTIONS = {"check": ("entry", "path", "rows", "model"), "preview": ("prompts", "tokens")}
+MAX_KEY = 120  # characters of a master key
+_OPTIONS = {"check": ("entry", "path", "rows", "model", "verifier", "keys"), "preview": ("prompts", "tokens")}
 
 SUMMARY = "Check a data file of the configuration, or preview the prompts of a recipe."
 
@@ -27,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "examples:\n"
         "  creditgraph data check gsm8k --entry eval --path copies/gsm8k_test.jsonl\n"
+        "  creditgraph data check gsm8k --verifier my_package.module:Mine --keys 60\n"
         "  creditgraph data preview recipe=srpo_qwen2_5_14b_instruct data.train.path=olympiads.jsonl"
     )
     parser.add_argument("action", choices=list(_OPTIONS))
@@ -38,6 +41,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--path", metavar="FILE", help="check: read this local copy instead of the hub; one entry")
     parser.add_argument("--rows", type=int, help="check: rows to check; 0 checks all (default: 2000)")
     parser.add_argument("--model", help="check: show prompts and count tokens with this model's tokenizer")
+    parser.add_argument("--verifier", metavar="USE", help="check: this verifier instead of the one of the data file")
+    parser.add_argument(
+        "--keys",
+        type=float,
+        metavar="SECONDS",
+        help="check: search so long for answers that the verifier accepts for references of different value",
+    )
     parser.add_argument("-n", "--prompts", type=int, help="preview: prompts to show (default: 2)")
     parser.add_argument(
         "--tokens", type=int, help="preview: tokens to show of each, from both ends; 0 shows all (default: 400)"
@@ -45,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs one action. `check` returns 1 if the verifier refuses answers of an entry, 2 if it cannot be loaded."""
+    """Runs one action. `check` returns 1 if a verifier refuses a reference or has a master key, 2 if an entry fails."""
     for action, names in _OPTIONS.items():
         other = [f"--{name}" for name in names if getattr(options, name) is not None]
         if other and action != options.action:
@@ -59,6 +69,8 @@ def _check_files(options: argparse.Namespace) -> int:
     rows = 2000 if options.rows is None else options.rows
     if not options.arguments or rows < 0:
         raise ConfigError(f"data check: expected NAME … and --rows ≥ 0 (0: all), got --rows {rows}.")
+    if options.keys is not None and not 0 < options.keys <= 3600:
+        raise ConfigError(f"data check: expected 0 < --keys ≤ 3600 seconds, got {options.keys:g}.")
     known = list_choices("data", search_dirs(options.config_dir))
     unknown = [name for name in options.arguments if name not in known]
     if unknown:
@@ -84,17 +96,19 @@ def _check(name: str, rows: int, options: argparse.Namespace) -> int:
                 f"--path: expected one entry of {name}, got {', '.join(entries)}. Add --entry {next(iter(entries))}."
             )
         entries = {entry: {**settings, "path": options.path} for entry, settings in entries.items()}
+    if options.verifier:
+        entries = {entry: {**settings, "verifier": options.verifier} for entry, settings in entries.items()}
     worst = 0
     for entry, settings in entries.items():
         print(f"{name}.{entry}")
         try:
-            check = check_entry(settings, f"data.{entry}", options.model, rows)
+            check = check_entry(settings, f"data.{entry}", options.model, rows, options.keys or 0.0)
         except CreditgraphError as error:
             print(f"  FAILED     {visible(error)}")
             worst = 2
             continue
         _print_check(check, entry, rows)
-        worst = max(worst, 1 if check.refused else 0)
+        worst = max(worst, 1 if check.refused or (check.search and check.search.keys) else 0)
     return worst
 
 
@@ -121,6 +135,8 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
     print(f"  verifier   {check.verifier}")
     for row, answer, reason in check.refused[:MAX_REFUSED]:
         print(f"             row {row}: '{visible(answer[:60])}': {visible(reason[:120])}")
+    if check.search:
+        _print_search(check.search)
     print(f"  prompts    {counts.min_tokens:,} to {counts.max_tokens:,} {check.unit}")
     first = loaded.rows[0]
     note = f" (as {check.shown_as} text; --model NAME shows it through its chat template)" if check.shown_as else ""
@@ -128,6 +144,18 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
     text = first.text if len(first.text) <= MAX_CHARACTERS else first.text[:MAX_CHARACTERS] + " …"
     for line in text.splitlines():
         print(f"  | {visible(line)}")
+
+
+def _print_search(search: Search) -> None:
+    ended = "" if search.complete else ", ended by the time or the number of keys"
+    found = f"{len(search.keys)} master keys" if search.keys else "no master key"
+    print(
+        f"  search     {found}: {search.answers:,} odd answers, {search.graded:,} verdicts in "
+        f"{search.seconds:.0f} s{ended}"
+    )
+    for key in search.keys:
+        references = ", ".join(f"'{visible(reference[:30])}'" for reference in key.references)
+        print(f"             right for {references}: {visible(key.response[:MAX_KEY]).replace(chr(10), ' ')}")
 
 
 def _preview(options: argparse.Namespace) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +12,14 @@ from components.data.loading import load_data
 from components.data.sources import parse_source
 from components.text.code_tests import read_tests
 from components.verifier.base import Item, VerifierComponent
+from pipeline.app.data.master_keys import Search, search_master_keys
 from pipeline.core.component import Context, ModelSpec, set_up
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import build_component
 
 _ANY_LENGTH = 1 << 40
 _BATCH = 1000  # rows verified at a time
+_REFERENCES = 300  # of a search for master keys
 
 
 class WordTokenizer:
@@ -36,6 +40,7 @@ class DataCheck:
         loaded: problems, counts, revision.
         verifier: description of its tests, or of how many reference answers the verifier accepts.
         refused: (row, answer, reason) of the reference answers that it does not accept.
+        search: the search for master keys, if one was asked for.
         shown_as: template of the first prompt, where it is not the section's own because no model is named.
         unit: unit of the lengths of prompts, words or tokens.
     """
@@ -43,12 +48,15 @@ class DataCheck:
     loaded: LoadedData
     verifier: str = "none named; a run's own verifier is used"
     refused: list[tuple[int, str, str]] = field(default_factory=list)
+    search: Search | None = None
     shown_as: str = ""
     unit: str = "tokens"
 
 
-def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: int) -> DataCheck:
-    """Loads a section and runs its verifier on the reference answers.
+def check_entry(
+    entry: dict[str, Any], place: str, model: str | None, max_rows: int, key_seconds: float = 0.0
+) -> DataCheck:
+    """Loads a section, and runs its verifier on the reference answers.
 
     Args:
         entry: the data section.
@@ -56,9 +64,11 @@ def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: 
         model: folder or hub name whose tokenizer makes the prompts; None counts words and shows chat prompts as plain
             text.
         max_rows: most raw rows to check; 0 checks all.
+        key_seconds: how long to search for answers that the verifier accepts for references of different value.
 
     Raises:
         DataError: it cannot be loaded.
+        ConfigError: a search without a verifier.
     """
     source = parse_source(entry, place)
     if max_rows:
@@ -78,10 +88,20 @@ def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: 
         check = DataCheck(loaded=load_data(entry, context, place=place, drop_duplicates=True, max_rows=max_rows))
     if source.answer_kind == "code":
         check.verifier = _describe_tests(check.loaded)
-    elif source.verifier:
-        check.refused = _refused(check.loaded, source.verifier, context)
-        count = len(check.loaded.rows)
-        check.verifier = f"{source.verifier} accepts {count - len(check.refused)} of {count} reference answers"
+    if key_seconds and not source.verifier:
+        raise ConfigError(f"{place}: --keys needs a verifier, and the section names none; add --verifier USE.")
+    if not source.verifier or (source.answer_kind == "code" and not key_seconds):
+        return check
+    with _started(source.verifier, context) as component:
+        if source.answer_kind != "code":
+            check.refused = _refused(check.loaded, component)
+            count = len(check.loaded.rows)
+            check.verifier = f"{source.verifier} accepts {count - len(check.refused)} of {count} reference answers"
+        if key_seconds:
+            rows = check.loaded.rows
+            chosen = [rows[i] for i in range(0, len(rows), max(1, len(rows) // _REFERENCES))]
+            references = [Item(text="", answer=row.answer, metadata=row.metadata) for row in chosen[:_REFERENCES]]
+            check.search = search_master_keys(component.verdicts, references, key_seconds)
     return check
 
 
@@ -96,29 +116,35 @@ def _describe_tests(loaded: LoadedData) -> str:
     return f"{total} tests, {public} of them public; {calls} problems call a function, {reads} read standard input"
 
 
-def _refused(loaded: LoadedData, use: str, context: Context) -> list[tuple[int, str, str]]:
+@contextmanager
+def _started(use: str, context: Context) -> Iterator[VerifierComponent]:
+    """The verifier with its default settings, closed afterwards."""
     component = build_component(use, {}, use)
     if not isinstance(component, VerifierComponent):
         raise ConfigError(f"data check: expected a VerifierComponent, got {use}.")
     set_up(component, context)
-    refused = []
     try:
-        for start in range(0, len(loaded.rows), _BATCH):
-            rows = loaded.rows[start : start + _BATCH]
-            # A response that boxes the reference answer.
-            items = [
-                Item(
-                    text=f"The answer is \\boxed{{{row.answer}}}.",
-                    answer=row.answer,
-                    metadata=row.metadata,
-                    prompt=str(row.metadata["question"]),
-                )
-                for row in rows
-            ]
-            for row, verdict in zip(rows, component.verdicts(items), strict=True):
-                if not verdict.correct:
-                    reason = verdict.detail or "it is not correct"
-                    refused.append((int(row.metadata["source_row"]), row.answer, reason))
+        yield component
     finally:
         component.close()
+
+
+def _refused(loaded: LoadedData, component: VerifierComponent) -> list[tuple[int, str, str]]:
+    refused = []
+    for start in range(0, len(loaded.rows), _BATCH):
+        rows = loaded.rows[start : start + _BATCH]
+        # A response that boxes the reference answer.
+        items = [
+            Item(
+                text=f"The answer is \\boxed{{{row.answer}}}.",
+                answer=row.answer,
+                metadata=row.metadata,
+                prompt=str(row.metadata["question"]),
+            )
+            for row in rows
+        ]
+        for row, verdict in zip(rows, component.verdicts(items), strict=True):
+            if not verdict.correct:
+                reason = verdict.detail or "it is not correct"
+                refused.append((int(row.metadata["source_row"]), row.answer, reason))
     return refused

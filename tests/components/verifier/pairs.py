@@ -1,4 +1,4 @@
-"""Labelled pairs (reference, answer, equal): the table pairs.txt, and pairs made by sympy, the same on every call."""
+"""Labelled pairs: the table pairs.txt by kind, and pairs made by sympy, the same on every call."""
 
 import random
 from pathlib import Path
@@ -7,13 +7,15 @@ import sympy
 
 
 def hand_made():
-    """[(reference, answer, equal)] of the table."""
-    pairs = []
+    """{kind: [(reference, answer, equal)]} of the table."""
+    kinds = {}
     for line in (Path(__file__).parent / "pairs.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            kind = kinds.setdefault(line[2:], [])
         if line[:2] in ("= ", "! "):
             gold, _, answer = line[2:].partition(" ;; ")
-            pairs.append((gold, answer, line[0] == "="))
-    return pairs
+            kind.append((gold, answer, line[0] == "="))
+    return kinds
 
 
 def generated(count=25, seed=0):
@@ -49,5 +51,12 @@ def generated(count=25, seed=0):
 
 
 def all_pairs():
-    """Both kinds."""
-    return hand_made() + generated()
+    """Both, by kind."""
+    return {**hand_made(), "made by sympy": generated()}
+
+
+def score(pairs, verdicts):
+    """(precision, recall, pairs with another verdict than their label)"""
+    both = sum(verdict and equal for verdict, (*_, equal) in zip(verdicts, pairs, strict=True))
+    missed = [pair for verdict, pair in zip(verdicts, pairs, strict=True) if verdict != pair[2]]
+    return both / max(sum(verdicts), 1), both / sum(equal for *_, equal in pairs), missed

@@ -153,33 +153,35 @@ def test_impossible_limits_are_refused():
 
 def test_labelled_pairs(toolbox, node):
     """The verifier as a whole, workers included, on pairs that are known to be equal or not."""
-    from tests.components.verifier.pairs import all_pairs, generated
+    from tests.components.verifier.pairs import all_pairs, generated, score
 
-    table = all_pairs()
-    assert len(table) >= 300
-    assert all_pairs() == table
+    kinds = all_pairs()
+    table = [pair for pairs in kinds.values() for pair in pairs]
+    assert len(table) >= 1000
+    assert all_pairs() == kinds
     # Pairs of another seed, which nobody looked at while the rules were written.
     for pairs in (table, generated(count=10, seed=1)):
         prompts = toolbox.prompts(["p"] * len(pairs), answers=[gold for gold, *_ in pairs])
         trajectories = toolbox.trajectories([f"\\boxed{{{answer}}}" for _, answer, _ in pairs], prompt_uid=prompts.uid)
-        correct = node.run().verifier.verify(prompts, trajectories).correct.tolist()
-        wrong = [
-            (gold, answer) for (gold, answer, equal), verdict in zip(pairs, correct, strict=True) if verdict != equal
-        ]
-        assert 1 - len(wrong) / len(pairs) >= 0.99, wrong
+        rewards = node.run().verifier.verify(prompts, trajectories)
+        precision, recall, missed = score(pairs, rewards.correct.tolist())
+        assert precision >= 0.995, missed
+        assert recall >= 0.995, missed
+        assert rewards.valid.all(), [d for d in rewards.detail if d]
 
 
 def test_poison_is_ended_by_the_kernel_and_costs_only_itself(toolbox):
     component = toolbox.start(Math, workers=1, seconds=60.0, cpu_seconds=0.3, memory_gb=2.0)
     try:
         verifier = component.run().verifier
-        answers = ["2\\sqrt{3}", "9^{9^{9^{9}}}", "((10^8)!)!", "\\sqrt{12}"]
+        answers = ["2\\sqrt{3}", "((10^8)!)!", "\\binom{10^{9}}{500000000}", "\\sqrt{12}"]
         prompts = toolbox.prompts(["p"] * 4, answers=["\\sqrt{12}"] * 4)
         rewards = verifier.verify(
             prompts, toolbox.trajectories([f"\\boxed{{{a}}}" for a in answers], prompt_uid=prompts.uid)
         )
         assert rewards.correct.tolist() == [True, False, False, True]
-        assert not rewards.valid[2]
+        # Powers and factorials are not computed; the limit ends what math-verify computes while it reads.
+        assert rewards.valid.tolist() == [True, True, False, True]
         assert "0.3 s of computing" in rewards.detail[2] or "MemoryError" in rewards.detail[2]
         assert verifier.pool.restarts == 0  # no import of math-verify was paid again
     finally:

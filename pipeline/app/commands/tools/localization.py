@@ -26,9 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.epilog = (
         "examples:\n"
-        "  creditgraph localization runs/toy_srpo-s0                   the embedded task knows its true first errors\n"
+        "  creditgraph localization runs/toy_srpo-s0                 # the embedded task knows its true first errors\n"
         "  creditgraph localization RUN --judge http://127.0.0.1:8000/v1 --judge-model Qwen/Qwen3-32B\n"
-        "  creditgraph localization RUN --labels labels.jsonl          lines with uid and first_error\n\n"
+        "  creditgraph localization RUN --labels labels.jsonl        # lines with uid and first_error\n\n"
         "A key for the judge's server goes into the environment variable OPENAI_API_KEY."
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory; train with run.record.every=1")
