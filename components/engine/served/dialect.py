@@ -68,8 +68,14 @@ class Dialect(Protocol):
     the pool handles both. `take` may raise `BadResponse`, which is propagated.
     """
 
+    @property
+    def sockets(self) -> bool:
+        """Whether its servers can listen on Unix sockets."""
+        ...
+
     def launch(self, port: int, identity: str) -> Launch:
-        """Command and environment of a server on `port` of "{host}" that reports `identity` (its served model name)."""
+        """Command and environment of a server that reports `identity` (its served model name) and refuses requests
+        without its key; it listens on `port` of "{host}", or with 0 on the Unix socket "{scratch}/http"."""
         ...
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:

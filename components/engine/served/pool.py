@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import threading
 import time
 from collections import defaultdict, deque
@@ -89,6 +90,11 @@ class ServerPool:
         self._dialect = dialect
         self._folder = folder
         self._rendezvous = folder / rendezvous
+        key = secrets.token_hex(32)  # of the servers that are started here
+        named = [
+            dataclasses.replace(a, name=a.name or f"server {n}", key=a.key if a.url else key)
+            for n, a in enumerate(addresses)
+        ]
         self.servers = [
             Server(
                 index=n,
@@ -98,10 +104,10 @@ class ServerPool:
                 remove=tuple(remove),
                 current=lambda: self._update,
                 changed=self._wake,
-                address=dataclasses.replace(address, name=address.name or f"server {n}"),
+                address=address,
                 own=not address.url,
             )
-            for n, address in enumerate(addresses)
+            for n, address in enumerate(named)
         ]
         self.updates: list[tuple[str, float, float]] = []
         """server, begin and end (perf_counter) of the last weight update"""

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from components.engine.served.dialect import (
     read_stream,
     result_of,
 )
-from components.engine.served.process import Launch
+from components.engine.served.process import KEY_VARIABLE, Launch
 from components.engine.sglang import wire
 from components.engine.sglang.checks import held_checksum, names_to_skip
 from components.engine.sglang.group import UpdateGroup, new_group_name
@@ -50,6 +51,7 @@ _CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
 }
 _CPU_CACHE_TOKENS = 65536
+START = Path(__file__).with_name("start.py")
 # SGLang reserves two positions of the context; a row may fill all of ours.
 _CONTEXT_MARGIN = 8
 _POLL_SECONDS = 0.02
@@ -87,6 +89,8 @@ def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, 
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         # No folder of the user may hide a module of SGLang's.
         "PYTHONSAFEPATH": "1",
+        KEY_VARIABLE: "{key}",
+        "TMPDIR": "{scratch}",  # SGLang leaves sockets there
     }
     if model.device == "cpu":
         variables |= {"OMP_NUM_THREADS": str(settings.process.threads), **_CPU_VARIABLES}
@@ -113,6 +117,11 @@ class SGLangDialect:
         self._groups: dict[str, UpdateGroup] = {}
         self._busy: set[str] = set()
 
+    @property
+    def sockets(self) -> bool:
+        """SGLang 0.5.23 listens on TCP only."""
+        return False
+
     def launch(self, port: int, identity: str) -> Launch:
         """Command and environment of a server."""
         process = self._settings.process
@@ -124,7 +133,7 @@ class SGLangDialect:
             "log_level_http": "warning",
             **engine_options(self._settings, self._model),
         }
-        command = [process.python or sys.executable, "-m", "sglang.launch_server", *as_arguments(options)]
+        command = [process.python or sys.executable, str(START), *as_arguments(options)]
         return Launch(command=[*command, *process.arguments], environment=engine_variables(self._settings, self._model))
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:

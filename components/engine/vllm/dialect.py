@@ -3,7 +3,7 @@
 Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
 those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
 safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
-need the server's development mode, which is why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
+need the server's development mode, whose paths `components.engine.vllm.key` closes to those without the server's key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from components.engine.served.dialect import (
     read_stream,
     result_of,
 )
-from components.engine.served.process import Launch
+from components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError
@@ -117,10 +117,15 @@ class VllmDialect:
                 "engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast', which needs GPUs."
             )
 
+    @property
+    def sockets(self) -> bool:
+        """vLLM can; a broadcast needs the server's address."""
+        return not self._broadcasts
+
     def launch(self, port: int, identity: str) -> Launch:
         """The API server with worker extension and development mode."""
-        options = engine_options(self._settings, self._model)
-        options |= {"served_model_name": identity, "host": "{host}", "port": port}
+        options = engine_options(self._settings, self._model) | {"served_model_name": identity}
+        options |= {"host": "{host}", "port": port} if port else {"uds": f"{{scratch}}/{SOCKET}"}
         options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
         environment: dict[str, str | None] = {
             "VLLM_SERVER_DEV_MODE": "1",
@@ -129,7 +134,9 @@ class VllmDialect:
             "VLLM_NO_USAGE_STATS": "1",
             # A connection that the server closes just when it is reused would look like a fault.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+            KEY_VARIABLE: "{key}",
             "VLLM_RPC_BASE_PATH": "{scratch}",
+            "TMPDIR": "{scratch}",  # vLLM leaves files there
             # The extension is imported from here; a user's own folder `components` must not hide it.
             "PYTHONSAFEPATH": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -343,7 +350,9 @@ class VllmDialect:
         if update.written is not None:
             await result_of(update.written)
         workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
-        await asyncio.to_thread(self._broadcaster.send, str(client.base_url).rstrip("/"), update.files, workers)
+        url = str(client.base_url).rstrip("/")
+        key = client.headers.get("Authorization", "").removeprefix("Bearer ")
+        await asyncio.to_thread(self._broadcaster.send, url, key, update.files, workers)
 
     async def _installed(self, client: httpx.AsyncClient) -> bool:
         try:
