@@ -77,12 +77,12 @@ class ScoreResponse:
     """Log-probs [nats], one per token, and entropies or None where the engine gives none.
 
     Attributes:
-        version: version of the weights that scored, or None if the engine does not report it.
+        version: label of the weights that scored (`Update.label`), or None if the engine does not report it.
     """
 
     logprobs: list[float]
     entropies: list[float] | None
-    version: int | None = None
+    version: str | None = None
 
 
 def check_score(request: ScoreRequest, response: ScoreResponse) -> ScoreResponse:

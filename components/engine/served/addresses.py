@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import stat
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from components.engine.served.settings import ServerSettings
@@ -107,6 +108,15 @@ def read_key(path: Path) -> str:
             f"Make one with: (umask 077; openssl rand -hex 32 > {path})"
         )
     return key
+
+
+def with_keys(addresses: Sequence[Address]) -> list[Address]:
+    """The addresses with names, and with one new key for all servers that are to be started."""
+    key = secrets.token_hex(32)
+    return [
+        replace(address, name=address.name or f"server {n}", key=address.key if address.url else key)
+        for n, address in enumerate(addresses)
+    ]
 
 
 def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:

@@ -82,13 +82,13 @@ class Dialect(Protocol):
         """Whether the server responds. `identity` "" takes any; raises ServerError for another server there."""
         ...
 
-    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """Samples one row and passes it to `take`; with `request.stream` in parts, until `take` needs no more.
 
         Closing the connection ends the request at the server.
 
         Returns:
-            The version of the weights that sampled all tokens, or None when the server does not report it.
+            The label of the weights that sampled all tokens, or None when the server does not report it.
         """
         ...
 
@@ -105,11 +105,11 @@ class Dialect(Protocol):
         ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights into a paused server, drops its caches, and sets its version."""
+        """Loads the weights into a paused server, drops its caches, and sets the label that responses carry."""
         ...
 
-    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """Version (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
+        """Label (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
         ...
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
@@ -177,26 +177,26 @@ async def read_stream(
     client: httpx.AsyncClient,
     path: str,
     body: Mapping[str, Any],
-    read: Callable[[str], tuple[RowResponse, bool, int | None]],
+    read: Callable[[str], tuple[RowResponse, bool, str | None]],
     take: Take,
     end: Callable[[], Awaitable[None]],
-) -> int | None:
+) -> str | None:
     """Posts a request and passes the parts of its response, which are server-sent events, to `take`.
 
     A response that is ended early is still read to its last event, because only that shows that it was not cut off.
 
     Args:
         client, path, body: client, path and JSON body of the request.
-        read: an event (JSON text) as a part, whether it is the last, and the version of the weights.
+        read: an event (JSON text) as a part, whether it is the last, and the label of the weights.
         take: see `Take`.
         end: ends the request at the server.
 
     Returns:
-        The version in the last event.
+        The label in the last event.
     """
     more = True  # whether `take` needs more parts
     last = False
-    version: int | None = None
+    version: str | None = None
     async with aclosing(_events(client, path, body)) as events:
         async for event in events:
             part, last, version = read(event)

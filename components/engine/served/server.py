@@ -70,7 +70,7 @@ class Server:
     address: Address
     own: bool
     state: State = "starting"
-    version: int | None = None
+    label: str | None = None
     difference: float = 0.0
     reason: str = ""
     failures: int = 0
@@ -125,7 +125,7 @@ class Server:
             logger.warning("%s: %s; starting it once more.", self.name, ended)
         await self._check_open()
         self.failures = 0
-        self.version = None
+        self.label = None
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._check_health())
 
@@ -231,24 +231,27 @@ class Server:
             raise RunError(f"{self.name}: failed while {stage}: {_describe(error)}{self.log_lines()}") from error
         if self._epoch != epoch or self.state != "updating":
             raise RunError(f"{self.name}: lost while it loaded weights version {update.version}: {self.reason}")
-        self.version = update.version
+        self.label = update.label()
         self.failures = 0
         self._become("ready")
 
     async def _verify(self, update: Update) -> None:
-        version, checksum = await self.dialect.reported(self.client, update)
-        if version != update.version:
-            raise ServerError(f"expected weights version {update.version}, the server reports {version}.")
-        if checksum is not None and checksum != update.checksum:
+        expected = await result_of(update.checksum)
+        label, checksum = await self.dialect.reported(self.client, update)
+        if checksum is not None and checksum != expected:
             raise ServerError(
-                f"expected checksum {update.checksum} of weights version {version}, the server reports {checksum}: "
+                f"expected checksum {expected} of weights version {update.version}, the server reports {checksum}: "
                 "the weights were changed on the way to it."
             )
+        if label != update.label():
+            raise ServerError(f"expected weights version {update.label()}, the server reports {label}.")
 
     async def _probe(self, update: Update) -> None:
         if update.probe is None or update.expected is None:
             return
         response = await self.dialect.score(self.client, update.probe.request, f"probe-{time.monotonic_ns()}")
+        if response.version not in (None, update.label()):
+            raise ServerError(f"expected a probe of weights version {update.label()}, got one of {response.version}.")
         expected = await result_of(update.expected)
         self.difference = compare_logprobs(response.logprobs, expected, update.probe.tolerance)
 
@@ -286,7 +289,7 @@ class Server:
         if self.state in ("lost", "gone"):
             return
         self.reason = reason
-        self.version = None
+        self.label = None
         self.lost_at = time.monotonic()
         self._epoch += 1
         self.losses += 1

@@ -167,7 +167,7 @@ class VllmDialect:
                 raise ServerError(f"expected server '{identity}' at this address, got '{', '.join(names)}'.")
         return True
 
-    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """One row, as one response or as server-sent events."""
         body = self.generate_body(request, request_id) | self._adapter(client)
         if request.stream:
@@ -208,13 +208,13 @@ class VllmDialect:
             sampling |= {"top_p": request.top_p, "top_k": request.top_k}
         return {"request_id": request_id, "token_ids": request.tokens, "sampling_params": sampling}
 
-    def read_response(self, reply: Any) -> tuple[RowResponse, int | None]:
+    def read_response(self, reply: Any) -> tuple[RowResponse, str | None]:
         """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
         with parsing(f"POST {_GENERATE}"):
             (choice,) = reply["choices"]
             return self._response(choice), _version(choice)
 
-    def read_event(self, event: str) -> tuple[RowResponse, bool, int | None]:
+    def read_event(self, event: str) -> tuple[RowResponse, bool, str | None]:
         """Reads an event of a streamed reply: the next part, whether it is the last, and then the version."""
         with parsing(f"POST {_GENERATE}, '{event[:200]}'"):
             (choice,) = json.loads(event)["choices"]
@@ -268,25 +268,25 @@ class VllmDialect:
                 "creditgraph_load_files",
                 version=update.version,
                 files=update.files,
-                sample=update.sample,
-                wait_seconds=0.0 if update.written is None else self._settings.pool.update_seconds,
+                wait_seconds=0.0 if update.written else self._settings.pool.update_seconds,
             )
-        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+        await result_of(update.checksum)
+        await call(client, "POST", "/update_weight_version", {"new_version": update.label()})
         reset = await call(client, "POST", "/reset_prefix_cache")
         if isinstance(reset, Mapping) and reset.get("success") is False:
             raise ServerError("expected its prefix cache to be empty after an update, but requests are running.")
 
-    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """vLLM's version number and the workers' checksum, once both agree; after a broadcast there is no checksum."""
-        version = _number(str((await call(client, "GET", "/weight_info"))["weight_version"]))
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
+        """vLLM's label and the workers' checksum, once these agree; after a broadcast there is no checksum."""
+        label = str((await call(client, "GET", "/weight_info"))["weight_version"])
         self._known(client).adapter = update.adapter
         if self._broadcasts:
-            return version, None
+            return label, None
         states = await _workers(client, "creditgraph_state")
         held = {(int(state["version"]), str(state["checksum"])) for state in states}
-        if len(held) != 1 or next(iter(held))[0] != version:
-            raise ServerError(f"expected workers that hold weights version {version}, got {sorted(held)}.")
-        return next(iter(held))
+        if len(held) != 1 or next(iter(held))[0] != update.version:
+            raise ServerError(f"expected workers that hold weights version {update.version}, got {sorted(held)}.")
+        return label, next(iter(held))[1]
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
         """Tokens that went through the model."""
@@ -347,8 +347,7 @@ class VllmDialect:
 
         if self._broadcaster is None:
             self._broadcaster = Broadcaster(self._settings.channel.bucket_mb << 20, self._settings.pool.update_seconds)
-        if update.written is not None:
-            await result_of(update.written)
+        await result_of(update.checksum)
         workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
         url = str(client.base_url).rstrip("/")
         key = client.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -391,16 +390,11 @@ def _entropy(entry: Mapping[str, Any]) -> float:
     return -float(other["logprob"])
 
 
-def _version(choice: Mapping[str, Any]) -> int | None:
-    """Version of the weights that sampled a response; None for one that ended before its first token."""
+def _version(choice: Mapping[str, Any]) -> str | None:
+    """Label of the weights that sampled a response; None for one that ended before its first token."""
     versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
     if not versions and choice["finish_reason"] == "abort":
         return None
     if len(versions) != 1:
         raise ServerError(f"expected a response by one weights version, got {sorted(versions)}.")
-    return _number(versions.pop())
-
-
-def _number(version: str) -> int:
-    """−1 for a version that is not ours ("default" before the first update)."""
-    return int(version) if version.isdigit() else -1
+    return versions.pop()

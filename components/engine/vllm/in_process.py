@@ -19,7 +19,7 @@ from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
 from components.engine.vllm.dialect import engine_options
 from components.engine.vllm.settings import VllmSettings
-from components.engine.weight_files import sample_checksum, sample_names
+from components.engine.weight_files import checksum_of
 from pipeline.core.component import Context
 from pipeline.core.errors import RunError
 from pipeline.core.payloads import Weights
@@ -109,9 +109,8 @@ class InProcess:
         """Loads whole weights; the checksum of what was sent, and the state of the worker after it."""
         self._adapter = None
         tensors = weights.tensors or {}
-        names = sample_names(tensors)
-        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors, names))
-        return sample_checksum(tensors, names), state
+        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors))
+        return checksum_of(tensors), state
 
     def _load_adapter(self, weights: Weights) -> tuple[str, dict[str, Any]]:
         """Replaces the adapter by a new one, whose new id distinguishes them in the prefix cache."""
@@ -126,7 +125,7 @@ class InProcess:
         self.core.add_lora(self._adapter)
         (state,) = self.llm.collective_rpc("creditgraph_adapter", args=(weights.version,))
         self.channel.retire(weights.version)
-        return update.checksum, state
+        return update.checksum.result(), state
 
     def sample(self, rows: Rows) -> None:
         """Sends one request per row.

@@ -11,16 +11,17 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-_KEY = "CREDITGRAPH_SERVER_KEY"  # as components.engine.served.process has it, whose imports a server does not need
+from components.engine.served.process import KEY_VARIABLE
+
 _Receive = Callable[[], Awaitable[dict[str, Any]]]
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def server_key() -> str:
     """The key in this process's environment; ends the process without one."""
-    key = os.environ.get(_KEY, "")
+    key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise SystemExit(f"creditgraph: expected the server's key in the environment variable {_KEY}, got none.")
+        raise SystemExit(f"creditgraph: expected the server's key in the variable {KEY_VARIABLE}, got none.")
     return key
 
 
