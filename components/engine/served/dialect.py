@@ -7,7 +7,8 @@ server takes one class.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+LARGEST_RESPONSE = 1 << 30  # bytes; the log-probs of whole vocabularies are some hundred MB
 InFlight = Literal["finish", "abort"]
 
 Take = Callable[[RowResponse, bool], bool]
@@ -141,23 +143,58 @@ async def call(
     client: httpx.AsyncClient, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> Any:
     """Sends a JSON request; returns the JSON of a 200 response ({} for an empty one), otherwise raises ServerError."""
-    response = await client.request(method, path, json=body, params=query)
-    check_status(f"{method} {path}", response)
-    if not response.content:
+    what = f"{method} {path}"
+    async with client.stream(method, path, json=body, params=query) as response:
+        content = b"".join([part async for part in _limited(what, response)])
+    if response.status_code != 200:
+        raise _status_error(what, response.status_code, content.decode(errors="replace"))
+    if not content:
         return {}
     try:
-        return response.json()
-    except ValueError:
-        raise ServerError(f"{method} {path}: expected JSON, got: {_short(response.text)}") from None
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ServerError(f"{what}: expected JSON, got: {_short(content.decode(errors='replace'))}") from None
 
 
 def check_status(what: str, response: httpx.Response) -> None:
     """Raises RefusedError or ServerError, with its text, for a response (read) whose status is not 200."""
     if response.status_code != 200:
-        refused = 400 <= response.status_code < 500 and response.status_code not in (408, 429)
-        raise (RefusedError if refused else ServerError)(
-            f"{what}: status {response.status_code}: {_short(response.text)}"
-        )
+        raise _status_error(what, response.status_code, response.text)
+
+
+def _status_error(what: str, status: int, text: str) -> ServerError:
+    refused = 400 <= status < 500 and status not in (408, 429)
+    return (RefusedError if refused else ServerError)(f"{what}: status {status}: {_short(text)}")
+
+
+async def _limited(what: str, response: httpx.Response) -> AsyncIterator[bytes]:
+    """The parts of a response's body; raises ServerError for one that would fill the memory."""
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > LARGEST_RESPONSE:
+            raise ServerError(f"{what}: expected at most {LARGEST_RESPONSE} bytes, got more.")
+        yield part
+
+
+def check_id(reported: object, request_id: str) -> None:
+    """Raises ServerError for a response to another request."""
+    if reported != request_id:
+        raise ServerError(f"expected the response to request '{request_id}', got that to '{str(reported)[:80]}'.")
+
+
+def token_id(value: object) -> int:
+    """A token id in a response; TypeError for anything but an integer, which `parsing` converts."""
+    if type(value) is not int:
+        raise TypeError(f"expected a token id, got {str(value)[:80]!r}")
+    return value
+
+
+def number(value: object) -> float:
+    """A number in a response; TypeError for a text or a truth value, which `parsing` converts."""
+    if type(value) is not float and type(value) is not int:
+        raise TypeError(f"expected a number, got {str(value)[:80]!r}")
+    return float(value)
 
 
 @contextmanager
@@ -167,7 +204,7 @@ def parsing(what: str) -> Iterator[None]:
         yield
     except CreditgraphError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ServerError(
             f"{what}: a response without the expected fields ({type(error).__name__}: {error})."
         ) from error
@@ -199,6 +236,8 @@ async def read_stream(
     version: str | None = None
     async with aclosing(_events(client, path, body)) as events:
         async for event in events:
+            if last:
+                raise ServerError(f"POST {path}: expected no event after the last, got: {_short(event)}")
             part, last, version = read(event)
             if more and take(part, last):
                 more = False
@@ -214,9 +253,12 @@ async def _events(client: httpx.AsyncClient, path: str, body: Mapping[str, Any])
         if response.status_code != 200:
             await response.aread()
             check_status(f"POST {path}", response)
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                yield line.removeprefix("data: ")
+        rest = b""
+        async for chunk in _limited(f"POST {path}", response):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield line.removeprefix(b"data: ").decode(errors="replace")
 
 
 async def result_of(future: Future[T]) -> T:

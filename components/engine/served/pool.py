@@ -8,7 +8,6 @@ lost. A server gets requests only while it holds the newest weights of the pool.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections import defaultdict, deque

@@ -36,7 +36,16 @@ LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
 _PORT_TAKEN = ("address already in use", "errno 98")
 _NOT_READY = (httpx.HTTPError, httpx.InvalidURL, ServerError, TimeoutError, OSError)
-_FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, ValueError)
+_FAULTS = (
+    *_NOT_READY,
+    CreditgraphError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 class Interrupted(Exception):

@@ -158,6 +158,7 @@ class SGLangDialect:
             if request.stream:
                 return await self._stream(client, body, request_id, take)
             reply = await call(client, "POST", "/generate", body)
+            wire.check_request(reply, request_id)
             response, version = wire.read_generated(reply, self._entropies)
             take(response, True)
             return version
@@ -167,7 +168,7 @@ class SGLangDialect:
 
         def read(event: str) -> tuple[RowResponse, bool, str | None]:
             nonlocal taken
-            part, last, version = wire.read_event(event, taken, self._entropies)
+            part, last, version = wire.read_event(event, taken, self._entropies, request_id)
             taken += len(part.tokens)
             return part, last, version
 
@@ -183,6 +184,7 @@ class SGLangDialect:
         """Teacher-forced log-probs."""
         async with self._ended(client, request_id):
             reply = await call(client, "POST", "/generate", wire.score_body(request, request_id, self._top))
+        wire.check_request(reply, request_id)
         return wire.read_scores(reply, request, self._entropies)
 
     @asynccontextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.dialect import ServerError, parsing
+from components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
 from pipeline.core.errors import ConfigError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -79,6 +79,12 @@ def _body(request_id: str, tokens: list[int], sampling: dict[str, Any], top_logp
     return body | {"top_logprobs_num": top_logprobs} if top_logprobs else body
 
 
+def check_request(reply: Any, request_id: str) -> None:
+    """Raises ServerError for the reply to another request."""
+    with parsing("POST /generate"):
+        check_id(reply["meta_info"]["id"], request_id)
+
+
 def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, str | None]:
     """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
     with parsing("POST /generate"):
@@ -86,7 +92,7 @@ def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, str | None
         return _response(reply, _reason(meta["finish_reason"]), 0, entropies), _version_of(meta)
 
 
-def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bool, str | None]:
+def read_event(event: str, taken: int, entropies: bool, request_id: str) -> tuple[RowResponse, bool, str | None]:
     """Reads an event (JSON) of a streamed reply: the part after `taken` tokens, whether it is the last, the version.
 
     Servers with --incremental-streaming-output send only what is new, others all so far. Raises ServerError as above.
@@ -94,6 +100,7 @@ def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bo
     with parsing(f"POST /generate, '{event[:200]}'"):
         reply = json.loads(event)
         meta = reply["meta_info"]
+        check_id(meta["id"], request_id)
         last = meta["finish_reason"] is not None
         start = taken if len(reply["output_ids"]) == meta["completion_tokens"] else 0
         reason = _reason(meta["finish_reason"]) if last else "stop"
@@ -102,9 +109,14 @@ def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bo
 
 def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> RowResponse:
     meta = reply["meta_info"]
+    tokens = [token_id(token) for token in reply["output_ids"][start:]]
+    entries = meta["output_token_logprobs"][start:]
+    for token, entry in zip(tokens, entries, strict=False):
+        if entry[1] != token:
+            raise ServerError(f"POST /generate: expected the log-prob of token {token}, got that of token {entry[1]}.")
     return RowResponse(
-        tokens=[int(token) for token in reply["output_ids"][start:]],
-        logprobs=_logprobs(meta["output_token_logprobs"][start:]),
+        tokens=tokens,
+        logprobs=_logprobs(entries),
         entropies=[_entropy(_logprobs(top)) for top in meta["output_top_logprobs"][start:]] if entropies else None,
         reason=reason,
     )
@@ -125,7 +137,10 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         count = len(request.tokens)
-        logprobs = _logprobs(meta["input_token_logprobs"][-count:])
+        entries = meta["input_token_logprobs"][-count:]
+        if [entry[1] for entry in entries] != request.tokens:
+            raise ServerError("POST /generate: expected the log-probs of the tokens to score, got those of others.")
+        logprobs = _logprobs(entries)
         entropies = None
         if top:
             temperature = request.temperature or 1.0
@@ -138,7 +153,7 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
 
 def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
     """The log-probs of entries, which have them first; SGLang's JSON has null for NaN."""
-    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+    return [math.nan if entry[0] is None else number(entry[0]) for entry in entries]
 
 
 def _entropy(logprobs: Sequence[float]) -> float:

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from components.engine.channel import PREFIX, Update
 from components.engine.messages import (
-    FinishReason,
     RowRequest,
-    RowResponse,
     ScoreRequest,
     ScoreResponse,
 )
@@ -38,11 +36,11 @@ from components.engine.served.dialect import (
     as_arguments,
     call,
     check_status,
-    parsing,
     read_stream,
     result_of,
 )
 from components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
+from components.engine.vllm.replies import GENERATE, ID_PREFIX, read_event, read_response, read_scores
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError
@@ -53,10 +51,7 @@ if TYPE_CHECKING:
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
-_GENERATE = "/inference/v1/generate"
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_FLOOR = -9999.0  # vLLM's JSON has this instead of NaN and −∞ in log-probs of sampled tokens
-_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
 def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
@@ -177,17 +172,19 @@ class VllmDialect:
             async def end() -> None:
                 self._end_soon(client, request_id)
 
-            return await read_stream(client, _GENERATE, body, self.read_event, take, end)
-        response, version = self.read_response(await call(client, "POST", _GENERATE, body))
+            read = partial(read_event, request_id=request_id, eos=self._eos)
+            return await read_stream(client, GENERATE, body, read, take, end)
+        response, label = read_response(await call(client, "POST", GENERATE, body), request_id, self._eos)
         take(response, True)
-        return version
+        return label
 
     async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
         """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
         sampling = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": 1, "detokenize": False}
         body = {"request_id": request_id, "token_ids": request.context + request.tokens, "sampling_params": sampling}
         try:
-            return self.read_scores(await call(client, "POST", _GENERATE, body | self._adapter(client)), request)
+            reply = await call(client, "POST", GENERATE, body | self._adapter(client))
+            return read_scores(reply, request, request_id)
         except RefusedError as error:
             if "not JSON compliant" not in str(error):
                 raise
@@ -207,43 +204,6 @@ class VllmDialect:
         if request.temperature > 0:
             sampling |= {"top_p": request.top_p, "top_k": request.top_k}
         return {"request_id": request_id, "token_ids": request.tokens, "sampling_params": sampling}
-
-    def read_response(self, reply: Any) -> tuple[RowResponse, str | None]:
-        """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
-        with parsing(f"POST {_GENERATE}"):
-            (choice,) = reply["choices"]
-            return self._response(choice), _version(choice)
-
-    def read_event(self, event: str) -> tuple[RowResponse, bool, str | None]:
-        """Reads an event of a streamed reply: the next part, whether it is the last, and then the version."""
-        with parsing(f"POST {_GENERATE}, '{event[:200]}'"):
-            (choice,) = json.loads(event)["choices"]
-            last = choice.setdefault("finish_reason", None) is not None
-            return self._response(choice), last, _version(choice) if last else None
-
-    def _response(self, choice: Mapping[str, Any]) -> RowResponse:
-        tokens = [int(token) for token in choice["token_ids"]]
-        entries = (choice["logprobs"] or {"content": []})["content"] or []
-        ended: FinishReason = "eos" if tokens and tokens[-1] in self._eos else "stop"
-        return RowResponse(
-            tokens=tokens,
-            logprobs=[math.nan if entry["logprob"] <= _FLOOR else float(entry["logprob"]) for entry in entries],
-            entropies=[_entropy(entry) for entry in entries],
-            reason=_REASONS.get(choice["finish_reason"], ended),
-        )
-
-    @staticmethod
-    def read_scores(reply: Any, request: ScoreRequest) -> ScoreResponse:
-        """The scores in a reply; raises ServerError for one of another form."""
-        with parsing(f"POST {_GENERATE}"):
-            table = reply["prompt_logprobs"][len(request.context) :]
-            logprobs = []
-            entropies = []
-            for token, entry in zip(request.tokens, table, strict=True):
-                logprobs.append(float(entry[str(token)]["logprob"]))
-                (other,) = (value for key, value in entry.items() if key != str(token))
-                entropies.append(-float(other["logprob"]))
-            return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version(reply["choices"][0]))
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
         """Calls /pause, which also empties the prefix cache."""
@@ -297,8 +257,7 @@ class VllmDialect:
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """/abort_requests."""
         if request_ids:
-            # The server prefixes the ids of requests with this.
-            names = [f"generate-tokens-{request_id}" for request_id in request_ids]
+            names = [ID_PREFIX + request_id for request_id in request_ids]
             await call(client, "POST", "/abort_requests", {"request_ids": names})
 
     def close(self) -> None:
@@ -383,18 +342,3 @@ async def _post_text(client: httpx.AsyncClient, path: str, **body: str) -> None:
             "got one without this endpoint."
         )
     check_status(f"POST {path}", response)
-
-
-def _entropy(entry: Mapping[str, Any]) -> float:
-    (other,) = (top for top in entry["top_logprobs"] if top["token_id"] != entry["token_id"])
-    return -float(other["logprob"])
-
-
-def _version(choice: Mapping[str, Any]) -> str | None:
-    """Label of the weights that sampled a response; None for one that ended before its first token."""
-    versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
-    if not versions and choice["finish_reason"] == "abort":
-        return None
-    if len(versions) != 1:
-        raise ServerError(f"expected a response by one weights version, got {sorted(versions)}.")
-    return versions.pop()

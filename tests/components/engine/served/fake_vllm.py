@@ -196,7 +196,13 @@ class Handler(BaseHTTPRequestHandler):
                 {str(t): {"logprob": logprob_at(state.version, t)}, "-1": {"logprob": -1.0}} for t in ids[1:]
             ]
             spans = [{"version": state.reported, "start": 0, "end": 1}]
-            return self.reply({"prompt_logprobs": table, "choices": [{"weight_versions": spans}]})
+            return self.reply(
+                {
+                    "prompt_logprobs": table,
+                    "choices": [{"weight_versions": spans}],
+                    "request_id": f"generate-tokens-{name}",
+                }
+            )
         request: dict = {}
         with state.changed:
             state.changed.wait_for(lambda: not state.paused)
@@ -241,7 +247,12 @@ class Handler(BaseHTTPRequestHandler):
         with state.changed:
             state.tokens += count
         state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
-        return self.reply({"choices": [] if fault == "no completions" else [choice]})
+        return self.reply(
+            {
+                "request_id": f"generate-tokens-{body['request_id']}",
+                "choices": [] if fault == "no completions" else [choice],
+            }
+        )
 
     def choice(self, tokens, reason, fault, version, reported, count):
         """`count`: tokens in all, or None for a part that is not the last."""
@@ -277,8 +288,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
 
+        name = f"generate-tokens-{body['request_id']}"
+
         def event(choices):
-            data = json.dumps({"choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
+            data = json.dumps({"request_id": name, "choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
             try:
                 self.wfile.write(f"data: {data}\n\n".encode())
                 self.wfile.flush()
