@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import ssl
 from functools import cache
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import httpx
 
 from components.engine.served.addresses import UNIX, Address
+from components.engine.served.process import KEY_VARIABLE
+from pipeline.core.errors import RunError
+
+logger = logging.getLogger("creditgraph")
 
 LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request grows with its number of connections
 CONNECT_SECONDS = 10.0
@@ -37,16 +42,24 @@ def new_client(address: Address) -> httpx.AsyncClient:
     )
 
 
-async def is_open(address: Address) -> bool:
-    """Whether the server responds to somebody without its key; a Unix socket is protected by its folder."""
-    if not address.url or address.url.startswith(UNIX):
-        return False
+async def check_closed(address: Address, name: str, own: bool) -> None:
+    """Warns of a server that serves those without its key too; raises RunError if this process has started it.
+
+    A Unix socket is protected by its folder and is not tried.
+    """
+    if address.url.startswith(UNIX):
+        return
     try:
         async with new_client(Address(url=address.url)) as stranger:
             response = await stranger.get("/v1/models", timeout=CONNECT_SECONDS)
     except httpx.HTTPError:
-        return False
-    return response.status_code == 200
+        return
+    if response.status_code != 200:
+        return
+    reason = f"{name}: it responds without a key, so whoever reaches it can change its weights"
+    if own:
+        raise RunError(f"{reason}; expected one that refuses. Leave out engine arguments that change its keys.")
+    logger.warning("%s. Start it with a key in %s and name the key's file in engine.key_file.", reason, KEY_VARIABLE)
 
 
 @cache

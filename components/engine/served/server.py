@@ -16,9 +16,9 @@ import httpx
 from components.engine.channel import Update
 from components.engine.probe import compare_logprobs
 from components.engine.served.addresses import UNIX, Address, check_port, free_port, relocated
-from components.engine.served.connection import LANE_REQUESTS, is_open, new_client
+from components.engine.served.connection import LANE_REQUESTS, check_closed, new_client
 from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
-from components.engine.served.process import KEY_VARIABLE, SOCKET, ServerProcess, last_lines, read_log
+from components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
 from components.engine.served.settings import PoolSettings
 from pipeline.core.errors import CreditgraphError, RunError
 
@@ -132,22 +132,11 @@ class Server:
             if attempt == START_TRIES:
                 raise RunError(f"{self.name}: {ended}. Start the run again.")
             logger.warning("%s: %s; starting it once more.", self.name, ended)
-        await self._check_open()
+        await check_closed(self.address, self.name, self.own)
         self.failures = 0
         self.label = None
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._check_health())
-
-    async def _check_open(self) -> None:
-        """Warns of a server that serves those without a key too; raises RunError if it is ours."""
-        if not await is_open(self.address):
-            return
-        reason = f"{self.name}: it responds without a key, so whoever reaches it can change its weights"
-        if self.own:
-            raise RunError(f"{reason}; expected one that refuses. Leave out engine arguments that change its keys.")
-        logger.warning(
-            "%s. Start it with a key in %s and name the key's file in engine.key_file.", reason, KEY_VARIABLE
-        )
 
     async def _launch(self) -> None:
         await self._stop_process()
