@@ -226,7 +226,15 @@ def _whole(stream: bool) -> dict[str, Callable[[list[Any]], bytes]]:
         "a body that claims gzip": body(lambda b: b, extra="Content-Encoding: gzip\r\n"),
         "a body shorter than its length": lambda parts: response(encoded(parts, stream), length=10**6),
     }
-    for status in ("204 No Content", "301 Moved", "401 Unauthorized", "404 Not Found", "429 Busy", "500 Error", "503 No"):
+    for status in (
+        "204 No Content",
+        "301 Moved",
+        "401 Unauthorized",
+        "404 Not Found",
+        "429 Busy",
+        "500 Error",
+        "503 No",
+    ):
         damage[f"status {status}"] = body(lambda b: b, status=status)
     for cut in range(5, 100, 12):
         damage[f"cut off after {cut} % of it"] = body(lambda b, cut=cut: b[: len(b) * cut // 100])  # type: ignore[misc]
@@ -327,7 +335,7 @@ def _cases() -> Iterator[Case]:
                 yield Case(server, "stream", f"{path} is {text}", replaced(0, path, VALUES[text], True))
         last = (*_CHOICE, "weight_versions") if server == "vllm" else (*_META, "weight_version")
         yield Case(server, "stream", "no version in the last event", replaced(2, last, None, True))
-    for name, (path, body) in CONTROL.items():
+    for name, (_, body) in CONTROL.items():
         yield Case("vllm", "control", name, lambda parts, b=body: response(json.dumps(b).encode()))
 
 

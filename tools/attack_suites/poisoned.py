@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-
 from attack_suites import answers
+
 from components.engine.base import Limits
 from components.engine.channel import Update
 from components.engine.messages import ScoreRequest
@@ -123,7 +123,9 @@ class Bench:
         folder = Path(self._folder.name)
         self.server = PoisonedServer(folder / "http", kind)
         model = ServedModel(path="none", dtype="float32", context_length=64, vocab_size=answers.VOCABULARY, eos=[1])
-        dialect: Dialect = VllmDialect(VllmSettings(), model) if kind == "vllm" else SGLangDialect(SGLangSettings(), model)
+        dialect: Dialect = (
+            VllmDialect(VllmSettings(), model) if kind == "vllm" else SGLangDialect(SGLangSettings(), model)
+        )
         settings = PoolSettings(start_seconds=20.0, update_seconds=20.0, hang_seconds=20.0)
         self.pool = ServerPool(dialect, settings, [Address(url=f"unix:{folder}/http")], folder)
         self.pool.start()

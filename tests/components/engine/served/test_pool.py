@@ -1,12 +1,13 @@
 """Routing, back-pressure and weight updates of a pool of real processes."""
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from components.engine.served.addresses import Address, find_servers, read_rendezvous
+from components.engine.served.addresses import find_servers, read_rendezvous
 from components.engine.served.settings import ServerSettings
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import ThoughtLimits
