@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.xdist_group("vllm servers"),
 ]
 TCP_LISTENING = "0A"
+LOOPBACK = "0100007F"
 
 
 def listening(pids):
@@ -42,6 +44,17 @@ def listening(pids):
             if fields[3] == TCP_LISTENING and f"socket:[{fields[9]}]" in inodes:
                 ports.append(fields[1])
     return ports
+
+
+def spoken(port):
+    """What is sent back to an HTTP request."""
+    with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
+        stranger.settimeout(0.2)
+        stranger.sendall(b"GET /v1/models HTTP/1.1\r\nHost: server\r\n\r\n")
+        try:
+            return stranger.recv(100)
+        except OSError:
+            return b""
 
 
 async def refused(address, key):
@@ -67,7 +80,12 @@ def test_a_server_on_a_socket(tmp_path):
         address = server.address
         assert address.url == f"unix:{server.process.scratch}/http"
         assert stat.S_IMODE(server.process.scratch.stat().st_mode) == 0o700
-        assert listening([server.process.pid, *descendants(server.process.pid)]) == []
+        # The process groups of vLLM's workers listen, but speak no HTTP and survive those who do.
+        for port in listening([server.process.pid, *descendants(server.process.pid)]):
+            host, _, number = port.partition(":")
+            assert host == LOOPBACK
+            assert b"HTTP" not in spoken(int(number, 16))
+        assert len(policy.generate(requests).tokens.values) > 0
         for key in ("", "x" * 64):
             statuses = asyncio.run(refused(address, key))
             assert ("post", "/collective_rpc") in statuses
