@@ -37,15 +37,17 @@ def hendrycks(i):
 
 
 def sciknoweval(i):
-    kind = "mcq-4-choices" if i % 2 else "open-ended-qa"
+    is_open = i // 16 % 2  # every second row of a domain
     choices = {"text": ["iron", "gold", "lead", "tin"], "label": ["A", "B", "C", "D"]}
     details = {"level": f"L{i % 4}", "task": "t", "subtask": "s", "source": "u"}
     prompt = {"default": "Answer the question."}
     return {
         "question": f"Metal {i}?",
-        "choices": choices,
-        "answerKey": "BCD"[i % 3],
-        "type": kind,
+        "choices": {"text": [], "label": []} if is_open else choices,
+        "answerKey": "" if is_open else "BCD"[i % 3],
+        "answer": f"{i} g" if is_open else "",
+        "domain": ["Chemistry", "Physics", "Biology", "Material"][i // 4 % 4],
+        "type": "open-ended-qa" if is_open else "mcq-4-choices",
         "details": details,
         "prompt": prompt,
     }
@@ -53,7 +55,7 @@ def sciknoweval(i):
 
 def livecode(i):
     public = json.dumps([{"input": f"{i}\n", "output": f"{i}\n", "testtype": "stdin"}])
-    private = packed([{"input": f"{i + 1}\n", "output": f"{i + 1}\n", "testtype": "stdin"}])
+    private = packed([{"input": f"{i + k}\n", "output": f"{i + k}\n", "testtype": "stdin"} for k in (1, 2, 3)])
     return {
         "question_title": "t",
         "question_content": f"Print the number, {i}.",
@@ -188,6 +190,7 @@ def derived(settings, i):
     columns = {column: tests if name == "tests" else "m" for name, column in source.metadata.items()}
     columns |= {column: value if isinstance(value, str) else value[0] for column, value in source.keep.items()}
     columns |= {source.question: f"Find {i}.", source.answer: answer}
+    columns |= {source.open_answer: "7"}
     columns |= {source.choices: ["iron", "gold", "lead"], source.starter_code: ""}
     row = livecode(1) if source.tests else {}
     for column, value in columns.items():

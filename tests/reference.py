@@ -4,6 +4,7 @@ import math
 from itertools import combinations
 
 import torch
+from reference_trees import spaced_cuts, token_owner, tree_credit  # noqa: F401  # part of the fixture `reference`
 
 
 def overlong_punishment(length, max_length, buffer):
@@ -151,13 +152,21 @@ def trace_weight(t, k, decay, style="recent", floor=0.0):
     return {"recent": recent, "both": max(recent, decay ** (k - 1)), "weight_floor": max(recent, floor)}[style]
 
 
-def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history):
+def trace_loss(
+    logprobs, old, advantage, mask, high, clip_low, clip_high, decay, style, floor, clip, history,
+    max_weight=2.0, distance="all",
+):  # fmt: skip
     """Per-token trace loss of one trajectory by double loops; `high` marks tokens in the history. Zero where masked."""
     first = mask.index(True) if True in mask else 0
+    place = [sum(mask[: k + 1]) if distance == "trained" else k - first + 1 for k in range(len(mask))]
     log_ratios = [a - b for a, b in zip(logprobs, old, strict=True)]
 
     def weight(t, k):
-        return trace_weight(t - first + 1, k - first + 1, decay, style, floor) if mask[k] and high[k] else 0.0
+        return trace_weight(place[t], place[k], decay, style, floor) if mask[k] and high[k] else 0.0
+
+    def inside(k, a):
+        ratio = float(log_ratios[k].detach().exp())
+        return ratio <= 1 + clip_high if a > 0 else ratio >= 1 - clip_low
 
     def bounded(ratio):
         return min(max(ratio, 1 - clip_low), 1 + clip_high)
@@ -184,12 +193,16 @@ def trace_loss(logprobs, old, advantage, mask, high, clip_low, clip_high, decay,
             out.append(-traced * a)
         elif clip in ("traced", "normalised"):
             out.append(-min(traced * a, bounded(traced) * a))
-        elif clip == "current":
+        elif clip == "current" and history == "differentiated":
             out.append(-past.exp() * min(ratio * a, bounded(ratio) * a))
+        elif clip == "current":
+            e = min(past.detach().exp(), max_weight)
+            out.append(-e * min(ratio * a, bounded(ratio) * a))
+            if history == "gated":  # the gradient of l_k without its value, for each k that may be pushed by A_t
+                moved = [weight(t, k) * (log_ratios[k] - log_ratios[k].detach()) for k in range(t) if inside(k, a)]
+                out[-1] = out[-1] - e * bounded(ratio.detach()) * a * sum(moved)
         else:
-            total = sum(
-                trace_weight(s - first + 1, t - first + 1, decay, style, floor) for s in range(t, len(mask)) if mask[s]
-            )
+            total = sum(trace_weight(place[s], place[t], decay, style, floor) for s in range(t, len(mask)) if mask[s])
             out.append(-total * high[t] * min(ratio * a, bounded(ratio) * a))
     return out
 
@@ -213,93 +226,6 @@ def high_entropy(entropies, mask, keep):
         return [False] * len(mask)
     threshold = trained[math.ceil(keep * len(trained) - 1e-9) - 1]
     return [bool(m and h >= threshold) for h, m in zip(entropies, mask, strict=True)]
-
-
-# --- trees ---
-
-
-def spaced_cuts(entropies, segments, quantile, distance):
-    """Entropy cuts with a quantile and a minimum distance, by trying tokens one after the other; one response."""
-    places = sorted(range(1, len(entropies)), key=lambda t: (-entropies[t], t))
-    places = places[: math.ceil((1 - quantile) * len(entropies))]
-    cuts = []
-    for t in places:
-        near = any(abs(t - other) < distance for other in [0, len(entropies), *cuts])
-        if len(cuts) < segments - 1 and not near:
-            cuts.append(t)
-    return sorted(cuts) + ([len(entropies)] if entropies else [])
-
-
-def token_owner(row, token, parent, inherited):
-    """Row that sampled a token of a row, by following the lineage."""
-    while parent[row] >= 0 and token < inherited[row]:
-        row = parent[row]
-    return row
-
-
-def tree_credit(parent, inherited, length, reward, valid, method, value="leaves"):
-    """Advantage of every token of one tree, token by token: a node is the set of leaves that share a token.
-
-    Lists of lists; None where the token's leaves have no valid reward.
-    """
-    rows = range(len(length))
-
-    def sharing(row, token):
-        return [
-            i
-            for i in rows
-            if token < length[i]
-            and token_owner(i, token, parent, inherited) == token_owner(row, token, parent, inherited)
-        ]
-
-    def mean(leaves):
-        known = [reward[i] for i in leaves if valid[i]]
-        return sum(known) / len(known) if known else None
-
-    def children(leaves, depth):
-        """Families of the leaves that go on beyond `depth` tokens, and the leaves that end there."""
-        families = []
-        for i in leaves:
-            family = sharing(i, depth) if depth < length[i] else [i]
-            if family not in families:
-                families.append(family)
-        return families
-
-    def span(leaves, depth):
-        """First depth at which the leaves of a node part."""
-        if len(leaves) == 1:
-            return length[leaves[0]]
-        while all(depth < length[i] for i in leaves) and sharing(leaves[0], depth) == leaves:
-            depth += 1
-        return depth
-
-    def worth(leaves, depth):
-        """V of the node that holds `leaves` and parts at `depth`, by slow recursion."""
-        if value == "leaves" or len(leaves) == 1:
-            return mean(leaves)
-        parts = [worth(family, span(family, depth)) for family in children(leaves, depth)]
-        parts = [part for part in parts if part is not None]
-        return sum(parts) / len(parts) if parts else None
-
-    out = []
-    for row in rows:
-        line, depth, over = [], 0, list(rows)
-        while depth < length[row]:
-            family = sharing(row, depth)
-            end = span(family, depth)
-            own, above = worth(family, end), worth(over, depth)
-            siblings = [worth(other, span(other, depth)) for other in children(over, depth)]
-            siblings = [v for v in siblings if v is not None]
-            if own is None:
-                credit = None
-            elif method == "siblings":
-                credit = own - sum(siblings) / len(siblings)
-            else:
-                credit = (2 * own - worth(list(rows), 0) - above) / sum(valid[i] for i in family) ** 0.5
-            line += [credit] * (end - depth)
-            depth, over = end, family
-        out.append(line)
-    return out
 
 
 # --- counterfactuals and retries ---

@@ -3,15 +3,19 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import creditgraph
+from pipeline.app.cli import main
 
+FOLDERS = ("pipeline", "components", "configs", "slurm", "LICENSE")
 ROOT = Path(creditgraph.__file__).parent
 PYTHON = [sys.executable]
 SCRIPT = str(Path(sys.executable).with_name("creditgraph"))
@@ -49,6 +53,70 @@ def test_every_way_to_start_takes_our_packages(strangers, start, command):
     done = run([*start, *command], strangers)
     assert done.returncode == 0, done.stderr
     assert "advantage.group" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with what the wheel installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.toml", "*.md", *FOLDERS]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split():
+        if (ROOT / name).is_file() and name.split("/")[0] not in ("tests", "docs", "tools"):
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "source" / name)
+    build = [*PYTHON, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(folder / "source")]
+    done = run(build, folder)
+    if done.returncode:
+        pytest.skip(f"no wheel can be built here: {done.stderr.splitlines()[-1]}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(folder / "site")
+    return folder / "site"
+
+
+def run_installed(site, folder, *command):
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    return subprocess.run([*PYTHON, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packages", "modules"])
+def test_an_installed_creditgraph_takes_its_own_packages(site, tmp_path, kind):
+    """`components` and `pipeline` of the folder it is started in are the user's; what it names there is found."""
+    for name in ("components", "pipeline"):
+        if kind == "packages":
+            (tmp_path / name).mkdir()
+        place = tmp_path / name / "__init__.py" if kind == "packages" else tmp_path / f"{name}.py"
+        place.write_text("raise RuntimeError('not of creditgraph')\n")
+    (tmp_path / "ideas.py").write_text(
+        "from components.advantage.group import GroupAdvantage\n\n\nclass Mine(GroupAdvantage):\n"
+        '    """Group advantage."""\n'
+    )
+    where = run_installed(site, tmp_path, "-c", "import creditgraph; print(creditgraph.ROOT)")
+    assert where.stdout.strip() == str(site), where.stderr
+    short = ["run.iterations=1", "prompts.batch=2", "evaluator.num_problems=2"]
+    for command in (
+        ["graph", "recipe=toy_grpo"],
+        ["components", "advantage.group"],
+        ["submit", "recipe=toy_srpo", "cluster=one_node", "--dry-run"],
+        ["check", "ideas:Mine"],
+        ["train", "recipe=toy_grpo", "advantage.use=ideas:Mine", *short],
+    ):
+        done = run_installed(site, tmp_path, "-m", "creditgraph", *command)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+
+
+def test_the_users_folder_is_the_last_place_of_the_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    assert main(["graph", "--list"]) == 0
+    assert sys.path[-1] == str(tmp_path)
+    assert not {"", str(tmp_path)} & set(sys.path[:-1])
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"creditgraph \d+\.\d+\.\d+(, commit [0-9a-f]+)?\n", capsys.readouterr().out)
 
 
 def test_a_package_that_was_imported_before_is_named(strangers):

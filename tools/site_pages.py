@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from pipeline.app import draw
 from pipeline.core.graph import build_graph
 from pipeline.core.registry import BUILTIN
-from pipeline.run.compose import list_choices, read_yaml
+from pipeline.run.compose.choices import list_choices, read_yaml
 
 GRAPHS = {name: build_graph(read_yaml(f)) for name, f in list_choices("graph", [ROOT / "configs"]).items()}
 PICTURES = {draw.mermaid(graph).strip(): name for name, graph in GRAPHS.items()}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from components.advantage.edits import fewest_edits
+from components.advantage.explanations import decimal, signed
 from components.advantage.group import (
     EXACT_ZERO,
     GROUP_METRICS,
     Normalize,
     group_advantage,
+    group_explanation,
     group_metrics,
     group_moments,
     training_mask,
@@ -195,6 +197,42 @@ class Counterfactual(Component):
         spread = chosen.response_tokens.spread(advantage)
         spread = spread.with_values(torch.where(edited.values, spread.values, 0.0))
         return chosen, Credit(uid=chosen.uid, advantage=spread, mask=edited, columns={"gate": edited})
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The shaped reward, the formula of its group, and the tokens that the repair changes."""
+        trajectories: Trajectories = inputs["trajectories"]
+        rewards: Rewards = inputs["rewards"]
+        verdicts: Rewards = inputs["revision_rewards"]
+        credit: Credit = outputs["credit"]
+        settings = self.config
+        share = repair_share(inputs["revisions"].parent, verdicts.correct, verdicts.valid, trajectories.uid)
+        phi = torch.where(rewards.correct | ~rewards.valid, 0.0, settings.repair_scale * share)
+        shaped = rewards.value + (settings.shaping * phi).float()
+        formulas = group_explanation(
+            shaped,
+            trajectories.group,
+            rewards.valid,
+            normalize=settings.normalize,
+            eps=settings.eps,
+            name="R",
+            several="R of its group",
+        )
+        place = {uid: i for i, uid in enumerate(trajectories.uid.tolist())}
+        texts = []
+        for row, uid in enumerate(credit.uid.tolist()):
+            trained = credit.advantage.row(row)[credit.mask.row(row) & (credit.advantage.row(row) != 0)]
+            tokens = f"credit on {len(trained)} of {len(credit.mask.row(row))} tokens"
+            i = place.get(uid, -1)
+            if i < 0:
+                given = signed(float(trained[0])) if len(trained) else "0"
+                text = f"a successful revision, against the group of its original: (1 − mean)/std = {given}"
+                texts.append(f"{text}\n{tokens}, those that the revision changes")
+                continue
+            parts = f"{decimal(float(rewards.value[i]))} + {decimal(settings.shaping)}·{decimal(float(phi[i]))}"
+            text = f"R = r + λ φ = {parts} = {decimal(float(shaped[i]))}\n{formulas[i]}" if phi[i] else formulas[i]
+            only = ", those that its repair changes" if not bool(credit.columns["gate"].row(row).all()) else ""
+            texts.append(f"{text}\n{tokens}{only}")
+        return texts
 
 
 def _repair_metrics(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
+from components.advantage.explanations import decimal
 from components.advantage.group import (
     GROUP_METRICS,
     Normalize,
     Outputs,
     group_advantage,
+    group_explanation,
     group_metrics,
     trajectory_credit,
     zero_groups,
@@ -66,3 +68,11 @@ class CritiqueAdvantage(Component):
         # A column and not an advantage, because the objective decides how to use it.
         shaping = torch.where(refined, self.config.gamma, 0.0)
         return Outputs(credit=trajectory_credit(trajectories, advantage, shaping=shaping))
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The formula of the group with its numbers; refinements name the objective's weight."""
+        trajectories: Trajectories = inputs["trajectories"]
+        rewards: Rewards = inputs["rewards"]
+        texts = group_explanation(rewards.value, trajectories.group, rewards.valid, normalize=self.config.normalize)
+        weight = f"\na refinement: the objective weighs its tokens by p/(p + {decimal(self.config.gamma)})"
+        return [t + (weight if p >= 0 else "") for t, p in zip(texts, trajectories.parent.tolist(), strict=True)]

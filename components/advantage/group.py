@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from components.advantage.explanations import INVALID, decimal, minus, rewards_of_groups, signed
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -18,6 +19,7 @@ EXACT_ZERO = 1e-8
 
 GROUP_METRICS = (
     Metric("groups", "groups", "groups of trajectories whose rewards are compared"),
+    Metric("group_size", "rows", "trajectories of a group, mean over groups; one alone has nothing to compare with"),
     Metric("zero_variance_share", "share", "groups that give no signal, all their rewards being equal or invalid"),
     Metric("reward_std", "reward", "standard deviation of the reward within a group, mean over groups"),
 )
@@ -88,6 +90,47 @@ def group_advantage(
     elif normalize == "std_exact":
         centred = torch.where(std < EXACT_ZERO, 0.0, centred / std.clamp(min=EXACT_ZERO))
     return centred.float()
+
+
+def group_explanation(
+    reward: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    normalize: Normalize = "std",
+    unbiased: bool = False,
+    eps: float = 1e-6,
+    name: str = "r",
+    several: str = "rewards of its group",
+) -> list[str]:
+    """`group_advantage` of each row as a formula with its numbers, and the rewards of its group.
+
+    Args:
+        reward, group, valid, normalize, unbiased, eps: as there.
+        name: symbol of the reward.
+        several: heads the list of the group's rewards.
+    """
+    mean, std, count = group_moments(reward, group, valid, unbiased=unbiased and normalize == "std")
+    result = group_advantage(reward, group, valid, normalize=normalize, unbiased=unbiased, eps=eps)
+    lists = rewards_of_groups(reward, valid, group, several)
+    texts = []
+    for i in range(len(reward)):
+        spread = float(std[i])
+        difference = minus(float(reward[i]), float(mean[i]))
+        if not valid[i]:
+            numbers = INVALID
+        elif normalize == "mean":
+            numbers = f"{name} − mean = {difference} = {signed(float(result[i]))}"
+        elif normalize == "std_exact" and spread < EXACT_ZERO:
+            numbers = f"{name} − mean = {difference} = 0, not divided by the standard deviation, which is 0"
+        else:
+            added = eps if normalize == "std" else 0.0
+            below = decimal(spread + added) if spread > EXACT_ZERO else f"(0 + {decimal(added)})"
+            numbers = f"({name} − mean)/std = ({difference})/{below} = {signed(float(result[i]))}"
+        moments = f"mean {decimal(float(mean[i]))}, standard deviation {decimal(spread)} of {int(count[i])}"
+        silent = "" if spread > EXACT_ZERO else "; without a difference there is no signal"
+        texts.append(f"{numbers}\n{lists[i]}; {moments}{silent}")
+    return texts
 
 
 def zero_groups(advantage: Tensor, group: Tensor) -> Tensor:
@@ -166,17 +209,32 @@ class GroupAdvantage(Component):
         self.context.log(**group_metrics(rewards, group, silent))
         return Outputs(credit=trajectory_credit(trajectories, advantage, mask))
 
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """(r − mean)/std with its numbers, and the rewards of the group."""
+        settings = self.config
+        rewards: Rewards = inputs["rewards"]
+        group = inputs["trajectories"].group
+        return group_explanation(
+            rewards.value,
+            group,
+            rewards.valid,
+            normalize=settings.normalize,
+            unbiased=settings.unbiased,
+            eps=settings.eps,
+        )
+
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:
     """Values of `GROUP_METRICS`; `silent` [N bool] are the rows of groups without signal."""
     ids, place = torch.unique(group, return_inverse=True)
     if not len(ids):
-        return {"groups": Count(0), "zero_variance_share": 0.0, "reward_std": 0.0}
+        return {"groups": Count(0), "group_size": 0.0, "zero_variance_share": 0.0, "reward_std": 0.0}
     # Any row can represent its group: both numbers are the same on all of its rows.
     first = torch.zeros(len(ids), dtype=torch.int64).scatter_(0, place, torch.arange(len(group)))
     _, std, _ = group_moments(rewards.value, group, rewards.valid)
     return {
         "groups": Count(len(ids)),
+        "group_size": len(group) / len(ids),
         "zero_variance_share": float(silent[first].double().mean()),
         "reward_std": float(std[first].mean()),
     }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from components.advantage.explanations import decimal, minus
 from components.advantage.group import (
     GROUP_METRICS,
     Normalize,
     Outputs,
     group_advantage,
+    group_explanation,
     group_metrics,
     trajectory_credit,
     zero_groups,
@@ -116,6 +118,38 @@ class RetryAdvantage(Component):
             **turn_metrics(rewards, first),
         )
         return Outputs(credit=trajectory_credit(trajectories, advantage, kl_weight=weight))
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The reward of the turn with its improvement, then the formula of its group."""
+        trajectories: Trajectories = inputs["trajectories"]
+        rewards: Rewards = inputs["rewards"]
+        settings = self.config
+        stage_one = self.context.iteration < settings.stage_one_iterations
+        alpha = 0.0 if stage_one else settings.alpha
+        first = first_of(trajectories)
+        shaped, valid = improvement_reward(rewards.value, rewards.valid, first, alpha)
+        formulas = group_explanation(
+            shaped,
+            trajectories.group,
+            valid,
+            normalize=settings.normalize,
+            eps=settings.eps,
+            name="R",
+            several="R of its group",
+        )
+        texts = []
+        for i, before in enumerate(first.tolist()):
+            own = float(rewards.value[i])
+            if before < 0 and (stage_one or not settings.train_first):
+                stage = f" in stage I, until iteration {settings.stage_one_iterations}" if stage_one else ""
+                texts.append(f"a first attempt, which gets no credit of its own{stage}; only the KL term acts on it")
+            elif before < 0:
+                texts.append(f"a first attempt: R = r = {decimal(own)}\n{formulas[i]}")
+            else:
+                gain = minus(own, float(rewards.value[before]))
+                value = f"{decimal(own)} + {decimal(alpha)}·({gain}) = {decimal(float(shaped[i]))}"
+                texts.append(f"a second attempt: R = r2 + α (r2 − r1) = {value}\n{formulas[i]}")
+        return texts
 
 
 def turn_metrics(rewards: Rewards, first: Tensor) -> dict[str, float]:

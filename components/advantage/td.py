@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from components.advantage.explanations import INVALID, decimal, lines_of_segments, minus, signed
 from components.advantage.group import Outputs, training_mask
 from components.rollouts.segments import check_segments, increments, segment_of_token, with_final
 from pipeline.core.component import Component, identity_sum, same_rows
@@ -105,3 +106,30 @@ class TDAdvantage(Component):
             zero_share=float((size < 1e-8).float().mean()) if len(size) else 0.0,
         )
         return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The difference of values of each segment, in numbers."""
+        rewards: Rewards = inputs["rewards"]
+        credit: Credit = outputs["credit"]
+        lam = self.config.lam
+        values = with_final(inputs["values"].values, rewards.value)
+        advantage = td_advantage(values, rewards.value, lam)
+        row = advantage.row_ids.tolist()
+        number = advantage.positions.tolist()
+        first = values.offsets.tolist()
+        last = (advantage.lengths - 1).tolist()
+        ends = (inputs["segments"].ends.values + credit.advantage.offsets[:-1][row]).tolist()
+
+        def line(place: int) -> str:
+            at = first[row[place]] + number[place]
+            text = minus(float(values.values[at + 1]), float(values.values[at]))
+            if lam and number[place] < last[row[place]]:
+                text += f" + {decimal(lam)}·({signed(float(advantage.values[place + 1]))})"
+            text += f" = {signed(float(advantage.values[place]))}"
+            # Whitening has one mean and one scale for the batch, so its result is read off a token of the segment.
+            scaled = signed(float(credit.advantage.values[ends[place] - 1]))
+            return text + (f", centred and scaled over the batch {scaled}" if self.config.whiten else "")
+
+        head = "A = v(after) − v(before)" + (f" + {decimal(lam)}·A(next)" if lam else "") + ", the last v is the reward"
+        texts = lines_of_segments(advantage, head, line)
+        return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]

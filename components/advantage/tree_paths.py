@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
 from components.advantage.group import Outputs
-from components.advantage.tree import TreeAdvantage, node_values, once_mask, path_advantage, tree_of
+from components.advantage.tree import TreeAdvantage, node_values, once_mask, parent_values, path_advantage, tree_of
 from pipeline.core.component import same_rows
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
@@ -42,3 +43,20 @@ class TreePaths(TreeAdvantage):
         if self.config.shared == "once":
             trained = once_mask(tree, rewards.valid)
         return self.outputs(trajectories, rewards, tree, per_node, trained)
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The values of node, root and parent of each node on a leaf's path, in numbers."""
+        rewards: Rewards = inputs["rewards"]
+        tree = tree_of(inputs["trajectories"])
+        values = node_values(tree, rewards.value, rewards.valid)
+        advantage = path_advantage(tree, values)
+        parents = parent_values(tree, values)
+
+        def line(place: int) -> str:
+            node = int(tree.path.values[place])
+            own = float(values.node[node])
+            gains = f"({minus(own, float(values.root[tree.root[node]]))}) + ({minus(own, float(parents[node]))})"
+            return f"[{gains}]/√{int(values.leaves[node])} = {signed(float(advantage[node]))}"
+
+        texts = lines_of_segments(tree.path, "[(V − V(root)) + (V − V(parent))]/√leaves, V: mean reward below", line)
+        return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
 from components.advantage.group import EXACT_ZERO, Outputs
 from components.advantage.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
 from pipeline.core.component import same_rows
@@ -53,3 +54,20 @@ class TreeSiblings(TreeAdvantage):
             valid = rewards.valid[trajectories.response_tokens.row_ids]
             trained &= valid & (tree.spread(per_node).abs() >= EXACT_ZERO)
         return self.outputs(trajectories, rewards, tree, per_node, trained)
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The value of each node on a leaf's path and the mean of its siblings, in numbers."""
+        rewards: Rewards = inputs["rewards"]
+        tree = tree_of(inputs["trajectories"])
+        values = node_values(tree, rewards.value, rewards.valid, self.config.value)
+        advantage = sibling_advantage(tree, values)
+
+        def line(place: int) -> str:
+            node = int(tree.path.values[place])
+            own = float(values.node[node])
+            gain = float(advantage[node])
+            leaves = int(values.leaves[node])
+            return f"{minus(own, own - gain)} = {signed(gain)}, V over {leaves} {'leaf' if leaves == 1 else 'leaves'}"
+
+        texts = lines_of_segments(tree.path, "V − mean V of its siblings, V: mean reward below", line)
+        return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]

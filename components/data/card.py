@@ -33,6 +33,7 @@ class Counts:
         filtered: rows that `keep` filtered out, by column.
         rejected: rows that cannot be used, by reason with numbers replaced by N.
         duplicates: rows that repeat a question.
+        not_chosen: usable rows that `shuffle`, `skip` and `size` leave out.
         used: rows that remain.
         solved: used rows with a reference solution.
         min_tokens, max_tokens, all_tokens: smallest, largest and total number of tokens of the used rows' prompts.
@@ -42,19 +43,20 @@ class Counts:
     filtered: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
+    not_chosen: int = 0
     used: int = 0
     solved: int = 0
     min_tokens: int = 0
     max_tokens: int = 0
     all_tokens: int = 0
 
-    def use(self, length: int, solution: str) -> None:
-        """Counts one accepted prompt of this many tokens, and its reference solution."""
+    def use(self, length: int, solved: bool) -> None:
+        """Counts one prompt of this many tokens, and whether it has a reference solution."""
         self.min_tokens = min(self.min_tokens, length) if self.used else length
         self.max_tokens = max(self.max_tokens, length)
         self.all_tokens += length
         self.used += 1
-        self.solved += bool(solution)
+        self.solved += solved
 
 
 @dataclass(kw_only=True)
@@ -88,6 +90,7 @@ class LoadedData:
                 "filtered": dict(counts.filtered.most_common()),
                 "rejected": dict(counts.rejected.most_common(100)),
                 "duplicates": counts.duplicates,
+                "not_chosen": counts.not_chosen,
                 "used": counts.used,
                 "with_solution": counts.solved,
             },
@@ -131,6 +134,8 @@ def why_empty(counts: Counts) -> str:
     """Returns the reason why a section has no usable row."""
     if not counts.read:
         return "it has no rows"
+    if counts.not_chosen:
+        return f"skip left out all of its {counts.not_chosen} usable rows"
     if not counts.rejected:
         return "keep left out all of its " + ", ".join(f"{n} rows by {column}" for column, n in counts.filtered.items())
     reasons = "; ".join(f"{n} × {reason}" for reason, n in counts.rejected.most_common(3))

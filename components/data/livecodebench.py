@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from pipeline.core.streams import Stream
+
 MAX_BYTES = 256 << 20  # of one problem's tests, unpacked
 _MAX_MEMO = 1 << 16  # largest memo index in a pickle; a huge one would use much memory
 _HARMLESS = re.compile(
@@ -71,6 +73,21 @@ def unpack_tests(text: str) -> Any:
         raise ValueError("cut short")
     tests = plain_unpickle(data)
     return json.loads(tests) if isinstance(tests, str) else tests
+
+
+def half_of_private(tests: list[dict[str, Any]], half: str, stream: Stream, number: int) -> list[dict[str, Any]]:
+    """The first or second half of the private tests in a random order keyed by the row; the odd one is in the second.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    private = [test for test in tests if not test["public"]]
+    order = stream.generator(number).permutation(len(private)).tolist()
+    middle = len(private) // 2
+    chosen = order[:middle] if half == "first_half" else order[middle:]
+    if not chosen:
+        raise ValueError(f"a {half.replace('_', ' ')} without tests, of {len(private)} private ones")
+    return [private[i] for i in chosen]
 
 
 def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:

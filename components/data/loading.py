@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from pipeline.core.component import Context
 from pipeline.core.errors import CreditgraphError, DataError, did_you_mean
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Prompts
+from pipeline.core.streams import Stream
 
 DEFAULT_SIZE = 2000  # problems of the embedded task, whose list is endless
 # Prompts are tokenised in chunks of at most this many rows and characters.
@@ -63,6 +66,7 @@ def load_data(
     rows = RowStore(context.run_dir)
     loaded = LoadedData(rows=rows, counts=counts, source=source, revision=raw.revision, files=raw.files)
     seen: set[int] = set()
+    accepted = array("q")  # number, length and whether it has a solution of each accepted row, one after the other
     rejects = RejectedRows(context, source, counts.rejected)
     candidates = _candidates(source, raw, tokenizer, place, counts, max_rows)
     for number, row, length in _with_lengths(candidates, tokenizer):
@@ -70,7 +74,7 @@ def load_data(
         if isinstance(row, str):
             rejects.add(number, row)
             continue
-        if drop_duplicates:
+        if drop_duplicates or source.shuffle:
             # Before the check of the length, so that a row that repeats a rejected one counts as a duplicate.
             key = int.from_bytes(question_key(row.metadata["question"]))
             if key in seen:
@@ -83,9 +87,10 @@ def load_data(
             rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
         else:
             rows.append(row)
-            counts.use(length, row.solution)
-            if counts.used == source.size:
+            accepted.extend((number, length, bool(row.solution)))
+            if len(rows) == source.skip + source.size and source.size and not source.shuffle:
                 break
+    loaded.rows = rows = _chosen(rows, accepted, source, counts, context.run_dir)
     counts.read += counts.filtered.total()
     if not counts.used:
         part = f", split {source.split}" if "[" in source.split else ""
@@ -97,6 +102,25 @@ def load_data(
     if context.run_dir is not None and context.ranks.rank == 0:
         write_card(context.run_dir, place, loaded)
     return loaded
+
+
+def _chosen(rows: RowStore, accepted: array[int], source: Source, counts: Counts, folder: Path | None) -> RowStore:
+    """The rows that `shuffle`, `skip` and `size` leave, in their order; counts them."""
+    order = np.arange(len(rows))
+    if source.shuffle:
+        # Keyed by row, so that a model whose context takes fewer rows gets the others in the same order.
+        numbers = torch.tensor(accepted[::3], dtype=torch.int64)
+        order = np.argsort(Stream(source.seed, "data", "order").bits(numbers), kind="stable")
+    order = order[source.skip : source.skip + source.size if source.size else None]
+    for i in order:
+        counts.use(accepted[3 * int(i) + 1], bool(accepted[3 * int(i) + 2]))
+    if not source.shuffle and not source.skip:
+        return rows
+    counts.not_chosen = len(rows) - len(order)
+    chosen = RowStore(folder)
+    for i in order:
+        chosen.append(rows[int(i)])
+    return chosen
 
 
 def make_prompts(rows: Sequence[Row], tokenizer: Any, uids: Tensor) -> Prompts:
@@ -155,7 +179,7 @@ def _candidates(
 ) -> Iterator[tuple[int, Row | str]]:
     """Yields (row number, problem or rejection reason); rows that `keep` filters out are only counted."""
     if source.source == "chains":
-        template = source.template or "chains"
+        template = source.by_template
         size = source.size or DEFAULT_SIZE
         for i in range(min(size, max_rows or size)):
             problem = chains.generate(source.seed, i, source.difficulty, source.split)
@@ -164,7 +188,7 @@ def _candidates(
             solution = " ".join(chains.solution(problem))
             yield i, Row(text=text, answer=chains.answer(problem), metadata=problem, solution=solution)
         return
-    template = source.template or "thought"
+    template = source.by_template
     other = _Joined(source.join, source, place) if source.join else None
     for number, row in enumerate(raw.rows):
         if max_rows and number >= max_rows:

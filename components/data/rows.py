@@ -10,14 +10,17 @@ from hashlib import blake2b
 from string import ascii_uppercase
 from typing import Any
 
-from components.data.livecodebench import livecodebench_tests
+from components.data.livecodebench import half_of_private, livecodebench_tests
 from components.data.sources import Source
 from components.data.store import Row
 from components.text.code_tests import read_tests
 from components.text.messages import conversation, read_messages
-from components.text.templates import extract_answer, solve_prompt
+from components.text.templates import AnswerKind, extract_answer, solve_prompt
+from pipeline.core.streams import Stream
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # bytes that are not UTF-8 were read as these
+_COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
+_UNSURE = re.compile(r"\\(?:text|mathrm)|^[};.,;:~\-*]\s?|%|~|\*\*|\b(?:or|sq|cm|yd|km|kg|lb|oz|ft|mi)\b|m[²³]")
 _BEGINS_WITH = "The program begins with:"
 
 
@@ -69,10 +72,14 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
     messages = read_messages(value, source.question) if isinstance(value, list) else None
     problem = _text(value if messages is None else conversation(messages), source.question).strip()
     question = problem
-    answer = _answer(raw, source) if source.answer else ""
+    choices = column_of(raw, source.choices) if source.choices else None
+    # A row without choices in a section that says what such rows are asked for.
+    is_open = bool(source.open_answer) and not (choices.get("text") if isinstance(choices, dict) else choices)
+    kind: AnswerKind = "value" if is_open else source.answer_kind
+    answer = _answer(raw, source, source.open_answer if is_open else source.answer) if source.answer else ""
     further: dict[str, Any] = {name: column_of(raw, column) for name, column in source.metadata.items()}
-    if source.choices:
-        texts, labels = _choices(column_of(raw, source.choices), source.choices)
+    if source.choices and not is_open:
+        texts, labels = _choices(choices, source.choices)
         if answer in labels:
             answer = ascii_uppercase[labels.index(answer)]
         elif answer not in ascii_uppercase[: len(texts)] and answer not in texts:
@@ -85,8 +92,10 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
         question += f"\n\n{_BEGINS_WITH}\n```python\n{code.rstrip()}\n```"
     if source.tests:
         tests, function = livecodebench_tests(raw)
+        if source.private_tests:
+            tests = half_of_private(tests, source.private_tests, Stream(source.seed, "data", "tests"), number)
         further |= {"tests": tests, "fn_name": function}
-    if source.answer_kind == "code":
+    if kind == "code":
         calls_function = read_tests(further, "all").function or further.get("fn_name")
         if not calls_function and not (source.starter_code and _BEGINS_WITH[:-1] in question):
             question += "\n\nThe program reads standard input and writes standard output."
@@ -95,6 +104,7 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
         "template": template,
         "question": question,
         "source_row": number,
+        "answer_kind": kind,
     }
     if messages is not None:
         messages[-1]["content"] += question.removeprefix(problem)  # choices, and what a program begins with
@@ -103,7 +113,7 @@ def make_row(raw: dict[str, Any], source: Source, template: str, tokenizer: Any,
         template,
         question,
         tokenizer,
-        source.answer_kind,
+        kind,
         system_prompt=source.system_prompt,
         user_prompt=source.user_prompt,
         messages=messages,
@@ -121,8 +131,23 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-def _answer(raw: dict[str, Any], source: Source) -> str:
-    column = source.answer
+def is_short_answer(answer: str) -> bool:
+    """Whether an answer is of a form that can be verified reliably, as 2605.25507's release filters its problems.
+
+    One of A to E, or: a digit; no word of three letters, LaTeX commands aside; balanced brackets; no text command, no
+    unit, percent sign, "or" or markdown; no punctuation in front.
+
+    >>> [is_short_answer(a) for a in ("\\\\frac{3}{7}", "C", "12 cm", "x = y", "3 apples", "50\\\\%")]
+    [True, True, False, False, False, False]
+    """
+    if re.fullmatch("[A-E]", answer):
+        return True
+    balanced = answer.count("{") == answer.count("}") and answer.count("(") == answer.count(")")
+    words = re.search(r"[A-Za-z]{3}", _COMMAND.sub("", answer))
+    return balanced and bool(re.search(r"\d", answer)) and not (words or _UNSURE.search(answer))
+
+
+def _answer(raw: dict[str, Any], source: Source, column: str) -> str:
     value = column_of(raw, column)
     if isinstance(value, bool):
         value = "yes" if value else "no"
@@ -147,6 +172,8 @@ def _answer(raw: dict[str, Any], source: Source) -> str:
     text = text.strip()
     if source.max_answer and len(text) > source.max_answer:
         raise ValueError(f"an answer of {len(text)} characters; at most {source.max_answer} are taken")
+    if source.short_answer and not is_short_answer(text):
+        raise ValueError("an answer that is no short one")
     return text
 
 

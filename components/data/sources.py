@@ -59,6 +59,9 @@ class Source(HubDataset):
     """column with the problem: text, or a list of chat messages {role, content} (template chat)"""
     choices: str = ""
     """column with the choices of a multiple-choice question: they are listed under it by letter"""
+    open_answer: str = ""
+    """column with the reference answer of rows without choices, which are asked for a value; empty: every row has
+    choices"""
     starter_code: str = ""
     """column with code that a program must begin with, shown under the question; may be empty in some rows"""
     answer: str = "answer"
@@ -76,8 +79,12 @@ class Source(HubDataset):
     tests: Literal["", "livecodebench"] = ""
     """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores
     them"""
+    private_tests: Literal["", "first_half", "second_half"] = ""
+    """half of each problem's private tests, in a random order of `seed` and without the public ones; empty: all
+    tests"""
     verifier: str = ""
-    """component that verifies these answers, run by `creditgraph data check`; in a run, verifier.use sets it"""
+    """component that verifies these answers; a run uses it where the graph's cannot read them, unless verifier.use is
+    set"""
     template: str = ""
     """prompt template: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
     system_prompt: str = ""
@@ -92,10 +99,16 @@ class Source(HubDataset):
     """keeps only rows whose column (left) has this value, or one of these values (right), compared as text"""
     max_answer: int = 10000
     """characters of the longest accepted answer; longer ones are rejected; 0 accepts all"""
+    short_answer: bool = False
+    """accept only answers that are one of A to E, or have a digit and neither words, units nor text commands"""
+    shuffle: bool = False
+    """put the usable rows, repeated questions dropped, into a random order of `seed` before `skip` and `size` apply"""
+    skip: int = 0
+    """number of usable rows left out at the front"""
     size: int = 0
     """largest number of rows, from the front; 0 uses all (chains: 2000)"""
     seed: int = 0
-    """chains: which endless list of problems to draw from"""
+    """random seed of `shuffle` and `private_tests`; chains: which endless list of problems to draw from"""
     difficulty: Difficulty = field(default_factory=Difficulty)
     """chains: how hard the problems are"""
 
@@ -104,8 +117,14 @@ class Source(HubDataset):
             raise ValueError("source 'file' has no path; set path: FILE.")
         if self.source == "hub" and not self.name:
             raise ValueError("source 'hub' has no name; set name: OWNER/NAME.")
-        if self.size < 0 or self.max_answer < 0:
-            raise ValueError(f"expected size and max_answer ≥ 0 (0: all), got {self.size} and {self.max_answer}.")
+        if min(self.size, self.skip, self.max_answer) < 0:
+            raise ValueError(
+                f"expected size, skip and max_answer ≥ 0, got {self.size}, {self.skip} and {self.max_answer}."
+            )
+        if self.answer_kind == "code" and not (self.tests or "tests" in self.metadata):
+            raise ValueError("answer_kind 'code' has no tests; set tests: livecodebench, or metadata: {tests: COLUMN}.")
+        if self.open_answer and not self.choices:
+            raise ValueError("open_answer is for rows without choices; set choices: COLUMN, or answer instead.")
         if self.answer_boxed and self.answer_after:
             raise ValueError("expected answer_boxed or answer_after, got both.")
         if self.template and self.template not in TEMPLATES:
@@ -131,10 +150,22 @@ class Source(HubDataset):
         return self.solution or (self.answer if self.answer_boxed or self.answer_after else "")
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of reference answers of its rows; empty without any."""
+        if not self.answer and self.source != "chains":
+            return frozenset({"code"} if self.tests or "tests" in self.metadata else ())
+        return frozenset({self.answer_kind, "value"} if self.open_answer else {self.answer_kind})
+
+    @property
+    def by_template(self) -> str:
+        """The template of its prompts."""
+        return self.template or ("chains" if self.source == "chains" else "thought")
+
+    @property
     def columns(self) -> list[str]:
         """Columns of the source that are read, without those of the joined dataset; dotted names as written."""
         columns = [self.question, self.answer, *self.metadata.values(), *self.keep, self.choices, self.starter_code]
-        columns.append(self.solution)
+        columns += [self.solution, self.open_answer]
         if self.tests:
             columns += LIVECODEBENCH
         if self.join:

@@ -41,7 +41,7 @@ EXTERNAL_METRICS = (
     Metric("servers_ready", "servers", "servers that hold the current weights and respond"),
     Metric("servers_lost", "servers", "servers that stopped responding"),
     Metric("requests", "requests", "requests sent to servers, repeated ones included"),
-    Metric("retries", "requests", "requests sent once more, after a failure or an unsound response"),
+    Metric("retries", "requests", "requests sent once more, after a failure or an invalid response"),
     Metric("aborted", "requests", "responses a server broke off, whose rows were requested again"),
     Metric("seconds_update", "s", "wall time until every server held the new weights, or was given up"),
 )

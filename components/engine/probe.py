@@ -16,6 +16,7 @@ from torch import Tensor
 from components.engine.messages import ScoreRequest
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.extras import extra
 
 # Nats by which engine and reference may differ at equal weights. bfloat16 keeps 8 bits, and the two round in another
 # order.
@@ -74,7 +75,8 @@ def probe_request(vocab_size: int, context_length: int) -> ScoreRequest:
 
 def skeleton(spec: ModelSpec, config: Any) -> Any:
     """The transformers model in evaluation mode, its parameters without memory (device "meta"), its buffers real."""
-    from accelerate import init_empty_weights
+    with extra("vllm", "the check of an engine's weights"):
+        from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):

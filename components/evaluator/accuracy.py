@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from components.data.card import LOADING_METRICS
+from components.data.fit import data_misfits
 from components.data.loading import load_data, make_prompts
 from components.models.load import load_tokenizer
 from components.rollouts.requests import SamplingSettings, sample_groups
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
@@ -106,6 +107,11 @@ class Accuracy(Component):
                 )
 
     config: Config
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """What of data, verifier, mode and model does not fit the held-out problems."""
+        return data_misfits(node.config.split, node, graph, model, data)
 
     def setup(self, context: Context) -> None:
         """Loads the held-out problems."""

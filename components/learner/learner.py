@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from components.learner.metrics import LEARNER_METRICS, MismatchGuard
+from components.learner.metrics import LEARNER_METRICS, Guard
 from components.learner.objective import shipped_metrics
 from components.learner.settings import LearnerSettings
 from components.learner.step import Backend, RolloutTraining
@@ -44,7 +44,7 @@ class PolicyLearner(Component):
     def setup(self, context: Context) -> None:
         """Starts at version 0."""
         super().setup(context)
-        self.guard = MismatchGuard(self.config.mismatch)
+        self.guard = Guard(self.config.mismatch)
         self.version = 0
         self.trained_tokens = 0
 

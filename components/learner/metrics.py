@@ -45,8 +45,18 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("approx_kl", "nats", "k3 estimate of KL(old ‖ present policy) per trained token"),
     Metric("kl_reference", "nats", "estimate of KL(policy ‖ reference) per trained token, with `objective.kl`"),
     Metric("high_entropy", "share", "trained tokens that the entropy mask keeps"),
+    Metric(
+        "high_entropy_ties",
+        "share",
+        "trained tokens of entropy 0 that the entropy mask leaves out although its threshold is 0",
+    ),
     Metric("importance_weight", "ratio", "mean weight learner/engine with `objective.importance_cap`"),
     Metric("importance_capped", "share", "tokens whose weight learner/engine was capped"),
+    Metric(
+        "mismatch_clipped",
+        "share",
+        "trained tokens that clipping stops before the first step, by the mismatch alone; with `old_logprobs: engine`",
+    ),
     Metric("mismatch_abs", "nats", "mean |log p of the learner − of the engine| at equal weights"),
     Metric("mismatch_abs_max", "nats", "largest of these"),
     Metric("mismatch_kl", "nats", "k3 estimate of KL(engine ‖ learner) at equal weights"),
@@ -75,10 +85,15 @@ class Mismatch:
     """warn once above this; 0 never warns"""
     stop: float = 0.0
     """end the run above this; 0 never ends it"""
+    clipped: float = 0.01
+    """warn once when more than this share of trained tokens is clipped before the first step; 0 never warns"""
 
     def __post_init__(self) -> None:
-        if self.warn < 0 or self.stop < 0:
-            raise ValueError(f"expected warn ≥ 0 and stop ≥ 0 (0 is off), got {self.warn} and {self.stop}.")
+        if self.warn < 0 or self.stop < 0 or self.clipped < 0:
+            raise ValueError(
+                f"expected warn ≥ 0, stop ≥ 0 and clipped ≥ 0 (0 is off), got {self.warn}, {self.stop} and "
+                f"{self.clipped}."
+            )
 
 
 def mismatch_meters(meters: Meters, learner: Tensor, engine: Tensor, mask: Tensor) -> None:
@@ -111,15 +126,15 @@ def mismatch_values(metrics: dict[str, float]) -> dict[str, float]:
     return rest | {"mismatch_ess": metrics[_WEIGHT] ** 2 / square} if square > 0 else rest
 
 
-class MismatchGuard:
-    """Enforces a learner's `Mismatch` limits."""
+class Guard:
+    """Reads a learner's metrics: enforces the limits of `Mismatch`, and names an entropy mask without a threshold."""
 
     def __init__(self, limits: Mismatch) -> None:
         self.limits = limits
-        self._warned = False
+        self._warned: set[str] = set()
 
     def check(self, node: str, metrics: dict[str, float]) -> None:
-        """Warns once, or raises MismatchError, when the mean |Δ log p| is above its limit; NaN is above every limit."""
+        """Warns once of each, or raises MismatchError; NaN is above every limit."""
         gap = metrics.get("mismatch_abs", 0.0)
         finding = (
             f"node '{node}': engine and learner differ by {gap:.3g} nats per token at equal weights (mean |Δ log p|)"
@@ -128,6 +143,25 @@ class MismatchGuard:
         if stop and not gap <= stop:
             raise MismatchError(f"{finding}; expected at most mismatch.stop = {stop:g}. Check the engine: {_CAUSES}.")
         warn = self.limits.warn
-        if warn and not gap <= warn and not self._warned:
-            self._warned = True
-            logger.warning("%s, above mismatch.warn = %g; %s.", finding, warn, _CAUSES)
+        if warn and not gap <= warn:
+            self._warn("mismatch", f"{finding}, above mismatch.warn = {warn:g}; {_CAUSES}.")
+        clipped = metrics.get("mismatch_clipped", 0.0)
+        if self.limits.clipped and not clipped <= self.limits.clipped:
+            self._warn(
+                "clipped",
+                f"node '{node}': {clipped:.1%} of the trained tokens are clipped before the first optimiser step, "
+                f"above mismatch.clipped = {self.limits.clipped:.1%}; with old_logprobs: engine the ratios hold the "
+                f"difference of engine and learner (mean |Δ log p| {gap:.3g} nats). Set {node}.old_logprobs=recompute.",
+            )
+        ties = metrics.get("high_entropy_ties", 0.0)
+        if ties > 0:
+            self._warn(
+                "ties",
+                f"node '{node}': fewer tokens have positive entropy than entropy_mask.keep asks for; {ties:.1%} of the "
+                "trained tokens, of entropy 0, tie at the threshold 0 and are left out (keep_zero: true keeps them).",
+            )
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s", text)

@@ -26,7 +26,9 @@ class LearnerSettings:
     epochs: int = 1
     """passes over the rollout batch"""
     old_logprobs: Literal["engine", "recompute"] = "engine"
-    """denominators of the ratios: log-probs reported by the engine, or recomputed by this model before a first step"""
+    """denominators of the ratios: log-probs reported by the engine, or recomputed by this model before a first step.
+    With another precision or kernels the engine's differ by rounding, which ratios of many tokens (`gspo`, traces) add
+    up until the clip acts on it; recomputing costs one pass without gradient"""
     skip_zero_rows: bool = True
     """skip rows without any credit in the passes if neither KL nor entropy bonus acts on them; same gradient, but
     entropy, ratio and mismatch metrics then describe only the other rows"""

@@ -139,6 +139,9 @@ class RolloutTraining:
         same = (trajectories.versions_by_token().values == version).to(device)
         fresh = response.positions >= response.spread(trajectories.inherited.to(device)).values
         self._comparable = response.with_values(fresh & same)
+        # Before the first step such tokens have ratio 1; what is clipped is the difference of engine and learner.
+        trained = self._inputs.mask.values
+        self._clips_mismatch = self._keeps_first and bool(self._comparable.values[trained].all())
         self._lag = float((version - trajectories.policy_version).double().mean()) if len(trajectories) else 0.0
 
     @contextmanager
@@ -206,6 +209,7 @@ class RolloutTraining:
     def _step(self, rows: Tensor, denominators: Tensor) -> None:
         """One optimiser step."""
         meters = Meters()
+        first = not self._counts["steps"]
         rows = self.batch.share(rows, meters)
         pieces = self.batch.plan(rows)
         self._work["unique"] += self.batch.unique_tokens(rows)
@@ -228,6 +232,8 @@ class RolloutTraining:
             return
         self._counts["steps"] += 1
         self._meters.merge(meters)
+        if first and self._clips_mismatch:
+            self._meters.copy("mismatch_clipped", meters, "clipped_terms", "clip_fraction")
         self._meter("loss", float(loss))
         self._meter("grad_norm", update.grad_norm)
 

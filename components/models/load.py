@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import torch
 
 from pipeline.core.component import ModelSpec
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, did_you_mean
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
+_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
+HUB_SECONDS = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 
@@ -33,7 +37,33 @@ def resolve_model_path(path: str) -> str:
             f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "
             "not exist."
         )
+    _check_hub(path)
     return path
+
+
+@cache
+def _check_hub(name: str) -> None:
+    """Asks the hub once for a model that is not in the local cache.
+
+    transformers would ask for each of its files, each several times, and log every attempt.
+
+    Raises:
+        DataError: there is no such model, it may not be read, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    retries = logging.getLogger("huggingface_hub.utils._http")
+    level = retries.level
+    retries.setLevel(logging.ERROR)
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except Exception as error:  # the hub client and its HTTP library each raise their own types
+        raise _failure("description", name, error) from None
+    finally:
+        retries.setLevel(level)
 
 
 def load_config(spec: ModelSpec) -> Any:
@@ -65,6 +95,10 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code, use_fast=True)
     except Exception as error:  # the hub client, tokenizers and transformers each raise their own types
         raise _failure("tokenizer", spec.path, error) from error
+    unknown = unknown_chat_settings(spec, tokenizer.chat_template)
+    if unknown:
+        raise DataError(unknown)
+    tokenizer.chat_template_kwargs = dict(spec.chat_template_kwargs)  # read where prompts are made
     if not tokenizer.is_fast:
         raise DataError(f"model '{spec.path}': expected a fast tokenizer (tokenizer.json), got a slow one. Convert it.")
     if tokenizer.eos_token_id is None:
@@ -72,6 +106,51 @@ def load_tokenizer(spec: ModelSpec) -> Any:
             f"model '{spec.path}': the tokenizer has no end-of-text token. Set eos_token in tokenizer_config.json."
         )
     return tokenizer
+
+
+def chat_template_at_hand(spec: ModelSpec) -> str | None:
+    """The chat template of a model folder, or of a hub model in the local cache; None where neither has one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(resolve_model_path(spec.path))
+    for name in _TEMPLATE_FILES:
+        file = folder / name if folder.is_dir() else try_to_load_from_cache(spec.path, name)
+        if not isinstance(file, str | Path) or not Path(file).is_file():
+            continue
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        if name.endswith(".jinja"):
+            return text
+        with suppress(ValueError, AttributeError):
+            template = json.loads(text).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
+
+
+def unknown_chat_settings(spec: ModelSpec, template: Any) -> str:
+    """A sentence on the first of `chat_template_kwargs` that the chat template never reads; "" if there is none.
+
+    Chat templates ignore such a setting without a word. Named templates (a dictionary) are not looked into.
+    """
+    if not spec.chat_template_kwargs or not isinstance(template, str | None):
+        return ""
+    known: set[str] = set()
+    if template:
+        from jinja2 import Environment, meta
+
+        try:
+            known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        except Exception:  # a template with an extension of its own
+            return ""
+    for name in spec.chat_template_kwargs:
+        if name not in known:
+            found = f"reads {', '.join(sorted(known))}" if template else "does not exist"
+            return (
+                f"model.chat_template_kwargs.{name}: the chat template of '{spec.path}' {found}, and would ignore it."
+                f"{did_you_mean(name, known)} Remove it with '~model.chat_template_kwargs.{name}', or choose another "
+                "model."
+            )
+    return ""
 
 
 def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
@@ -139,7 +218,7 @@ def _causal_configs() -> set[type]:
 
 
 def _failure(what: str, path: str, error: Exception) -> DataError:
-    folder = Path(resolve_model_path(path))
+    folder = EMBEDDED.get(path) or Path(path).expanduser()
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if folder.is_dir():
         return DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.data.card import LOADING_METRICS
+from components.data.fit import chat_misfits, data_misfits
 from components.data.loading import load_data, make_prompts
 from components.data.store import Row
 from components.models.load import load_tokenizer
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts
 from pipeline.core.streams import Stream
+
+MAX_BATCH = 65_536  # problems; a batch stays in memory with all of its rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +62,17 @@ class DatasetPrompts(Component):
         """tokens of the context kept free for the response"""
 
         def __post_init__(self) -> None:
-            if self.batch < 1:
-                raise ValueError(f"expected batch ≥ 1 problem per iteration, got {self.batch}.")
+            if not 1 <= self.batch <= MAX_BATCH:
+                raise ValueError(f"expected batch of 1 to {MAX_BATCH:,} problems per iteration, got {self.batch}.")
             if self.reserve < 0:
                 raise ValueError(f"expected reserve ≥ 0 tokens, got {self.reserve}.")
 
     config: Config
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """What of data, verifier, samplers and model does not fit the problems that this node draws."""
+        return data_misfits(node.config.split, node, graph, model, data) + chat_misfits(model)
 
     def setup(self, context: Context) -> None:
         """Reads and checks the whole source."""

@@ -16,6 +16,7 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
 from pipeline.core.streams import Stream
 
+MAX_GROUP = 65_536  # responses per prompt; all stay in memory until the learner has read them
 LENGTH_METRICS = (
     Metric("sampled_tokens", "tokens", "tokens sampled by this node; inherited ones do not count"),
     Metric("response_length", "tokens", "mean length of a response, inherited tokens included"),
@@ -49,6 +50,14 @@ class SamplingSettings:
             raise ValueError(f"expected 0 < top_p ≤ 1 (1 switches it off), got {self.top_p}.")
         if self.max_tokens < 1:
             raise ValueError(f"expected max_tokens ≥ 1, got {self.max_tokens}.")
+        if self.top_k < 0:
+            raise ValueError(f"expected top_k ≥ 0 (0 switches it off), got {self.top_k}.")
+        if min(self.thoughts.max_tokens, self.thoughts.max_thoughts) < 1:
+            limits = self.thoughts
+            raise ValueError(
+                f"thoughts: expected max_tokens ≥ 1 and max_thoughts ≥ 1, got {limits.max_tokens} and "
+                f"{limits.max_thoughts}."
+            )
 
     def sampling(self) -> Sampling:
         """These settings as sampling parameters of an engine."""
@@ -74,8 +83,8 @@ class GroupSettings(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.group_size < 1:
-            raise ValueError(f"expected group_size ≥ 1, got {self.group_size}.")
+        if not 1 <= self.group_size <= MAX_GROUP:
+            raise ValueError(f"expected group_size of 1 to {MAX_GROUP:,}, got {self.group_size}.")
 
 
 def keyed_seeds(stream: Stream, uid: Tensor, first: int, count: int) -> Tensor:

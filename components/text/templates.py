@@ -9,7 +9,8 @@
 
 A data section may replace the words of "plain" and "chat" (`user_prompt`) and add a system turn (`system_prompt`).
 Localising and revising are requests to the same policy. For "thought", "plain" and "chat" they are one chat turn where
-the tokenizer has a chat template, and the same words as raw text where it has none.
+the tokenizer has a chat template, and the same words as raw text where it has none. Chat templates get the model's
+`chat_template_kwargs`, which `load_tokenizer` keeps on the tokenizer.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _PROBE = "Two, says Zyx."  # a text that no chat template contains
 # Reasoning models think between these.
 THINK = "<think>"
 THINK_END = "</think>"
+BY_THOUGHTS = ("chains", "thought")  # templates whose prompt says that a step ends with </thought>
 
 TEMPLATES = ("chains", "thought", "plain", "chat")
 PLACEHOLDER = "{question}"  # of `user_prompt`
@@ -55,13 +57,15 @@ Each step must
 In the last step, {answer} before you close the step with </thought>.
 """
 
-# A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
-THOUGHT_ANSWERS: dict[AnswerKind, str] = {
+FINAL_ANSWERS: dict[AnswerKind, str] = {
     "value": "put the final answer in \\boxed{}",
     "choice": "put the letter of the right choice in \\boxed{}",
     "boolean": "put yes or no in \\boxed{}",
-    "code": "give the whole Python program in one ```python block and write \\boxed{done} under it",
+    "code": "give the whole Python program in one ```python block",
 }
+
+# A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
+THOUGHT_ANSWERS = FINAL_ANSWERS | {"code": f"{FINAL_ANSWERS['code']} and write \\boxed{{done}} under it"}
 
 CHAT_INSTRUCTIONS: dict[AnswerKind, str] = {
     "value": "Reason step by step and put the final answer in \\boxed{}.",
@@ -88,21 +92,19 @@ Below are a problem, a solution attempt whose final answer is wrong, and another
 incomplete.
 
 Write a corrected version of the wrong attempt. Keep every step that is right as it stands, change only what has to \
-change, and put the
-final answer in \\boxed{}.
+change, and {answer}.
 """
 
 
 RETRY_INSTRUCTIONS = """\
 There may be a mistake in the solution above, for example because the problem was misread. If there is one, correct \
 it. Write the whole
-solution again and put the final answer in \\boxed{}.
+solution again and {answer}.
 """
 
 CRITIQUE_INSTRUCTIONS = """\
-Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and put \
-the final answer in
-\\boxed{}.
+Use this verdict to write a better solution: keep what holds, repair what does not. Write the whole solution and \
+{answer}.
 """
 
 _CLOSING: dict[Mode, str] = {"plain": "", "thought": "Close each step with </thought>.\n"}
@@ -192,8 +194,8 @@ def revise_prompt(
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.revise_prompt(question, wrong_steps, reference_steps)
     text = (
-        f"{REVISE_INSTRUCTIONS}{_CLOSING[mode]}\nProblem: {question}\n\nWrong attempt:\n{_shown(wrong_steps, mode)}\n\n"
-        f"Reference attempt:\n{_shown(reference_steps, mode)}\n"
+        f"{_asking(REVISE_INSTRUCTIONS, metadata, mode)}\nProblem: {question}\n\n"
+        f"Wrong attempt:\n{_shown(wrong_steps, mode)}\n\nReference attempt:\n{_shown(reference_steps, mode)}\n"
     )
     return _chat(text, tokenizer)
 
@@ -279,8 +281,9 @@ def _chat(content: str | Messages, tokenizer: Any, required: bool = False) -> st
     """One user turn, or several turns, through the tokenizer's chat template."""
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        settings = getattr(tokenizer, "chat_template_kwargs", {})
         try:
-            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **settings))
         except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(
@@ -319,7 +322,13 @@ def _again(
     if check_template(metadata.get("template", "plain")) == "chains":
         return revise_prompt(metadata, question, steps, steps, tokenizer, mode)
     attempt = f"Problem: {question}\n\nSolution attempt:\n{_shown(steps, mode)}"
-    return _chat(f"{attempt}\n\n{instructions}{_CLOSING[mode]}", tokenizer)
+    return _chat(f"{attempt}\n\n{_asking(instructions, metadata, mode)}", tokenizer)
+
+
+def _asking(instructions: str, metadata: dict[str, Any], mode: Mode) -> str:
+    """The instructions with the form of answer that the problem has, and how a response of this mode is written."""
+    answers = THOUGHT_ANSWERS if mode == "thought" else FINAL_ANSWERS
+    return instructions.replace("{answer}", answers[metadata.get("answer_kind", "value")]) + _CLOSING[mode]
 
 
 def _shown(steps: Sequence[str], mode: Mode) -> str:

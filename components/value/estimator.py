@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,11 @@ class AnswerEstimator(Component):
         """The bank."""
 
     config: AnswerSettings
+
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Answers of a few tokens; any where it scores the rest of a solution instead (value: continuation)."""
+        return None if getattr(config, "value", "") == "continuation" else frozenset({"value", "choice", "boolean"})
 
     def setup(self, context: Context) -> None:
         """Reads the model's context length."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -82,11 +82,21 @@ class VerifierComponent(Component, Verifier):
 
     Verdicts are cached by (prompt uid, text), so verifying a row again is free. Subclasses implement `verdict` for one
     item, or `verdicts` if a batch is cheaper than its items.
+
+    Attributes:
+        references: kinds of reference answers that it reads (value, choice, boolean, code); None: any, or none.
     """
+
+    references: ClassVar[frozenset[str] | None] = None
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._memory: OrderedDict[tuple[int, bytes], Verdict] = OrderedDict()
+
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Kinds of reference answers that it reads: `references`, unless its settings change them."""
+        return cls.references
 
     def run(self) -> Outputs:
         """Returns the verifier, the same object in every iteration."""

@@ -109,6 +109,7 @@ class Choice(VerifierComponent):
         """without a \\boxed{}, accept "the answer is B" or a last line that is one letter; off: such a response is
         wrong"""
 
+    references = frozenset({"choice"})
     config: Config
 
     def verdict(self, item: Item) -> Verdict:
@@ -140,6 +141,7 @@ class Boolean(VerifierComponent):
         """without a \\boxed{}, accept "the answer is yes" or the only such word of the last line; off: the response is
         wrong"""
 
+    references = frozenset({"boolean"})
     config: Config
 
     def verdict(self, item: Item) -> Verdict:

@@ -61,6 +61,7 @@ class Code(VerifierComponent):
             if not 0 <= self.tolerance < 1:
                 raise ValueError(f"expected 0 ≤ tolerance < 1, got {self.tolerance}.")
 
+    references = frozenset({"code"})
     config: Config
 
     def setup(self, context: Context) -> None:

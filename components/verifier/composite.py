@@ -49,6 +49,13 @@ class Composite(Component, Verifier):
 
     config: Config
 
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Kinds that all of its parts read."""
+        parts = [build_component(part.use, part.config, f"part {part.use}") for part in config.parts]
+        known = [kinds for kinds in (part.references_of(part.config) for part in parts) if kinds is not None]
+        return frozenset.intersection(*known) if known else None
+
     def setup(self, context: Context) -> None:
         """Builds the parts and sets them up."""
         super().setup(context)

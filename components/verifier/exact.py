@@ -27,6 +27,7 @@ class Exact(VerifierComponent):
         ignore_case: bool = True
         """whether "Yes" equals "yes" in the comparison"""
 
+    references = frozenset({"value", "choice", "boolean"})
     config: Config
 
     def verdict(self, item: Item) -> Verdict:

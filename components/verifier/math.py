@@ -55,6 +55,7 @@ class Math(VerifierComponent):
             if min(self.seconds, self.cpu_seconds, self.memory_gb) <= 0 or self.workers < 0:
                 raise ValueError("expected seconds, cpu_seconds and memory_gb > 0, and workers ≥ 0.")
 
+    references = frozenset({"value", "choice", "boolean"})
     config: Config
 
     def setup(self, context: Context) -> None:

@@ -54,6 +54,11 @@ class Regex(VerifierComponent):
 
     config: Config
 
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Text to compare with; any or none if it only matches."""
+        return frozenset({"value", "choice", "boolean"}) if config.compare else None
+
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._pattern = compile_pattern(self.config.pattern)

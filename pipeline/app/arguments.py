@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 
+from pipeline.app.completion import complete_override, with_completer
+
 OVERRIDES_HELP = """\
 Overrides are key=value:
   recipe=toy_srpo                 a file of configs/recipe (creditgraph graph --list shows all)
   engine=local  model=tiny        another choice of a config group
   learner.optimizer.lr=1e-4       a setting of a node (creditgraph components NAME lists them)
   sampler.use=sampler.chains      another component for a node
-  run.seed=1  run.iterations=20   run settings: name root seed iterations device threads overlap checkpoint.every
+  run.seed=1  run.iterations=20   a setting of the run (creditgraph components run lists them)
 A folder ./configs (or --config-dir) adds your own graph/, recipe/, model/, data/ files."""
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Settings as key=value, and folders with configuration files."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="see below")
+    overrides = parser.add_argument("overrides", nargs="*", metavar="key=value", help="see below")
+    with_completer(overrides, complete_override)
     add_config_dir(parser, "graph/, recipe/ …")
 
 

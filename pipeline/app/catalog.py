@@ -67,10 +67,15 @@ def describe(use: str) -> Entry:
         doc=doc,
         takes={name: _socket_text(socket) for name, socket in sockets.inputs.items()},
         makes={name: _socket_text(socket) for name, socket in sockets.outputs.items()},
-        settings=list(_settings(cls.Config)),
+        settings=settings_of(cls.Config),
         paper=cls.paper,
         placement=cls.placement,
     )
+
+
+def settings_of(config_class: type) -> list[Setting]:
+    """The documented settings of a dataclass, such as `RunSettings`; nested ones with dotted names."""
+    return list(_settings(config_class))
 
 
 def _socket_text(socket: Socket) -> str:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from pipeline.app.commands import (
     cancel,
@@ -30,6 +30,8 @@ from pipeline.app.commands import (
     submit,
     train,
 )
+from pipeline.app.commands.tools import compare, creditbench, export, plan
+from pipeline.app.completion import complete
 from pipeline.core.errors import CreditgraphError, did_you_mean
 
 
@@ -54,11 +56,15 @@ COMMANDS: dict[str, Command] = {
     "report": report,
     "credit": credit,
     "eval": eval,
+    "export": export,
+    "compare": compare,
+    "creditbench": creditbench,
     "data": data,
     "submit": submit,
     "status": status,
     "cancel": cancel,
     "serve": serve,
+    "plan": plan,
     "doctor": doctor,
 }
 
@@ -74,30 +80,36 @@ first steps:
   creditgraph train recipe=toy_srpo             train the embedded model on the embedded task
   creditgraph graph recipe=toy_srpo             see what that is
   creditgraph components                        the reusable steps
-  creditgraph COMMAND --help                    all options of a command"""
+  creditgraph COMMAND --help                    all options of a command
+  creditgraph --version                         version and commit"""
 
 INTERRUPTED = 130  # exit code of a process that ended by Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code: 2 for a user's mistake, which is printed, 130 for an interrupt."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        complete(COMMANDS)
     name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(HELP.format(commands="\n".join(f"  {n:<12}{c.SUMMARY}" for n, c in COMMANDS.items())))
+        return 0
+    if name == "--version":
+        print(f"creditgraph {_version()}")
         return 0
     if name not in COMMANDS:
         print(f"creditgraph: unknown command '{name}'.{did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"creditgraph {name}",
         description=command.SUMMARY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.configure(parser)
     options = parser.parse_intermixed_args(arguments)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components of the user's own, named as module:Class
+    # Components of the user's own, named as module:Class; last, so that no file of that folder replaces a library's.
+    sys.path[:] = [place for place in sys.path if place not in ("", os.getcwd())] + [os.getcwd()]
     try:
         with _quiet_torch():
             return command.main(options)
@@ -118,6 +130,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (for example `| head`); nothing is left to say.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says how a setting is written when one was given as an option, such as `--recipe toy_srpo`."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.partition("unrecognized arguments: --")[2].split()
+        if option and not any(action.option_strings == [f"--{option[0]}"] for action in self._actions):
+            message += f". Options are listed by --help; a setting is written {option[0].partition('=')[0]}=VALUE."
+        super().error(message)
+
+
+def _version() -> str:
+    """The version of the installed package, with its commit in a checkout."""
+    import subprocess
+    from importlib.metadata import PackageNotFoundError, version
+
+    from pipeline import ROOT
+
+    try:
+        number = version("creditgraph")
+    except PackageNotFoundError:
+        number = "(not installed)"
+    if not (ROOT / ".git").exists():
+        return number
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return number
+    return f"{number}, commit {done.stdout.strip()}" if done.returncode == 0 else number
 
 
 @contextmanager

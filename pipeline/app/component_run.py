@@ -14,7 +14,7 @@ from pipeline.core.payloads import Batch, Weights
 from pipeline.core.registry import known_components, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Node, sockets_of
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.node_runner import set_origin
 from pipeline.run.recording import read_payload
 from pipeline.run.run_settings import RunSettings

@@ -1,4 +1,4 @@
-"""The display of a run's progress: a live display in a terminal, one line per iteration elsewhere."""
+"""The display of a run's progress: one line per iteration; a terminal has a bar below them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from pipeline.app.signal_watch import SignalWatch
 from pipeline.run.run_settings import Observer
 
 # Metrics that are shown and summed up; one that a run does not log is left out.
@@ -15,6 +16,7 @@ REWARD = "rewards/mean"  # of the iteration
 ACCURACY = "evaluator/accuracy"  # held out
 SAMPLED_TOKENS = "engine/sampled_tokens"  # of the iteration
 TRAINED_TOKENS = "learner/trained_tokens"  # in the loss of the iteration
+STEPS = "learner/steps"  # optimiser steps of the iteration
 
 
 class Progress(Observer):
@@ -23,16 +25,19 @@ class Progress(Observer):
     Args:
         total: planned iterations.
         start: iterations already done, for a resumed run.
-        stream: where to write; a terminal gets a live display, anything else plain lines.
+        stream: where to write; a terminal gets a bar below the lines.
+        watch: warns of iterations that train nothing.
     """
 
-    def __init__(self, total: int, start: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, start: int = 0, stream: TextIO | None = None, watch: SignalWatch | None = None
+    ) -> None:
         self.total = total
         self.done = start
         self._stream = stream or sys.stderr
+        self._watch = watch
         self._begin = time.perf_counter()
         self._first = start
-        self._latest: dict[str, float] = {}
         self._phase = "starting"
         self._live: Any = None
 
@@ -59,20 +64,26 @@ class Progress(Observer):
         self._phase = node
 
     def iteration_done(self, iteration: int, metrics: dict[str, float]) -> None:
-        """Counts an iteration; the final pass has the number of iterations as its index."""
-        final = iteration >= self.total
+        """Writes the line of an iteration; the final pass has the number of iterations as its index."""
         self.done = min(iteration + 1, self.total)
-        # Metrics that an iteration did not log (accuracy between evaluations) remain shown, but durations do not.
-        self._latest = {**self._latest, **metrics, "seconds/iteration": metrics.get("seconds/iteration", math.nan)}
-        if self._live is None:
-            line = self._line(metrics)
-            self._stream.write(
-                f"final evaluation  {line}\n" if final else f"{self._counter()}  {line}  eta {self._eta()}\n"
-            )
-            self._stream.flush()
+        line = self._line(metrics)
+        if iteration >= self.total:
+            self._write(f"final evaluation  {line}")
+            return
+        width = len(str(self.total))
+        done = f"({self.done:>{width}}/{self.total})"
+        self._write(f"iteration {iteration:>{width}} {done}  {line}  eta {self._eta()}")
+        warning = self._watch.add({"iteration": iteration, **metrics}) if self._watch else ""
+        if warning:
+            self._write(f"WARNING {warning}")
 
-    def _counter(self) -> str:
-        return f"iteration {self.done:>{len(str(self.total))}}/{self.total}"
+    def _write(self, line: str) -> None:
+        """A line on the stream; in a terminal above the bar, which stays the last line."""
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
 
     def _line(self, metrics: dict[str, float]) -> str:
         return "  ".join(f"{label} {text}" for label, text in self._fields(metrics)) or "done"
@@ -103,20 +114,12 @@ class Progress(Observer):
 
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
-            self._counter(),
+            f"{self.done}/{self.total} done",
             ProgressBar(total=max(self.total, 1), completed=self.done, width=30),
             f"eta {self._eta()}",
             self._phase,
         )
-        fields = Table.grid(padding=(0, 2))
-        fields.add_row(
-            *[f"{label} [bold]{text}[/bold]" for label, text in self._fields(self._latest)]
-            or ["waiting for the first iteration"]
-        )
-        whole = Table.grid()
-        whole.add_row(bar)
-        whole.add_row(fields)
-        return whole
+        return bar
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, TRAINED_TOKENS, duration
+from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
+from pipeline.core.errors import ConfigError
+from pipeline.core.extras import extra
 from pipeline.run.metrics import read_metrics
 from pipeline.run.run_directory import replacing, write_json
 
@@ -21,10 +23,11 @@ class Results:
         accuracy_before, accuracy_after: first and last held-out accuracy.
         reward_first, reward_last: mean reward, averaged over the first and the last tenth of the iterations (at least
             one).
-        sampled_tokens, trained_tokens: sums over the run.
+        sampled_tokens, trained_tokens, optimizer_steps: sums over the run.
         seconds: wall time of all iterations.
         phases: node → seconds in all.
         curve: (iteration, accuracy) pairs.
+        warning: why the run trained nothing, as a sentence; "" if it trained.
     """
 
     iterations: int
@@ -34,13 +37,15 @@ class Results:
     reward_last: float | None
     sampled_tokens: int | None
     trained_tokens: int | None
+    optimizer_steps: int | None
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     curve: list[tuple[int, float]] = field(default_factory=list)
+    warning: str = ""
 
 
-def summarise(rows: list[dict[str, Any]]) -> Results:
-    """Sums up the rows of a metrics.jsonl. Pure."""
+def summarise(rows: list[dict[str, Any]], warning: str = "") -> Results:
+    """Sums up the rows of a metrics.jsonl; `warning` is taken over. Pure."""
     curve = [(int(i), float(v)) for i, v in _series(rows, ACCURACY)]
     rewards = [v for _, v in _series(rows, REWARD)]
     tenth = max(1, len(rewards) // 10)  # one iteration's reward is too noisy to compare
@@ -62,9 +67,11 @@ def summarise(rows: list[dict[str, Any]]) -> Results:
         reward_last=sum(rewards[-tenth:]) / tenth if rewards else None,
         sampled_tokens=_total(rows, SAMPLED_TOKENS),
         trained_tokens=_total(rows, TRAINED_TOKENS),
+        optimizer_steps=_total(rows, STEPS),
         seconds=wall,
         phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
         curve=curve,
+        warning=warning,
     )
 
 
@@ -94,7 +101,11 @@ def as_table(results: Results) -> str:
         )
     if results.reward_first is not None and results.reward_last is not None:
         lines.append(("mean reward", f"{results.reward_first:.3f} first tenth, {results.reward_last:.3f} last tenth"))
-    for label, count in (("sampled tokens", results.sampled_tokens), ("trained tokens", results.trained_tokens)):
+    for label, count in (
+        ("sampled tokens", results.sampled_tokens),
+        ("trained tokens", results.trained_tokens),
+        ("optimiser steps", results.optimizer_steps),
+    ):
         if count is not None:
             lines.append((label, f"{count:,}"))
     lines.append(("time", duration(results.seconds)))
@@ -103,28 +114,39 @@ def as_table(results: Results) -> str:
         if total and seconds / total >= 0.001:
             lines.append((f"  {name}", f"{seconds:8.1f} s {100 * seconds / total:5.1f} %"))
     width = max(len(label) for label, _ in lines)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+    table = "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+    return f"{table}\nWARNING {results.warning}" if results.warning else table
 
 
-def write_results(run_path: Path, picture: bool = True) -> str:
+def write_results(run_path: Path, picture: bool = True, warning: str = "") -> str:
     """Writes result.json and, with `picture`, curve.png where accuracy or reward was logged.
+
+    Args:
+        run_path: run directory.
+        picture: whether to draw.
+        warning: why the run trained nothing.
 
     Returns:
         the results as a table.
     """
     rows = read_metrics(run_path / "metrics.jsonl")
-    results = summarise(rows)
+    results = summarise(rows, warning)
     write_json(run_path / "result.json", asdict(results))
+    table = as_table(results)
     if picture:
-        draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
-    return as_table(results)
+        try:
+            draw_curve(run_path / "curve.png", results.curve, _series(rows, REWARD), run_path.name)
+        except ConfigError as error:  # a run that has trained does not fail for its picture
+            return f"{table}\n{error}"
+    return table
 
 
 def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple[int, float]], title: str) -> None:
-    """Draws accuracy and reward over iterations; nothing when there is neither."""
+    """Draws accuracy and reward over iterations; nothing when there is neither. Without matplotlib: ConfigError."""
     if not accuracy and not reward:
         return
-    from matplotlib.figure import Figure
+    with extra("plots", "curve.png is not drawn"):
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
     axes = figure.subplots()
@@ -135,6 +157,7 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
         if points:
             axes.plot(*zip(*points, strict=True), style, color=color, label=name)
     axes.set(title=title, xlabel="iteration")
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
     # Renamed when it is whole: a report may be written while the run ends.

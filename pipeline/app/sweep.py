@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.core.errors import ConfigError
-from pipeline.run.compose import hydra_overrides, parse_overrides, search_dirs
+from pipeline.core.errors import ConfigError, GraphError
+from pipeline.run.compose.choices import search_dirs
+from pipeline.run.compose.experiment import Experiment, build_experiment, compose
+from pipeline.run.compose.overrides import hydra_overrides, parse_overrides
 
 
 def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> list[list[str]]:
@@ -45,6 +47,35 @@ def combinations(overrides: Sequence[str], config_dirs: Sequence[str | Path] = (
         # Values keep the quotes of the grammar, and the key its "+" or "~": the text is composed again.
         choices.append([f"{text.partition('=')[0]}={value}" for value in values] or [text])
     return [list(chosen) for chosen in itertools.product(*choices)]
+
+
+def build_all(runs: Sequence[Sequence[str]], config_dirs: Sequence[str | Path] = ()) -> list[Experiment]:
+    """The checked experiment of each run's overrides.
+
+    Raises:
+        ConfigError: runs that do not compose or whose graph is wrong; the mistakes of all runs in one message, those
+            that several runs share once.
+    """
+    experiments = []
+    mistakes: dict[str, list[str]] = {}
+    for overrides in runs:
+        name = " ".join(overrides) or "configuration"
+        try:
+            experiments.append(build_experiment(compose(overrides, config_dirs), name))
+        except (ConfigError, GraphError) as error:
+            if len(runs) == 1:
+                raise
+            for problem in getattr(error, "problems", [str(error)]):
+                mistakes.setdefault(problem, []).append(name)
+    if mistakes:
+        wrong = len(runs) - len(experiments)
+        sentences = [
+            problem if len(names) == len(runs) else f"{names[0]}: {problem}" if len(names) == 1
+            else f"{names[0]} and {len(names) - 1} more: {problem}"
+            for problem, names in mistakes.items()
+        ]  # fmt: skip
+        raise GraphError(sentences, f"-m: {wrong} of {len(runs)} runs cannot start, so none does")
+    return experiments
 
 
 def check_distinct(runs: Sequence[Path]) -> None:

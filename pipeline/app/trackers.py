@@ -7,12 +7,14 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from pipeline.app import draw
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
-from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.errors import RunError
+from pipeline.core.extras import extra, find_package
 from pipeline.core.graph import Graph
 from pipeline.run.checkpoint import numbered
 from pipeline.run.metrics import Sink, WandbSettings
@@ -33,6 +35,7 @@ class Wandb:
         iterations: number of iterations of the run; the final pass logs under this number.
 
     Raises:
+        ConfigError: the package wandb is not installed.
         RunError: wandb does not start.
     """
 
@@ -46,7 +49,8 @@ class Wandb:
         tables: RolloutTables | None = None,
         iterations: int = 1 << 24,
     ) -> None:
-        import wandb
+        with _wandb_extra(settings.mode):
+            import wandb
 
         self._wandb: Any = wandb
         self._path = run_path
@@ -111,6 +115,8 @@ class Wandb:
         """Ends the wandb run."""
         self.sync()
         self._run.finish()
+        # `finish` asks wandb's process to end the run's file and does not wait, so its last rows may still be missing.
+        self._wandb.teardown()
 
 
 class TensorBoard:
@@ -128,13 +134,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, graph: Graph | None = None, tables: RolloutTables | None = None) -> None:
-        try:
+        with _tensorboard_extra():
+            import vl_convert  # noqa: F401  # draws the graph at the first iteration
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"run.tensorboard.enabled: the package tensorboard cannot be imported ({error}). "
-                "Install it with: pip install 'creditgraph[tensorboard]', or leave run.tensorboard.enabled=false."
-            ) from error
         self._make: Callable[..., Any] = SummaryWriter
         self._writer: Any = None
         self._folder = folder
@@ -169,6 +171,25 @@ class TensorBoard:
         self.sync()
         if self._writer is not None:
             self._writer.close()
+
+
+def _wandb_extra(mode: str) -> AbstractContextManager[None]:
+    return extra("wandb", f"run.wandb.mode={mode}", "set run.wandb.mode=disabled")
+
+
+def _tensorboard_extra() -> AbstractContextManager[None]:
+    return extra("tensorboard", "run.tensorboard.enabled=true", "set run.tensorboard.enabled=false")
+
+
+def check_sinks(settings: Any) -> None:
+    """Raises ConfigError if a run's settings (`RunSettings`) ask for a sink whose package is missing; imports none."""
+    if settings.tensorboard.enabled:
+        with _tensorboard_extra():
+            find_package("tensorboard")
+            find_package("vl_convert")
+    if settings.wandb.mode != "disabled":
+        with _wandb_extra(settings.wandb.mode):
+            find_package("wandb")
 
 
 def make_sinks(settings: Any, run_path: Path, config: dict[str, Any], graph: Graph) -> list[Sink]:

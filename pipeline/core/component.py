@@ -65,12 +65,21 @@ class ModelSpec:
         dtype: parameter dtype, "float32" or "bfloat16".
         max_context: tokens in prompt plus response; 0 means the model's own limit.
         trust_remote_code: passed to transformers.
+        chat_template_kwargs: keyword arguments of the tokenizer's chat template in every prompt, such as
+            {enable_thinking: false}.
     """
 
     path: str = "tiny"
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_context: int = 0
     trust_remote_code: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_context < 0:
+            raise ValueError(f"max_context {self.max_context}: expected tokens ≥ 1, or 0 for the model's own limit.")
+        if not self.path:
+            raise ValueError("path: expected a folder, a hub name 'owner/name' or 'tiny', got ''.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +268,25 @@ class Component:
         """The metrics of a node with these settings: `metrics`, unless a part chosen in the settings logs more."""
         return cls.metrics
 
+    @classmethod
+    def references_of(cls, config: Any) -> frozenset[str] | None:
+        """Kinds of reference answers that a node with these settings can read: value, choice, boolean or code.
+
+        None: any, or none at all. A data section with another kind is refused when the configuration is checked.
+        """
+        return None
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Sentences on what in a configuration does not fit this node; nothing is loaded to find them.
+
+        Args:
+            node: the checked node (`pipeline.core.sockets.Node`).
+            graph: the checked graph that it is in.
+            model, data: the sections of these names.
+        """
+        return []
+
     def setup(self, context: Context) -> None:
         """Loads models and files. Overriders call `super().setup(context)` first."""
         self.context = context
@@ -273,6 +301,21 @@ class Component:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned; called after `setup`."""
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """Says why each row of the credit among `outputs` got its credit, as a formula with its numbers.
+
+        A report calls it with what a run has recorded, on a component that was not set up; only `context.iteration` is
+        set. Handles and weights are never recorded, so a component that reads them gets None for them. [] says nothing.
+
+        Args:
+            outputs: output name → what `run` returned.
+            inputs: what it received, by socket.
+
+        Returns:
+            one text per row of the credit; its lines are separated by line breaks.
+        """
+        return []
 
     @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ Lane = Literal["generation", "learning"]
 
 RESERVED_NAMES = ("run", "model", "data", "nodes")
 NODE_KEYS = ("use", "in", "config")
+MAX_DELAY = 100  # every value in between is kept in memory
 MAX_NODES = 128  # seven bits of every uid
 
 _NAME = re.compile(r"^[a-z][a-z0-9_]*$")
@@ -240,5 +241,8 @@ def _parse_wire(place: str, text: Any, problems: list[str]) -> Wire | None:
             f"{place}: wire '{text}' reads {delay} iterations back; expected k ≥ 1 in '@k', or no '@k' for this "
             "iteration."
         )
+        return None
+    if int(delay or 0) > MAX_DELAY:
+        problems.append(f"{place}: wire '{text}' reads {delay} iterations back; expected at most {MAX_DELAY}.")
         return None
     return Wire(match["source"], match["output"], int(delay or 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import re
 import textwrap
 import types
@@ -161,7 +162,11 @@ def _convert_leaf(hint: Any, value: Any, place: str, problems: list[str]) -> Any
     from pydantic import ValidationError  # 0.2 s, and only needed once there are settings to check
 
     try:
-        return _adapter(hint).validate_python(value)
+        converted = _adapter(hint).validate_python(value)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            problems.append(f"{place}: expected a finite number, got {converted}.")
+            return _FAILED
+        return converted
     except ValidationError as error:
         reason = ""
         if error.errors()[0]["type"] in (
@@ -218,6 +223,18 @@ def place_settings(config_class: Any) -> list[str]:
         elif dataclasses.is_dataclass(hints[f.name]):
             names += [f"{f.name}.{below}" for below in place_settings(hints[f.name])]
     return names
+
+
+def settings_named(config_class: Any, name: str) -> list[str]:
+    """Dotted names of the settings called `name`, at any depth."""
+    found = []
+    hints = _hints(config_class)
+    for f in dataclasses.fields(config_class):
+        if f.name == name:
+            found.append(name)
+        elif dataclasses.is_dataclass(hints[f.name]):
+            found += [f"{f.name}.{below}" for below in settings_named(hints[f.name], name)]
+    return found
 
 
 def setting_docs(config_class: Any) -> dict[str, str]:

@@ -26,7 +26,8 @@ def check_wiring(nodes: Mapping[str, Node], names: set[str]) -> list[str]:
         problems += _misaligned(node, nodes, populations)
         problems += _other_prompts(node, nodes, populations)
         problems += _other_settings(node, nodes)
-    return problems + list(_unread(nodes))
+    # A node whose class is not known may read anything.
+    return problems + (list(_unread(nodes)) if names == set(nodes) else [])
 
 
 def _other_settings(node: Node, nodes: Mapping[str, Node]) -> Iterator[str]:

@@ -190,7 +190,7 @@ def payload_class(name: str) -> type:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A sound checkpoint: group name → state."""
+    """A valid checkpoint: group name → state."""
 
     path: Path
     iteration: int

@@ -132,7 +132,7 @@ class Executor:
             runner.setup()
 
     def restore(self) -> int:
-        """Continues from the newest sound checkpoint, if there is one; returns the number of completed iterations."""
+        """Continues from the newest valid checkpoint, if there is one; returns the number of completed iterations."""
         checkpoint = self._snapshots.newest_checkpoint()
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
         if self._run:

@@ -45,9 +45,9 @@ EXECUTOR_METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class WandbSettings:
-    """Mirroring to Weights & Biases."""
+    """Mirroring to Weights & Biases (pip install 'creditgraph[wandb]')."""
 
-    mode: Literal["disabled", "offline", "online"] = "offline"
+    mode: Literal["disabled", "offline", "online"] = "disabled"
     """offline writes below the run directory (send it later with `wandb sync`); online sends while running"""
     project: str = "creditgraph"
     """project name"""

@@ -151,6 +151,15 @@ def read_payload(path: Path) -> Any:
     return from_arrow(table, str(path))
 
 
+def chosen_outputs(settings: RecordSettings, graph: Graph) -> set[str]:
+    """The outputs ("node.output") that are recorded; raises ConfigError for one that the graph does not have."""
+    everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
+    chosen = everything if settings.outputs == "all" else set(settings.outputs)
+    for name in sorted(chosen - everything):
+        raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
+    return chosen
+
+
 class Recorder:
     """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread.
 
@@ -162,10 +171,7 @@ class Recorder:
         self._path = path
         self._trace = trace
         self._every = settings.every
-        everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
-        self._chosen = everything if settings.outputs == "all" else set(settings.outputs)
-        for name in sorted(self._chosen - everything):
-            raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
+        self._chosen = chosen_outputs(settings, graph)
         self._error: BaseException | None = None
         # Bounded, so that a slow disk slows the run down instead of filling the memory.
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)

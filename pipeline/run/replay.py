@@ -14,7 +14,9 @@ from pipeline.core.payloads import Weights
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import Wire
 from pipeline.run import checkpoint
-from pipeline.run.compose import build_experiment, deep_merge, read_yaml
+from pipeline.run.compose.choices import read_yaml
+from pipeline.run.compose.experiment import build_experiment
+from pipeline.run.compose.overrides import deep_merge
 from pipeline.run.node_runner import NodeRunner, initial_value, set_origin
 from pipeline.run.recording import read_payload, recorded_iterations
 from pipeline.run.run_directory import check_run

@@ -17,16 +17,17 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from pipeline.core.errors import RunError, did_you_mean
+from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
 
 logger = logging.getLogger("creditgraph")
 
@@ -47,13 +48,19 @@ _NEXT_STEP = {
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError while writing `path` into a RunError that names it and the next step."""
+def writing(path: Path, option: str = "run.root=PATH") -> Iterator[None]:
+    """Turns an OSError while writing `path` into a RunError that names it and the next step.
+
+    Args:
+        path: what is written.
+        option: the setting or option that chooses another place.
+    """
     try:
         yield
     except OSError as error:
         what = os.strerror(error.errno) if error.errno else str(error)
         step = _NEXT_STEP.get(error.errno or 0, "correct this or choose another place with run.root=PATH")
+        step = step.replace("run.root=PATH", option)
         raise RunError(f"{path}: cannot be written ({what}): {step}.") from error
 
 
@@ -68,13 +75,13 @@ def sync_directory(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, durable: bool = True, option: str = "run.root=PATH") -> Iterator[Path]:
     """Yields a temporary name to write to, which is renamed to `path`: a reader sees the old or the new file, whole.
 
     After an error the old file is unchanged. `durable` files survive a power failure.
     """
     aside = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with writing(path, option):
         try:
             yield aside
             if durable:
@@ -86,9 +93,9 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
             raise
 
 
-def write_aside(path: Path, text: str) -> None:
-    """Writes a small text file whole or not at all."""
-    with replacing(path) as aside:
+def write_aside(path: Path, text: str, option: str = "run.root=PATH") -> None:
+    """Writes a small text file whole or not at all; `option` as in `writing`."""
+    with replacing(path, option=option) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
@@ -100,7 +107,10 @@ def write_json(path: Path, value: Any) -> None:
 def check_run(path: Path) -> None:
     """Raises RunError, with the nearest name there is, unless `path` is the directory of a run."""
     if not (path / "config.yaml").is_file():
-        near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()] if path.parent.is_dir() else []
+        try:
+            near = [p.name for p in path.parent.iterdir() if (p / "config.yaml").exists()]
+        except OSError:  # no such folder, or one that may not be read
+            near = []
         hint = did_you_mean(path.name, near) if near else ""
         raise RunError(f"{path}: no run there (no config.yaml); expected a run directory.{hint}")
 
@@ -187,6 +197,7 @@ class RunDirectory:
         self.metrics_path = path / "metrics.jsonl"
         self.rejected_path = path / "rejected.jsonl"
         self._lock = -1
+        self._made: list[Path] = []
 
     @classmethod
     def open(
@@ -223,16 +234,35 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CreditgraphError):
+            self._leave_nothing()
         self.close()
 
+    @property
+    def has_results(self) -> bool:
+        """Whether an iteration was finished here: then another configuration must not continue it."""
+        rows = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return rows or any((self.path / "checkpoints").glob("*"))
+
+    def _leave_nothing(self) -> None:
+        """Removes a directory that this start made, if a user's mistake ended it before anything was worth keeping."""
+        told = [self.rejected_path, *(self.path / "logs").glob("*")]  # what an error sentence may refer to
+        if self.path not in self._made or self.has_results or any(f.exists() and f.stat().st_size for f in told):
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self._made:
+            with suppress(OSError):  # not empty: another run is there by now
+                folder.rmdir()
+
     def _make(self) -> None:
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with writing(self.path):
             for folder in ("record", "checkpoints", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def _compare(self, config: dict[str, Any], places: Collection[str], allow_changes: bool) -> None:
-        if not self.config_path.exists():
+        if not self.config_path.exists() or not self.has_results:
             return
         try:
             earlier = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))

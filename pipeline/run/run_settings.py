@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import torch
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.settings import SettingsError
 from pipeline.run.checkpoint import CheckpointSettings
 from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
 from pipeline.run.recording import RecordSettings
 from pipeline.run.timeline.spans import TraceSettings
+
+MAX_THREADS = 1024  # torch allocates for each and ends with a segmentation fault at some tens of thousands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +55,17 @@ class RunSettings:
     """tables of rollouts in both"""
 
     def __post_init__(self) -> None:
-        if self.name in ("", ".", "..") or not self.name.isprintable():
-            raise ValueError(f"name: expected the name of a folder below root, got {self.name!r}.")
+        if self.name in ("", ".", "..") or "/" in self.name or len(self.name) > 200 or not self.name.isprintable():
+            shown = repr(self.name[:60])
+            raise ValueError(f"name: expected the name of a folder below root (at most 200 characters), got {shown}.")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads {self.threads}: expected 0 to {MAX_THREADS}.")
         if self.iterations < 0 or self.iterations >= 1 << 24:
             raise ValueError(f"iterations {self.iterations}: expected 0 to {(1 << 24) - 1}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed {self.seed}: expected 0 to 2**63 - 1.")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise SettingsError([f"device: expected auto, cpu, cuda or cuda:N, got '{self.device}'."])
         if self.timeout <= 0:
             raise ValueError(f"timeout {self.timeout}: expected seconds above 0.")
 

@@ -10,7 +10,7 @@ from pipeline.core.component import Context
 from pipeline.core.graph import MAX_NODES
 from pipeline.core.payloads import Weights
 from pipeline.core.sockets import Node, Wire
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.node_runner import NodeRunner, initial_value
 from pipeline.run.run_settings import resolve_device
 from pipeline.run.values import as_inputs

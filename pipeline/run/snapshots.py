@@ -49,7 +49,7 @@ class Snapshots:
         self._recent: dict[tuple[str, int], States] = {}
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest sound checkpoint, as rank 0 sees it; every rank reads the groups it needs."""
+        """The newest valid checkpoint, as rank 0 sees it; every rank reads the groups it needs."""
         if self._checkpoints is None:
             return None
         team = self._view.team

@@ -8,9 +8,12 @@ import pyarrow.parquet
 import pytest
 from hub_rows import SCHEMAS, derived
 
+from components.data.rows import is_short_answer
 from pipeline.app.cli import main
 from pipeline.app.data.check import check_entry
-from pipeline.run.compose import CONFIG_DIR, compose, list_choices
+from pipeline.core.errors import DataError
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
+from pipeline.run.compose.experiment import compose
 
 NAMES = [name for name in list_choices("data", [CONFIG_DIR]) if name != "file"]  # a file of the user's own
 PROMISED = (
@@ -51,6 +54,8 @@ def localised(settings, copies):
     if settings["source"] == "chains":
         return settings | {"size": 5}
     local = settings | {"path": str(copies(settings["name"], settings.get("files"), settings))}
+    if settings.get("shuffle"):
+        local |= {"size": min(settings["size"], 6), "skip": min(settings.get("skip", 0), 6)}
     if settings.get("join"):
         join = settings["join"]
         local["join"] = join | {"path": str(copies(join["name"], join.get("files"), settings))}
@@ -114,28 +119,98 @@ def test_filters_count_what_they_leave_out(copies):
     assert [r.metadata["source_row"] for r in level.rows] == list(range(4, ROWS, 5))
     assert level.counts.filtered == {"level": ROWS * 4 // 5}
     science = only("sciknoweval_l3", copies).loaded
-    assert [r.metadata["source_row"] for r in science.rows] == list(range(3, ROWS, 4))
-    assert science.counts.filtered == {"details.level": ROWS * 3 // 4}
-    olympiads = only("numina_olympiads", copies, "train").loaded  # rows 0, 3 … 51; every second one has a long answer
-    assert [r.metadata["source_row"] for r in olympiads.rows] == list(range(0, 54, 6))
-    assert olympiads.counts.rejected == {"an answer of N characters; at most N are taken": 9}
+    assert [r.metadata["source_row"] for r in science.rows] == [3, 19, 35, 51]
+    assert science.counts.filtered == {"details.level": ROWS * 3 // 4, "domain": 11}
+    olympiads = only("numina_olympiads", copies, "train").loaded  # rows 0, 3 … 57; every second one has a long answer
+    assert olympiads.counts.rejected == {"an answer of N characters; at most N are taken": 10}
+    assert (len(olympiads.rows), olympiads.counts.used, olympiads.counts.not_chosen) == (6, 6, 4)
 
 
 def test_train_and_eval_of_one_split_do_not_overlap(copies):
-    for name in ("acereason_math", "numina_olympiads"):
-        sections = compose([f"data={name}"])["data"]
-        questions = []
-        for entry, settings in sections.items():
-            settings = localised(settings, copies) | {
-                "max_answer": 0,
-                "keep": {},
-                "answer_boxed": False,
-                "verifier": "",
-            }
-            rows = check_entry(settings, f"data.{entry}", None, 0).loaded.rows
-            questions.append({row.metadata["question"] for row in rows})
-        assert not questions[0] & questions[1]
-        assert len(questions[0] | questions[1]) == ROWS
+    for name, total in (("acereason_math", ROWS), ("numina_olympiads", ROWS // 6)):
+        rows = [only(name, copies, entry).loaded.rows for entry in ("train", "eval")]
+        train, held_out = ({row.metadata["question"] for row in part} for part in rows)
+        assert not train & held_out
+        assert len(train | held_out) == total
+
+
+def test_olympiads_come_in_an_order_of_the_seed(copies):
+    settings = compose(["data=numina_olympiads"])["data"]["train"]
+
+    def order(**changes):
+        rows = check_entry(localised(settings | changes, copies), "data.train", None, 0).loaded.rows
+        return [row.metadata["source_row"] for row in rows]
+
+    assert order() == order()
+    assert order() != sorted(order())
+    assert order() != order(seed=7)
+    # The order is one of rows: what another filter leaves stays in it.
+    everything = check_entry(
+        localised(settings | {"max_answer": 0, "short_answer": False}, copies) | {"size": 0}, "d", None, 0
+    )
+    wide = [row.metadata["source_row"] for row in everything.loaded.rows]
+    assert [row for row in wide if row in order()] == order()
+
+
+def test_a_check_of_the_first_rows_skips_none(copies):
+    settings = localised(compose(["data=numina_olympiads"])["data"]["eval"], copies) | {"skip": 400}
+    assert len(check_entry(settings, "data.eval", None, 30).loaded.rows) == 5  # rows 0, 6 … 24
+    with pytest.raises(DataError, match="skip left out all of its 10 usable rows"):
+        check_entry(settings, "data.eval", None, 0)
+
+
+def test_half_of_the_private_tests_each(copies):
+    train, held_out = (
+        {
+            int(re.search(r"number, (\d+)", row.metadata["question"])[1]): row.metadata["tests"]
+            for row in only("livecodebench", copies, entry).loaded.rows
+        }
+        for entry in ("train", "eval")
+    )
+    # The medium ones; those of a multiple of four have no private tests, and of three the second half has two.
+    assert sorted(train) == sorted(held_out) == [i for i in range(1, ROWS, 3) if i % 4]
+    for row, tests in train.items():
+        inputs = [test["input"] for test in (*tests, *held_out[row])]
+        assert sorted(inputs) == sorted(f"{row + k}\n" for k in (1, 2, 3))
+        assert (len(tests), len(held_out[row])) == (1, 2)
+        assert not any(test["public"] for test in (*tests, *held_out[row]))
+    assert len({int(tests[0]["input"]) - row for row, tests in train.items()}) == 3  # not always the same place
+
+
+def test_rows_without_choices_are_asked_for_a_value(copies):
+    rows = {r.metadata["source_row"]: r for r in only("sciknoweval_l3", copies).loaded.rows}
+    assert (rows[3].answer, rows[3].metadata["answer_kind"]) == ("B", "choice")
+    assert (rows[19].answer, rows[19].metadata["answer_kind"], rows[19].metadata["question"]) == (
+        "19 g",
+        "value",
+        "Metal 19?",
+    )
+    assert "choices" not in rows[19].metadata
+
+
+@pytest.mark.parametrize(
+    ("answer", "short"),
+    [
+        ("7", True),
+        ("C", True),
+        ("F", False),
+        ("\\frac{3}{7}", True),
+        ("\\sqrt{2} + \\pi", True),
+        ("x = y", False),
+        ("12 apples", False),
+        ("3 cm", False),
+        ("5 cm²", False),
+        ("50\\%", False),
+        ("1 or 2", False),
+        ("\\text{4}", False),
+        ("(1, 2", False),
+        (": 5", False),
+        ("\\{1, 2\\}", True),
+    ],
+)
+def test_short_answers(answer, short):
+    """The rule of 2605.25507's release."""
+    assert is_short_answer(answer) == short
 
 
 def test_choices_stand_under_the_question(copies):
@@ -153,7 +228,7 @@ def test_programs_carry_their_tests(copies):
     assert rows[1].metadata["question"].endswith("The program reads standard input and writes standard output.")
     assert rows[10].metadata["fn_name"] == "same"
     assert "The program begins with:\n```python\nclass Solution:" in rows[10].metadata["question"]
-    assert check.verifier == "35 tests, 20 of them public; 10 problems call a function, 10 read standard input"
+    assert check.verifier == "65 tests, 20 of them public; 10 problems call a function, 10 read standard input"
 
 
 def test_a_joined_dataset_gives_question_and_tests(copies):

@@ -7,7 +7,8 @@ import torch
 
 from pipeline.core.component import Context
 from pipeline.core.errors import GraphError
-from pipeline.run.compose import CONFIG_DIR, build_experiment, check_shipped, compose, list_choices, read_yaml
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
+from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
 from pipeline.run.executor import Executor
 from pipeline.run.recording import read_payload
 from pipeline.run.run_directory import RunDirectory
@@ -66,6 +67,16 @@ def test_ratio_methods_take_several_steps_per_batch(recipe):
     learner = experiment(f"toy_{recipe}").graph["learner"].config
     assert learner.objective.use in RATIO_OBJECTIVES
     assert learner.minibatches == 4  # with one, every ratio is 1 and the method is not tested
+
+
+FULL_SIZE = [name for name in list_choices("recipe", [CONFIG_DIR]) if not name.startswith("toy_")]
+
+
+@pytest.mark.parametrize("recipe", FULL_SIZE)
+def test_full_size_recipes_with_a_ratio_recompute_old_logprobs(recipe):
+    # The engine's log-probs differ from the learner's by rounding, which ratios of many tokens add up.
+    learner = experiment(recipe).graph["learner"].config
+    assert learner.old_logprobs == "recompute" or learner.objective.use == "reinforce"
 
 
 # --- published settings ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from components.engine.served.settings import ServerSettings
+from components.engine.served.settings import PoolSettings, ServerSettings
 from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.run_directory import replacing
@@ -21,7 +22,36 @@ ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
 UNIX = "unix:"  # begins the address of a server on a Unix socket
 BY_HAND = "by-hand"  # outside of jobs
 SHORTEST_KEY = 16  # characters
+SAY_SECONDS = 10.0  # between two lines about the same wait
 _POLL_SECONDS = 0.2
+
+logger = logging.getLogger("creditgraph")
+
+
+class Waiting:
+    """A wait with an end, which says every ten seconds what it is for.
+
+    Args:
+        what: what the lines name.
+        setting: the setting that sets its length.
+        seconds: its length.
+    """
+
+    def __init__(self, what: str, setting: str, seconds: float) -> None:
+        self.setting = setting
+        self.seconds = seconds
+        self._what = what
+        self._begin = time.monotonic()
+        self._next = SAY_SECONDS
+
+    def is_over(self, state: str) -> bool:
+        """Whether the time is up; logs a line where one is due. `state` says how it looks now."""
+        waited = time.monotonic() - self._begin
+        if waited >= self._next:
+            self._next = waited + SAY_SECONDS
+            limit = f"{waited:.0f} of at most {self.seconds:.0f} s"
+            logger.warning("waiting for %s: %s; %s (%s)", self._what, state, limit, self.setting)
+        return waited >= self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +77,12 @@ class Address:
     listed_in: str = ""
     gpus: str = ""
     key: str = field(default="", repr=False)
+
+
+def wait_for_server(name: str, settings: PoolSettings, started: bool) -> Waiting:
+    """The wait for a server's first response; one that was `started` for the run may still load its model."""
+    limit = "start_seconds" if started else "connect_seconds"
+    return Waiting(f"{name} to respond", f"engine.pool.{limit}", getattr(settings, limit))
 
 
 def find_servers(
@@ -135,9 +171,9 @@ def read_rendezvous(path: Path, seconds: float) -> list[Address]:
     """
     if path.suffix != ".json":
         path = path / f"{os.environ.get(ATTEMPT) or BY_HAND}.json"
-    deadline = time.monotonic() + seconds
+    waiting = Waiting(f"the addresses of servers in {path}", "engine.pool.start_seconds", seconds)
     while not path.is_file():
-        if time.monotonic() >= deadline:
+        if waiting.is_over("no such file"):
             raise RunError(
                 f"engine.rendezvous: expected the addresses of servers in {path}, got no such file within "
                 f"{seconds:g} s. Check that the job that starts the servers is running and writes to this path."

@@ -310,7 +310,7 @@ class ServerPool:
             return error  # every server returns it, so the cause is the weights or the request; the error says which
         names = ", ".join(sorted({server.name for server in wrong}))
         return RunError(
-            f"node '{self.place}', row {request.row}: expected a sound response within {self.settings.retries} retries "
+            f"node '{self.place}', row {request.row}: expected a valid response within {self.settings.retries} retries "
             f"({self.place}.pool.retries), got none from {names}; the last error: {error} See the servers' logs."
             f"{wrong[-1].log_lines()}"
         )

@@ -15,7 +15,7 @@ import httpx
 
 from components.engine.channel import Update
 from components.engine.probe import compare_logprobs
-from components.engine.served.addresses import UNIX, Address, check_port, free_port, relocated
+from components.engine.served.addresses import UNIX, Address, Waiting, check_port, free_port, relocated, wait_for_server
 from components.engine.served.connection import LANE_REQUESTS, check_closed, new_client
 from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
 from components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
@@ -121,12 +121,12 @@ class Server:
 
     async def start(self) -> None:
         """Starts the process (if it is ours) and waits until it responds; raises RunError, with its last log lines."""
-        deadline = time.monotonic() + self.settings.start_seconds
+        waiting = wait_for_server(self.name, self.settings, started=self.own or bool(self.address.listed_in))
         for attempt in range(1, START_TRIES + 1):
             if self.own:
                 await self._launch()
             await self._connect()
-            ended = await self._until_ready(deadline)
+            ended = await self._until_ready(waiting)
             if not ended:
                 break
             if attempt == START_TRIES:
@@ -171,7 +171,7 @@ class Server:
         for client in (self.client, *self._lanes):
             await client.aclose()
 
-    async def _until_ready(self, deadline: float) -> str:
+    async def _until_ready(self, waiting: Waiting) -> str:
         """Waits for the server; returns "", or the reason why the process ended if another start may help."""
         last = "not ready"
         while True:
@@ -187,10 +187,10 @@ class Server:
                     return ""
             except _NOT_READY as error:
                 last = _describe(error)
-            if time.monotonic() >= deadline:
+            if waiting.is_over(last):
                 raise RunError(
-                    f"{self.name}: expected it ready within {self.settings.start_seconds:g} s, got no response "
-                    f"({last}). Raise engine.pool.start_seconds if it was still loading.{self.log_lines()}"
+                    f"{self.name}: expected it ready within {waiting.seconds:g} s, got no response ({last}). Raise "
+                    f"{waiting.setting} if it was still loading.{self.log_lines()}"
                 )
             await asyncio.sleep(0.1)
 

@@ -18,7 +18,10 @@ class PoolSettings:
     port: int = 0
     """port of the first server, the others follow; 0 uses free ports"""
     start_seconds: float = 600.0
-    """seconds until a started server must respond"""
+    """seconds until a server must respond that this run or a job starts, and until the file of `rendezvous` must be
+    there"""
+    connect_seconds: float = 60.0
+    """seconds until a server of `addresses` must respond; it runs already, so it has loaded its model"""
     update_seconds: float = 300.0
     """seconds until a server must have loaded new weights"""
     hang_seconds: float = 60.0
@@ -35,7 +38,14 @@ class PoolSettings:
     """requests that run when weights change: finish on the old weights, or abort and send again under the new ones"""
 
     def __post_init__(self) -> None:
-        for name in ("start_seconds", "update_seconds", "hang_seconds", "stall_seconds", "max_in_flight"):
+        for name in (
+            "start_seconds",
+            "connect_seconds",
+            "update_seconds",
+            "hang_seconds",
+            "stall_seconds",
+            "max_in_flight",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}.")
         for name in ("port", "retries", "restarts"):

@@ -150,7 +150,8 @@ class VllmDialect:
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._settings.cpu_threads),
             }
-        command = [sys.executable, "-m", "components.engine.vllm.start", *as_arguments(options, negate=True)]
+        # -P: a folder "components" where the run was started is not ours.
+        command = [sys.executable, "-P", "-m", "components.engine.vllm.start", *as_arguments(options, negate=True)]
         return Launch(command=[*command, *self._settings.arguments], environment=environment)
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:

@@ -14,6 +14,7 @@ from components.learner.hf.settings import Lora, Recompute
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
 from components.learner.packing.pack import PackedBatch, pack
+from pipeline.core.extras import extra
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
 
@@ -185,7 +186,8 @@ def _packs(model: Any) -> bool:
 
 
 def _with_lora(model: Any, lora: Lora, seed: int) -> Any:
-    from peft import LoraConfig, get_peft_model
+    with extra("lora", "learner.lora.rank", "set learner.lora.rank=0"):
+        from peft import LoraConfig, get_peft_model
 
     target = lora.target if lora.target == "all-linear" else [t.strip() for t in lora.target.split(",")]
     # alpha is an int in peft's signature, but any number works; the scale is alpha / r.

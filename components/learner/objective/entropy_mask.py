@@ -2,7 +2,8 @@
 
 Source: the 80/20 rule (2506.01939): only the top 20 % of tokens carry the loss. S-trace (2605.05965) masks low-entropy
 tokens out of the eligibility trace (our reading). H is the entropy of the sampling distribution; n counts trained
-tokens.
+tokens. With fewer than k tokens of positive entropy τ is 0, and all tokens would tie: the mask would do nothing. Tokens
+of entropy 0 are therefore left out, unless `keep_zero`; metric `high_entropy_ties` counts them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pipeline.core.jagged import Jagged
 
 HIGH = "high_entropy"
 """column of bools: trained tokens of high entropy"""
+TIES = "high_entropy_ties"
+"""column of bools: trained tokens of entropy 0 that reach the threshold and are left out"""
 IN_LOSS = "in_loss"
 """the same column, when the mask acts on the loss"""
 IN_TRACE = "in_trace"
@@ -37,6 +40,8 @@ class EntropyMask:
     """S-trace masks the history ("trace"), 80/20 the loss"""
     denominator: Literal["all", "kept"] = "all"
     """whether a masked loss is averaged over all trained tokens, or over the kept ones"""
+    keep_zero: bool = False
+    """whether tokens of entropy 0 are kept where the threshold is 0, which is then no mask at all"""
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
@@ -70,9 +75,10 @@ def add_columns(inputs: LossInputs, settings: EntropyMask) -> LossInputs:
         scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
     elif settings.scope == "batch":
         scope = torch.zeros_like(scope)
-    high = high_by_scope(entropies, mask, scope, settings.keep)
-    column = inputs.mask.with_values(high & mask)
-    inputs = inputs.with_columns(**{HIGH: column})
+    high = high_by_scope(entropies, mask, scope, settings.keep) & mask
+    ties = high & (entropies <= 0) & (not settings.keep_zero)
+    column = inputs.mask.with_values(high & ~ties)
+    inputs = inputs.with_columns(**{HIGH: column, TIES: inputs.mask.with_values(ties)})
     if settings.where != "loss":
         inputs = inputs.with_columns(**{IN_TRACE: column})
     if settings.where != "trace":

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from components.learner.objective.base import LossInputs, Objective
 from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, safe_exp
+from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, mean_log_ratio, safe_exp
 
 GATE = "gate"
 
@@ -43,14 +42,8 @@ class GSPO(Objective):
 
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
         """Loss per token; equal over a row if its advantage is."""
-        gate = self.gate(inputs)
         log_ratio = inputs.logprobs.values - inputs.old_logprobs.values
-        count = inputs.mask.with_values(gate).sum().clamp(min=1)
-        share = gate.float() / inputs.mask.spread(count).values
-        # where, not a product: a masked token may hold inf. Summed in float64 so that a row's cut from its batch
-        # changes no bit.
-        weighted = torch.where(gate, log_ratio, 0.0).double() * share
-        mean = inputs.mask.spread(inputs.mask.with_values(weighted).sum()).values.float()
+        mean = mean_log_ratio(inputs.logprobs.with_values(log_ratio), self.gate(inputs))
         if self.config.form == "token":
             mean = mean.detach() + log_ratio - log_ratio.detach()
         ratio = safe_exp(mean, inputs.mask.values, meters)

@@ -42,6 +42,8 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
     mask = inputs.mask.values
     if entropy_mask.HIGH in inputs.columns:
         meters.share("high_entropy", inputs.columns[entropy_mask.HIGH].values, mask)
+        ties = inputs.columns[entropy_mask.TIES].values
+        meters.share("high_entropy_ties", ties, mask | ties)
     if entropy_mask.IN_LOSS in inputs.columns:
         loss = torch.where(inputs.columns[entropy_mask.IN_LOSS].values, loss, 0.0)
     if settings.importance_cap:

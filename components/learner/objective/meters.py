@@ -41,6 +41,11 @@ class Meters:
         """Adds how often flags [n] (bool) hold where mask [n] does."""
         self.add(name, (flags & mask).sum(), self._count(mask))
 
+    def copy(self, name: str, other: Meters, *sources: str) -> None:
+        """Adds, under a further name, the first of these sums that another part of the batch has."""
+        for source in [s for s in sources if s in other._sums][:1]:
+            self.add(name, *other._sums[source])
+
     def _count(self, mask: Tensor) -> Tensor:
         # One objective counts the same mask many times.
         if self._counted is None or self._counted[0] is not mask:

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from components.learner.objective.base import MAX_LOG_RATIO
 from components.learner.objective.meters import Meters
+from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 
 RATIO_METRICS: tuple[Metric, ...] = (
     Metric("ratio_mean", "ratio", "mean of π/π_old over trained tokens (of sequences for `gspo`)"),
     Metric("ratio_max", "ratio", "largest π/π_old"),
     Metric("ratio_overflow", "share", "tokens whose log ratio was clamped to keep exp finite"),
-    Metric("clip_fraction", "share", "trained tokens whose gradient clipping stopped"),
+    Metric("clip_fraction", "share", "trained tokens that get no gradient from the objective because of clipping"),
     Metric("clip_fraction_low", "share", "those clipped from below"),
     Metric("clip_fraction_high", "share", "those clipped from above"),
     Metric("clip_fraction_dual", "share", "those stopped by the second clip of negative advantages"),
@@ -52,26 +53,52 @@ def safe_exp(log_ratio: Tensor, mask: Tensor, meters: Meters) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_loss(ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip, meters: Meters) -> Tensor:
-    """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise, all [n].
+def mean_log_ratio(log_ratio: Jagged, gate: Tensor) -> Tensor:
+    """Mean of the gated log ratios of each row at each of its tokens, float32 [total]; 0 in a row without a gate."""
+    count = log_ratio.with_values(gate).sum().clamp(min=1)
+    share = gate.float() / log_ratio.spread(count).values
+    # where, not a product: a masked token may hold inf. Summed in float64 so that a row's cut from its batch changes
+    # no bit.
+    weighted = torch.where(gate, log_ratio.values, 0.0).double() * share
+    return log_ratio.spread(log_ratio.with_values(weighted).sum()).values.float()
 
-    Metrics, over trained tokens: shares that lost their gradient to a clip, mean and maximum of the ratio.
-    """
+
+def surrogate(ratio: Tensor, advantage: Tensor, clip: Clip) -> Tensor:
+    """−min(R A, clip(R, 1−ε_lo, 1+ε_hi) A), and for A < 0 at most −c A under dual clip. Elementwise, all [n]."""
     bounded = ratio.clamp(1 - clip.clip_low, 1 + clip.clip_high)
     loss = -torch.minimum(ratio * advantage, bounded * advantage)
     if clip.dual_clip:
         loss = torch.where(advantage < 0, torch.minimum(loss, -clip.dual_clip * advantage), loss)
-    ratio = ratio.detach()
-    low = (advantage < 0) & (ratio < 1 - clip.clip_low)
-    high = (advantage > 0) & (ratio > 1 + clip.clip_high)
-    clipped = low | high
-    meters.share("clip_fraction_low", low, mask)
-    meters.share("clip_fraction_high", high, mask)
-    if clip.dual_clip:
-        dual = (advantage < 0) & (ratio > clip.dual_clip)
-        clipped |= dual
-        meters.share("clip_fraction_dual", dual, mask)
-    meters.share("clip_fraction", clipped, mask)
-    meters.mean("ratio_mean", ratio, mask)
-    meters.maximum("ratio_max", ratio, mask)
     return loss
+
+
+def clip_flags(ratio: Tensor, advantage: Tensor, clip: Clip) -> dict[str, Tensor]:
+    """bool [n] by metric: the terms of `surrogate` without a gradient, from below, above and by a dual clip."""
+    ratio = ratio.detach()
+    flags = {
+        "clip_fraction_low": (advantage < 0) & (ratio < 1 - clip.clip_low),
+        "clip_fraction_high": (advantage > 0) & (ratio > 1 + clip.clip_high),
+    }
+    if clip.dual_clip:
+        flags["clip_fraction_dual"] = (advantage < 0) & (ratio > clip.dual_clip)
+    return flags
+
+
+def clip_meters(flags: dict[str, Tensor], mask: Tensor, meters: Meters) -> None:
+    """Metrics: shares of trained tokens that lost their gradient to a clip, by side and together."""
+    for name, flag in flags.items():
+        meters.share(name, flag, mask)
+    meters.share("clip_fraction", torch.stack(list(flags.values())).any(0), mask)
+
+
+def ratio_meters(ratio: Tensor, mask: Tensor, meters: Meters) -> None:
+    """Metrics: mean and maximum of the ratio over trained tokens."""
+    meters.mean("ratio_mean", ratio.detach(), mask)
+    meters.maximum("ratio_max", ratio.detach(), mask)
+
+
+def clipped_loss(ratio: Tensor, advantage: Tensor, mask: Tensor, clip: Clip, meters: Meters) -> Tensor:
+    """`surrogate` with its metrics, for objectives whose tokens each have one term."""
+    clip_meters(clip_flags(ratio, advantage, clip), mask, meters)
+    ratio_meters(ratio, mask, meters)
+    return surrogate(ratio, advantage, clip)

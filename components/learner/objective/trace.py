@@ -5,40 +5,69 @@ Weights (d = γλ per token; k, t count from 1 at the first trained token of a t
     recent         d^{t−k}                    GRPO-λ (2510.00194), second-hand
     both           max(d^{t−k}, d^{k−1})      GRPO-λ, second-hand, reported better than recent
     weight_floor   max(d^{t−k}, floor)        our own
+    uniform        1/T for all t and k        GSPO (2507.18071): with clip "traced" it is `gspo`; T counts trained
+                                              tokens of the trace, d is not used
 
-Where the clip acts (`clip`):
+Where the clip acts (`clip`), in terms J_t of token t:
 
     traced         min(R A, clip(R) A)                            GRPO-λ, second-hand
     current        e_t·min(ρ_t A, clip(ρ_t) A),                   P-trace (2605.05965), our reading, see below
                    e_t = exp(Σ_{k<t} w l_k)
     inside         R_t A with every l_k clipped to                our own, as V-trace does it
                    [log(1−ε_lo), log(1+ε_hi)] first
-    normalised     min(R A, clip(R) A), log R_t = Σ w l_k / Σ w   our own; d → 1 at t = T is GSPO's ratio
+    normalised     min(R A, clip(R) A), log R_t = Σ w l_k / Σ w   our own; d = 1 gives running means: GSPO's ratio at
+                                                                  the last token alone
     eps_weight     W_t·min(ρ_t A, clip(ρ_t) A),                   our own
                    W_k = Σ_{t≥k} w(t,k)
 
 The equations of P-trace and S-trace are not public in a form we could read. Ours is one reading of "partial
 trust-region preservation": the trust region holds on the current ratio, history enters as a decayed importance weight.
 λ = 0 gives `ppo_clip` in every placement but `inside`. S-trace uses m^H_t·l_t instead of l_t in the history, m^H the
-mask of high entropy. With `history: stop_gradient` only l_t itself carries a gradient. A·d^{T−t}, decay from the end,
-is a different method.
+mask of high entropy. A·d^{T−t}, decay from the end, is a different method.
+
+Gradient of history (`history`). The derivative of Σ_t J_t of `current` with respect to l_k, for ρ_k inside the clip, is
+
+    C_k = e_k ρ_k A_k + Σ_{t>k} w(t,k) J_t,     at ratio 1:  C_k = A_k + Σ_{t>k} w(t,k) A_t.
+
+The clip acts on the first term only, and e_t grows like a product of ratios: a clipped token still moves through every
+later J_t ("differentiated"). "gated", the default of `current`, keeps what makes the trace and adds the trust region:
+
+    C_k = 1[k inside for A_k]·ē_k ρ_k A_k + Σ_{t>k} w(t,k)·1[k inside for A_t]·ē_t clip(ρ_t) A_t,
+    k inside for A:  ρ_k ≤ 1 + ε_hi if A > 0,  ρ_k ≥ 1 − ε_lo if A < 0;     ē_t = min(e_t, max_weight).
+
+Each push on token k obeys PPO's rule: none drives a ratio further out of the clip. So a token outside the clip gets no
+gradient at all where advantages have one sign in a row. At ratio 1, and wherever all ratios are inside the clip and
+e_t ≤ max_weight, both forms have the same gradient. To the token's own term the trace adds at most
+max_weight·(1 + ε_hi)·Σ_{t>k} w(t,k)|A_t|. The value is Σ_t ē_t min(ρ_t A, clip(ρ_t) A): gates act on gradients alone.
+With "stop_gradient" only l_t itself carries a gradient, and no credit reaches earlier tokens.
+
+Distance: tokens inside a response that are not trained on (an inserted text, say) take no part in a trace but count in
+t − k, so that they let it decay. `distance: trained` counts trained tokens alone, as if the others were cut out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from components.learner.objective.base import LossInputs, Objective
-from components.learner.objective.entropy_mask import IN_TRACE
+from components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
 from components.learner.objective.meters import Meters
-from components.learner.objective.ratio import RATIO_METRICS, Clip, clipped_loss, safe_exp
-from components.learner.objective.scan import map_rows, scan
+from components.learner.objective.ratio import (
+    RATIO_METRICS,
+    Clip,
+    clip_flags,
+    clip_meters,
+    mean_log_ratio,
+    ratio_meters,
+    safe_exp,
+    surrogate,
+)
+from components.learner.objective.trace_sum import Style, trace_sum
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 
@@ -60,8 +89,14 @@ class Trace(Objective):
     metrics = (
         *RATIO_METRICS,
         Metric("gradient_scale", "ratio", "trace objectives: mean factor on the gradient of a trained token"),
-        Metric("trace_weight", "ratio", "trace objectives: mean weight Π ratio^w of the tokens before"),
-        Metric("trace_weight_max", "ratio", "trace objectives: largest of these weights"),
+        Metric("trace_weight", "ratio", "trace objectives: mean weight Π ratio^w of the tokens before, as bounded"),
+        Metric("trace_weight_max", "ratio", "trace objectives: largest of these weights before they are bounded"),
+        Metric("trace_weight_capped", "share", "trace objectives: trained tokens whose weight `max_weight` bounded"),
+        Metric(
+            "clipped_terms",
+            "share",
+            "trace objectives: trained tokens whose own term clipping stopped; later terms may still move them",
+        ),
     )
 
     @dataclass(frozen=True, kw_only=True)
@@ -70,14 +105,21 @@ class Trace(Objective):
 
         decay: float = 0.99
         """d = γλ, per token; 0 is `ppo_clip`"""
-        style: Literal["recent", "both", "weight_floor"] = "recent"
-        """weights of past tokens, see the top of `trace.py`"""
+        style: Style = "recent"
+        """weights of past tokens, see the top of `trace.py`; "uniform", with clip "traced" only, is `gspo`"""
         floor: float = 0.0
         """smallest weight, of style "weight_floor" only"""
         clip: Literal["traced", "current", "inside", "normalised", "eps_weight"] = "traced"
         """what the clip acts on: "traced" is GRPO-λ, "current" is P-trace (and S-trace)"""
-        history: Literal["differentiated", "stop_gradient"] = "differentiated"
-        """whether past tokens get a gradient through later ratios"""
+        distance: Literal["all", "trained"] = "all"
+        """tokens that count in t − k: all after the first trained one, also those that are not trained on, or trained
+        ones alone"""
+        history: Literal["gated", "differentiated", "stop_gradient"] | None = None
+        """gradient of past tokens through later terms: within the clip only, always, or never. null is "gated" with
+        clip "current", the only one that has it, and "differentiated" with the others. "differentiated" has no trust
+        region with clip "current": clipped tokens still get a gradient"""
+        max_weight: float = 2.0
+        """largest weight e_t of the tokens before, with clip "current" and history "gated" or "stop_gradient" """
         normalise: bool = False
         """divide the loss by the mean gradient scale of the batch, so that learning rates compare with those of
         `ppo_clip`"""
@@ -93,13 +135,30 @@ class Trace(Objective):
                     "expected 0 < floor ≤ 1 with style 'weight_floor' and floor 0 with the others, got floor "
                     f"{self.floor} with style '{self.style}'."
                 )
+            if self.history == "gated" and self.clip != "current":
+                raise ValueError(
+                    f"history 'gated' with clip '{self.clip}': only clip 'current' lets history past the clip; set "
+                    "history: differentiated, or clip: current."
+                )
+            if self.style == "uniform" and (self.clip, self.gradient) != ("traced", "differentiated"):
+                raise ValueError(
+                    "style 'uniform' is one ratio of the sequence and has no tokens before t; expected clip 'traced' "
+                    f"and history 'differentiated', got clip '{self.clip}' and history '{self.history}'."
+                )
+            if not self.max_weight >= 1:
+                raise ValueError(f"expected max_weight ≥ 1, the weight on-policy, got {self.max_weight}.")
+
+        @property
+        def gradient(self) -> str:
+            """`history`, or what null stands for."""
+            return self.history or ("gated" if self.clip == "current" else "differentiated")
 
     config: Config
 
     def prepare(self, inputs: LossInputs) -> LossInputs:
         """Adds the columns above, SCALE from the gradient at log ratios of 0."""
         mask = inputs.mask
-        if self.config.style == "both":
+        if self.config.style == "both" and self.config.distance == "all":
             inputs = inputs.with_columns(**{START: mask.spread(_first_trained(mask))})
         with torch.enable_grad():
             leaf = torch.zeros_like(inputs.old_logprobs.values).requires_grad_()
@@ -108,7 +167,8 @@ class Trace(Objective):
                 total = self._sum(_in_trace(log_ratio, inputs), inputs)
             elif self.config.clip == "current":
                 # The entropy mask does not act on the current ratio.
-                total = self._history(log_ratio, inputs) + log_ratio.values
+                total = self._past(log_ratio, inputs, detached=self.config.gradient == "stop_gradient")
+                total = total + log_ratio.values
             else:
                 total = self._traced_ratio(log_ratio, inputs)
             (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
@@ -123,20 +183,27 @@ class Trace(Objective):
     def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
         """Loss per token."""
         mask = inputs.mask.values
-        advantage = inputs.advantage.values
+        advantage = torch.where(mask, inputs.advantage.values, 0.0)
         if self.config.min_advantage is not None:
             advantage = advantage.clamp(min=self.config.min_advantage)
         # The column is 0 where masked.
         meters.add("gradient_scale", inputs.columns[SCALE].values.sum(), torch.count_nonzero(mask))
         # where, not a product: a masked token may hold inf or NaN.
         log_ratio = torch.where(mask, inputs.logprobs.values - inputs.old_logprobs.values, 0.0)
-        loss = self._placed(inputs.logprobs.with_values(log_ratio), advantage, inputs, meters)
+        with torch.enable_grad():  # the metrics of clipping are read from the gradient
+            log_ratio = log_ratio if log_ratio.requires_grad else log_ratio.requires_grad_()
+            loss, flags = self._placed(inputs.logprobs.with_values(log_ratio), advantage, inputs, meters)
+            stopped = _without_gradient(loss, log_ratio, inputs)
+        clip_meters({name: flag & stopped for name, flag in flags.items()}, mask, meters)
+        meters.share("clipped_terms", torch.stack(list(flags.values())).any(0), mask)
         if self.config.normalise:
             loss = loss / inputs.columns[MEAN_SCALE].values
         return loss
 
-    def _placed(self, log_ratio: Jagged, advantage: Tensor, inputs: LossInputs, meters: Meters) -> Tensor:
-        """The loss with its clip where `clip` says, of log ratios that are zero outside the mask."""
+    def _placed(
+        self, log_ratio: Jagged, advantage: Tensor, inputs: LossInputs, meters: Meters
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss with its clip where `clip` says, and the terms that clipping stopped; log ratios are 0 if masked."""
         config = self.config
         mask = inputs.mask.values
         if config.clip == "inside":
@@ -144,24 +211,54 @@ class Trace(Objective):
             high = math.log(1 + config.clip_high)
             clipped = log_ratio.with_values(log_ratio.values.clamp(low, high))
             ratio = safe_exp(self._traced_ratio(clipped, inputs), mask, meters)
-            meters.share("clip_fraction", (log_ratio.values < low) | (log_ratio.values > high), mask)
-            meters.mean("ratio_mean", ratio, mask)
-            meters.maximum("ratio_max", ratio, mask)
-            return -ratio * advantage
+            ratio_meters(ratio, mask, meters)
+            flags = {"clip_fraction_low": log_ratio.values < low, "clip_fraction_high": log_ratio.values > high}
+            return -ratio * advantage, flags
         if config.clip in ("traced", "normalised"):
             ratio = safe_exp(self._traced_ratio(log_ratio, inputs), mask, meters)
-            return clipped_loss(ratio, advantage, mask, config, meters)
-        ratio = safe_exp(log_ratio.values, mask, meters)
-        loss = clipped_loss(ratio, advantage, mask, config, meters)
+        else:
+            ratio = safe_exp(log_ratio.values, mask, meters)
+        ratio_meters(ratio, mask, meters)
+        flags = clip_flags(ratio, advantage, config)
+        loss = surrogate(ratio, advantage, config)
+        if config.clip == "current":
+            loss = self._weighted(loss, log_ratio, ratio.detach(), advantage, inputs, meters)
         if config.clip == "eps_weight":
-            return loss * inputs.columns[SCALE].values
-        weight = safe_exp(self._history(log_ratio, inputs), mask, meters)
-        meters.mean("trace_weight", weight, mask)
+            loss = loss * inputs.columns[SCALE].values
+        return loss, flags
+
+    def _weighted(
+        self, loss: Tensor, log_ratio: Jagged, ratio: Tensor, advantage: Tensor, inputs: LossInputs, meters: Meters
+    ) -> Tensor:
+        """The clipped loss of each token times the weight e_t of the tokens before it."""
+        config = self.config
+        mask = inputs.mask.values
+        differentiated = config.gradient == "differentiated"
+        weight = safe_exp(self._past(log_ratio, inputs, detached=not differentiated), mask, meters)
         meters.maximum("trace_weight_max", weight, mask)
-        return loss * weight
+        if not differentiated:
+            meters.share("trace_weight_capped", weight > config.max_weight, mask)
+            weight = weight.clamp(max=config.max_weight)
+        meters.mean("trace_weight", weight, mask)
+        loss = loss * weight
+        if config.gradient == "gated":
+            push = weight * ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage
+            rising = self._push(log_ratio, ratio <= 1 + config.clip_high, push.clamp(min=0), inputs)
+            falling = self._push(log_ratio, ratio >= 1 - config.clip_low, push.clamp(max=0), inputs)
+            loss = loss - rising - falling
+        return loss
+
+    def _push(self, log_ratio: Jagged, inside: Tensor, push: Tensor, inputs: LossInputs) -> Tensor:
+        """Terms of value 0 whose gradient at a token k inside is Σ_{t>k} w(t,k) push_t, and 0 at the others."""
+        values = log_ratio.values
+        past = self._past(log_ratio.with_values(torch.where(inside, values, values.detach())), inputs, detached=False)
+        return push * (past - past.detach())
 
     def _traced_ratio(self, log_ratio: Jagged, inputs: LossInputs) -> Tensor:
         """log R_t of log ratios that are zero outside the mask; linear in them."""
+        if self.config.style == "uniform":
+            traced = inputs.columns.get(IN_TRACE, inputs.mask).values & inputs.mask.values
+            return mean_log_ratio(log_ratio, traced)
         own = _in_trace(log_ratio, inputs)
         total = self._sum(own, inputs)
         last = own.values
@@ -170,14 +267,19 @@ class Trace(Objective):
             norm = self._sum(ones, inputs).clamp(min=1e-30)
             total = total / norm
             last = last / norm
-        return (total - last).detach() + last if self.config.history == "stop_gradient" else total
+        return (total - last).detach() + last if self.config.gradient == "stop_gradient" else total
 
-    def _history(self, log_ratio: Jagged, inputs: LossInputs) -> Tensor:
+    def _past(self, log_ratio: Jagged, inputs: LossInputs, detached: bool) -> Tensor:
         """Σ_{k<t} w(t,k) l_k of log ratios that are zero outside the mask."""
-        past = self._sum(_in_trace(log_ratio, inputs), inputs, past_only=True)
-        return past.detach() if self.config.history == "stop_gradient" else past
+        values = log_ratio.values.detach() if detached else log_ratio.values
+        return self._sum(_in_trace(log_ratio.with_values(values), inputs), inputs, past_only=True)
 
     def _sum(self, x: Jagged, inputs: LossInputs, past_only: bool = False) -> Tensor:
+        if self.config.distance == "trained":
+            trained = inputs.mask.values
+            short = Jagged.from_lengths(x.values[trained], inputs.mask.sum())
+            summed = trace_sum(short, self.config, None, past_only).values
+            return torch.zeros_like(x.values).masked_scatter(trained, summed)
         column = inputs.columns.get(START)
         if column is None or len(x.values) == 0:
             return trace_sum(x, self.config, None, past_only).values
@@ -193,97 +295,15 @@ def _in_trace(x: Jagged, inputs: LossInputs) -> Jagged:
     return x if kept is None else x.with_values(x.values * kept.values)
 
 
+def _without_gradient(loss: Tensor, log_ratio: Tensor, inputs: LossInputs) -> Tensor:
+    """bool [total]: tokens whose log-prob no term of the loss moves, though at ratio 1 some would."""
+    counted = inputs.columns.get(IN_LOSS, inputs.mask).values & inputs.mask.values
+    (moves,) = torch.autograd.grad(torch.where(counted, loss, 0.0).sum(), log_ratio, retain_graph=True)
+    return (moves == 0) & (inputs.columns[SCALE].values > 0)
+
+
 def _first_trained(mask: Jagged) -> Tensor:
     """int64 [rows]: index of the first trained token, 0 in a row without one."""
     later = mask.positions.masked_fill(~mask.values, 1 << 40).double()
     first = torch.segment_reduce(later, "min", offsets=mask.offsets, initial=float(1 << 40))
     return torch.where(first >= 1 << 40, 0, first.long())
-
-
-def trace_sum(x: Jagged, config: Trace.Config, start: Tensor | None = None, past_only: bool = False) -> Jagged:
-    """(W x)_t = Σ_{k≤t} w(t,k) x_k within each row, or Σ_{k<t}; linear and differentiable.
-
-    Args:
-        x: float values, zero where a token is not traced and before the token that counts as k = 1.
-        config: decay, style and floor.
-        start: int64 [rows], place of that token, 0 where missing; only style "both" depends on it.
-        past_only: leaves out k = t, whose weight is 1.
-    """
-    row_map = partial(_weigh, config, past_only)
-    if config.style != "both" or start is None or not bool(start.any()):
-        return map_rows(x, row_map)
-    # Tokens before `start` become a separate row.
-    begin = x.offsets[:-1]
-    offsets = torch.cat([torch.stack([begin, begin + start], dim=1).flatten(), x.offsets[-1:]])
-    return x.with_values(map_rows(Jagged(x.values, offsets), row_map).values)
-
-
-def _weigh(config: Trace.Config, past_only: bool, grid: Tensor, reverse: bool) -> Tensor:
-    """W or Wᵀ on [rows, length], the first column being k = 1."""
-    if config.style == "both":
-        out = (_both_transposed if reverse else _both)(config.decay, grid)
-    elif config.style == "weight_floor" and _span(config) < grid.shape[1]:
-        out = (_floor_transposed if reverse else _floor)(config, grid)
-    else:
-        out = scan(config.decay, grid, reverse)
-    return out.sub_(grid) if past_only else out
-
-
-def _both(decay: float, x: Tensor) -> Tensor:
-    # d^{t−k} ≥ d^{k−1} from k = ⌊t/2⌋ + 1 on. The m = ⌊t/2⌋ older tokens take d^{k−1}, a plain cumulative sum c, in
-    # place of what the decayed sum z gives them: y_t = z_t + c_m − d^{t−m} z_m, for the two t of each m.
-    half = x.shape[1] // 2
-    powers = _powers(decay, half + 1, x)
-    z = scan(decay, x, False)
-    older = scan(1.0, x[:, :half] * powers[:-1], False)
-    lost = z[:, :half] * powers[1:]
-    z[:, 1::2] += older - lost
-    z[:, 2::2] += older.sub_(lost, alpha=decay)[:, : (x.shape[1] - 1) // 2]
-    return z
-
-
-def _both_transposed(decay: float, y: Tensor) -> Tensor:
-    half = y.shape[1] // 2
-    powers = _powers(decay, half + 1, y)
-    even = y[:, 1::2]
-    odd = y[:, 2::2]
-    older = even.clone()
-    older[:, : odd.shape[1]] += odd
-    lost = even.clone()
-    lost[:, : odd.shape[1]].add_(odd, alpha=decay)
-    z = y.clone()
-    z[:, :half] -= lost.mul_(powers[1:])
-    x = scan(decay, z, True)
-    x[:, :half] += scan(1.0, older, True).mul_(powers[:-1])
-    return x
-
-
-def _floor(config: Trace.Config, x: Tensor) -> Tensor:
-    # d^{t−k} ≥ floor for t − k < n: older tokens take the floor, y_t = z_t + floor·c_{t−n} − d^n z_{t−n}.
-    n = _span(config)
-    z = scan(config.decay, x, False)
-    older = scan(1.0, x[:, :-n], False).mul_(config.floor).sub_(z[:, :-n], alpha=config.decay**n)
-    z[:, n:] += older
-    return z
-
-
-def _floor_transposed(config: Trace.Config, y: Tensor) -> Tensor:
-    n = _span(config)
-    z = y.clone()
-    z[:, :-n].sub_(y[:, n:], alpha=config.decay**n)
-    x = scan(config.decay, z, True)
-    x[:, :-n].add_(scan(1.0, y[:, n:], True), alpha=config.floor)
-    return x
-
-
-def _powers(decay: float, count: int, like: Tensor) -> Tensor:
-    """d^0 … d^{count−1}, made in float64."""
-    exponents = torch.arange(count, dtype=torch.float64, device=like.device)
-    return torch.pow(torch.full_like(exponents, decay), exponents).to(like.dtype)
-
-
-def _span(config: Trace.Config) -> int:
-    """Number of tokens, including t, whose weight is above the floor."""
-    if config.decay >= 1 or config.floor <= 0:
-        return 1 << 40
-    return 1 if config.decay <= 0 else 1 + math.floor(math.log(config.floor) / math.log(config.decay) + 1e-9)

@@ -1,1 +1,1 @@
-"""Benchmarks of methods: how good their credit is (`tools/creditbench`) and how fast they learn (`tools/compare`)."""
+"""Benchmarks of methods: how good their credit is (`creditgraph creditbench`), how fast they learn (`… compare`)."""

@@ -1,9 +1,9 @@
-"""The table and the figure of tools/compare."""
+"""The table and the figure of creditgraph compare."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,14 @@ import numpy as np
 
 from pipeline.app.bench.credit_report import cell
 from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
-from pipeline.app.bench.statistics import mean_sd
+from pipeline.app.bench.statistics import Floats, mean_sd
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
+
+MOST_LINES = 7  # of a large panel
+PER_ROW = 7  # small panels
+# Black for the baseline, then blue, orange, green, magenta, violet, teal: no two are near-equal, also in print.
+COLORS = ("#000000", "#0b5cc4", "#b35900", "#008811", "#dd1177", "#aa00ff", "#00a0a0")
 
 Curves = Mapping[str, Mapping[int, Curve]]
 """Method → seed → curve, the baseline first."""
@@ -120,30 +126,73 @@ def as_json(rows: Mapping[str, Row], curves: Curves) -> dict[str, Any]:
     }
 
 
-def draw(curves: Curves, budget: float, threshold: float, path: Path) -> None:
-    """Writes the figure: mean accuracy ± its standard deviation over seeds, over sampled tokens and over wall time."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+def chosen(curves: Curves, budget: float, most: int = MOST_LINES) -> tuple[list[str], list[str]]:
+    """The methods of the large panels, the baseline first, then the best at the budget; and the rest, by accuracy."""
+    baseline, *others = [name for name, by_seed in curves.items() if any(len(c.tokens) for c in by_seed.values())]
+    final = {name: _accuracy(curves[name], budget) for name in others}
+    ranked = sorted(others, key=lambda name: (-final[name], name))
+    return [baseline, *ranked[: most - 1]], ranked[most - 1 :]
 
-    figure = Figure(figsize=(12, 6), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    palette = colormaps["tab20"]
-    for i, (name, by_seed) in enumerate(curves.items()):
-        color = palette((i - 1) % 20) if i else "black"
-        seeds = [c for c in by_seed.values() if len(c.tokens)]
-        if not seeds:
-            continue
-        for axes, of, end in ((left, "tokens", budget), (right, "seconds", math.inf)):
-            grid = np.linspace(0, min(end, *(getattr(c, of)[-1] for c in seeds)), 60)
-            each = np.stack([np.interp(grid, getattr(c, of), c.accuracy) for c in seeds])
-            mean = each.mean(0)
-            sd = each.std(0, ddof=1) if len(seeds) > 1 else np.zeros(len(grid))
-            axes.plot(grid, mean, label=name, color=color, linewidth=1.3 if i else 2.2)
-            axes.fill_between(grid, mean - sd, mean + sd, color=color, alpha=0.08, linewidth=0)
-    left.axhline(threshold, color="k", linestyle=":", linewidth=0.8)
+
+def _accuracy(by_seed: Mapping[int, Curve], budget: float) -> float:
+    """Mean accuracy at the budget, −1 without any."""
+    known = [a for c in by_seed.values() if not math.isnan(a := c.at(budget))]
+    return sum(known) / len(known) if known else -1.0
+
+
+def band(seeds: Sequence[Curve], along: str, end: float = math.inf) -> tuple[Floats, Floats, Floats, Floats]:
+    """Places from 0 to `end`, the mean accuracy there, and mean ∓ standard deviation over seeds, cut to 0 … 1."""
+    grid = np.linspace(0, min(end, *(getattr(c, along)[-1] for c in seeds)), 60)
+    each = np.stack([np.interp(grid, getattr(c, along), c.accuracy) for c in seeds])
+    mean = each.mean(0)
+    sd = each.std(0, ddof=1) if len(seeds) > 1 else np.zeros(len(grid))
+    return grid, mean, np.clip(mean - sd, 0, 1), np.clip(mean + sd, 0, 1)
+
+
+def draw(curves: Curves, budget: float, threshold: float, path: Path) -> None:
+    """Writes the figure: mean accuracy and its standard deviation over seeds.
+
+    At most `MOST_LINES` methods over sampled tokens and over wall time: the baseline and the best at the budget. Each
+    other method has a small panel over sampled tokens, with the baseline in it.
+    """
+    with extra("plots", "compare"):
+        from matplotlib.figure import Figure
+
+    best, rest = chosen(curves, budget)
+    rows = math.ceil(len(rest) / PER_ROW)
+    figure = Figure(figsize=(12, 6 + 1.7 * rows), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(1 + rows, 2 * PER_ROW, height_ratios=[3.6, *[1.1] * rows])
+    left = figure.add_subplot(grid[0, :PER_ROW])
+    right = figure.add_subplot(grid[0, PER_ROW:], sharey=left)
+    for name, color in zip(best, COLORS, strict=False):
+        _line(left, curves[name], "tokens", color, name, budget)
+        _line(right, curves[name], "seconds", color, name)
+    left.axhline(threshold, color=COLORS[0], linestyle=":", linewidth=0.9, label=f"threshold {threshold:.2f}")
     left.set(xlabel="sampled tokens", ylabel="held-out accuracy, greedy")
     right.set(xlabel="seconds of training on one core")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8)
-    for axes in (left, right):
+    left.legend(fontsize=8, loc="lower right")
+    for place, name in enumerate(rest):
+        column = 2 * (place % PER_ROW)
+        axes = figure.add_subplot(grid[1 + place // PER_ROW, column : column + 2], sharey=left)
+        _line(axes, curves[best[0]], "tokens", COLORS[0], best[0], budget)
+        _line(axes, curves[name], "tokens", COLORS[1], name, budget)
+        axes.set_title(name, fontsize=8, color=COLORS[1])
+        axes.tick_params(labelsize=6, labelleft=column == 0)
+    for axes in figure.axes:
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
+    small = f"; below: each other method (blue) with {best[0]} (black), over sampled tokens" if rest else ""
+    figure.suptitle(
+        f"Line: mean over seeds, band: its standard deviation. Above: {best[0]} (black) and the best at "
+        f"{budget / 1e6:g}M tokens{small}",
+        fontsize=9,
+    )
     figure.savefig(path)
+
+
+def _line(axes: Any, by_seed: Mapping[int, Curve], along: str, color: str, label: str, end: float = math.inf) -> None:
+    seeds = [c for c in by_seed.values() if len(c.tokens)]
+    grid, mean, low, high = band(seeds, along, end)
+    axes.plot(grid, mean, label=label, color=color, linewidth=1.6)
+    axes.fill_between(grid, low, high, color=color, alpha=0.12, linewidth=0)

@@ -1,4 +1,4 @@
-"""The logic of tools/creditbench: compares the credit of many methods with true values, at one state of the policy."""
+"""The logic of `creditgraph creditbench`: the credit of many methods beside true values, at one state of the policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.core.handles import Policy, Verifier
 from pipeline.core.payloads import Prompts, Trajectories, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.node_runner import NodeFailure
 from pipeline.run.replay import Replay
 from pipeline.run.run_settings import resolve_device

@@ -1,4 +1,4 @@
-"""The table and the figure of tools/creditbench."""
+"""The table and the figure of creditgraph creditbench."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.text import markdown_table
+from pipeline.core.extras import extra
 
 # Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.
@@ -77,7 +78,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     Methods with shared rollouts are blue, those with their own are orange, and true values are grey.
     """
-    from matplotlib.figure import Figure
+    with extra("plots", "creditbench"):
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
 
     entries = result["methods"].values()
     figure = Figure(figsize=(12, 1.2 + 0.32 * len(entries)), dpi=110, layout="constrained")
@@ -109,4 +112,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.legend(fontsize=8, loc="lower right")
     for axes in (left, middle, right):
         axes.grid(axis="x", alpha=0.3)
+    colors_mean = (
+        ("tab:blue", "the shared rollouts"),
+        ("tab:orange", "rollouts of its own"),
+        ("tab:gray", "true values"),
+    )
+    handles = [Patch(color=color, label=text) for color, text in colors_mean]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, fontsize=8, title="credit for", title_fontsize=8
+    )
     figure.savefig(path)

@@ -12,7 +12,7 @@ from pipeline.core.graph import Graph
 from pipeline.core.handles import Policy, Sampling
 from pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
 from pipeline.core.sockets import Node, Wire
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.session import GraphSession
 
 COUNTED = ("sampled_tokens", "prefill_tokens", "scored_tokens")

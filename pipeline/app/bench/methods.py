@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose import Experiment, build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import Experiment, build_experiment, compose
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Method:
         name: shown in tables.
         recipe: name in configs/recipe.
         overrides: further settings, as on the command line.
-        trained: whether tools/compare trains it when no methods are named; the others are estimators that only
+        trained: whether creditgraph compare trains it when no methods are named; the others are estimators that only
             creditbench measures.
     """
 

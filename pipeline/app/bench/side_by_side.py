@@ -22,7 +22,7 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Prompts, Trajectories
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.streams import Stream
-from pipeline.run.compose import Experiment, build_experiment, compose
+from pipeline.run.compose.experiment import Experiment, build_experiment, compose
 from pipeline.run.node_runner import NodeFailure, set_origin
 from pipeline.run.recording import recorded_iterations
 from pipeline.run.replay import Replay

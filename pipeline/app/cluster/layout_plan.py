@@ -2,7 +2,7 @@
 
 For choosing a layout before a GPU is allocated; dense models only. It counts bytes and floating-point operations from
 the model's shape and divides them by the rates of the device. What it leaves out (stragglers, kernel launches, uneven
-packs) is in `Device`'s fractions. `tools/plan_layout --check` compares its throughput with published figures:
+packs) is in `Device`'s fractions. `creditgraph plan --check` compares its throughput with published figures:
 docs/scaling.md says how far they agree. Mixtures of experts are not supported.
 
 Sources: activation bytes after 2205.05198 (attention scores are never stored), adapted to grouped queries and gated
@@ -275,7 +275,7 @@ def plan(shape: Shape, world: int, work: Work, device: Device) -> list[Estimate]
     if not fitting:
         least = min(estimates, key=lambda e: e.memory)
         raise ConfigError(
-            f"plan_layout: {shape.name} on {world} × {device.name}: the smallest layout ({least.layout}) needs "
+            f"plan: {shape.name} on {world} × {device.name}: the smallest layout ({least.layout}) needs "
             f"{least.memory / 1e9:.0f} GB per GPU; expected at most {budget / 1e9:.0f} GB. Use more GPUs, or smaller "
             "packs."
         )

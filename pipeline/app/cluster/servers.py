@@ -31,7 +31,7 @@ from pipeline.core.component import Context, set_up
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.run_directory import writing
 from pipeline.run.run_settings import resolve_device
 

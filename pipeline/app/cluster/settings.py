@@ -12,7 +12,7 @@ import yaml
 
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 from pipeline.core.settings import build_config
-from pipeline.run.compose import list_choices, read_yaml, search_dirs
+from pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
 
 _AT_LEAST_ONE = ("nodes", "chain", "gpus_per_server", "cpus_per_task")
 _AT_LEAST_ZERO = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.run.run_directory import locked, write_json, writing
+from pipeline.run.run_directory import check_run, locked, write_json, writing
 
 # "job" trains, "eval" evaluates. Each has a separate script, log, note and final message in the run directory.
 Kind = Literal["job", "eval"]
@@ -79,14 +80,17 @@ class Note:
         try:
             return Note(**json.loads((run / NOTES[kind]).read_text()))
         except (OSError, ValueError, TypeError) as error:
+            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else "damaged"
             raise RunError(
-                f"{run}: no {NOTES[kind]} that can be read ({type(error).__name__}); expected the directory of a run "
+                f"{run}: no {NOTES[kind]} that can be read ({why}); expected the directory of a run "
                 "that `creditgraph submit` sent to SLURM."
             ) from error
 
     @staticmethod
     def all(run: Path) -> dict[Kind, Note]:
         """The existing notes of training and evaluation; raises RunError if there are none."""
+        if not run.is_dir():
+            check_run(run)
         kinds = [kind for kind, name in NOTES.items() if (run / name).exists()]
         return {kind: Note.read(run, kind) for kind in kinds} or {"job": Note.read(run)}
 

@@ -6,22 +6,32 @@ import argparse
 import json
 from dataclasses import asdict
 
+from pipeline.app.completion import complete_component, with_completer
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.registry import known_components
 
-SUMMARY = "List components with their inputs, outputs and papers."
+SUMMARY = "List components with their inputs, outputs and papers, and the settings of a run."
+RUN = "run"  # named beside components: the section of a configuration that every run has
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="show one component with its settings, or all of a kind (sampler)"
+    names = parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="one component with its settings, all of a kind (sampler), or run: the settings run.*",
     )
+    with_completer(names, complete_component)
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints the table, or the details of the named components."""
+    if RUN in options.names:
+        if len(options.names) > 1:
+            raise ConfigError("components: 'run' stands for the settings run.*; expected it alone, or components.")
+        return _list_run_settings(options.json)
     from pipeline.app.catalog import describe
 
     known = known_components()
@@ -42,4 +52,17 @@ def main(options: argparse.Namespace) -> int:
         if options.names:
             for setting in entry.settings:
                 print(f"{'':22}   {setting.name}: {setting.type} = {setting.default}  {setting.doc}")
+    return 0
+
+
+def _list_run_settings(as_json: bool) -> int:
+    from pipeline.app.catalog import settings_of
+    from pipeline.run.run_settings import RunSettings
+
+    settings = settings_of(RunSettings)
+    if as_json:
+        print(json.dumps([asdict(setting) for setting in settings], indent=1))
+        return 0
+    for setting in settings:
+        print(f"run.{setting.name}: {setting.type} = {setting.default}  {setting.doc}")
     return 0

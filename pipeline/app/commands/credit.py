@@ -15,9 +15,7 @@ SUMMARY = "Compare the credit of several recipes for the recorded rollouts of a 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.epilog = (
-        "example:\n  creditgraph credit recipe=toy_grpo,toy_rredcot,toy_s_trace runs/toy_grpo-s0 --still credit.svg"
-    )
+    parser.epilog = "example:\n  creditgraph credit recipe=toy_grpo,toy_rredcot,toy_s_trace runs/toy_grpo-s0"
     parser.add_argument(
         "arguments",
         nargs="+",
@@ -25,26 +23,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="recipes, settings for all of them (key=value), and a run",
     )
     parser.add_argument(
-        "--iteration", type=int, help="default: the newest recorded one whose policy the run can restore exactly"
+        "--iteration", type=int, help="from 0; default: the newest recorded one whose policy can be restored exactly"
     )
     parser.add_argument("--rows", type=int, default=6, help="rollouts to show")
     parser.add_argument(
         "--samples", type=int, default=64, help="continuations per thought for the true advantage; 0 leaves it out"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="default: credit.html in the run")
-    parser.add_argument("--still", metavar="FILE", help="also draw the first two rollouts as .svg or .png")
     add_config_dir(parser, "graph/, recipe/ …")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Writes the page, and the still with `--still`; prints each method's note."""
+    """Writes the page; prints each method's note."""
     recipes, overrides, run = _split(options.arguments)
     if options.rows < 1:
         raise ConfigError(f"--rows {options.rows}: expected at least 1.")
     if options.samples < 0 or options.samples % 2:
         raise ConfigError(f"--samples {options.samples}: expected 0 (no true advantage) or an even number.")
     from pipeline.app.bench.side_by_side import compare
-    from pipeline.app.report.credit import write_credit, write_still
+    from pipeline.app.report.credit import write_credit
 
     comparison = compare(run, recipes, overrides, options.config_dir, options.iteration, options.rows, options.samples)
     for note in comparison.notes:
@@ -57,9 +54,6 @@ def main(options: argparse.Namespace) -> int:
     target = Path(options.output) if options.output else run / "credit.html"
     size = write_credit(comparison, target, f"Credit for rollouts of {run.resolve().name}")
     print(f"wrote {target} ({size / 1e6:.1f} MB)")
-    if options.still:
-        write_still(comparison, Path(options.still))
-        print(f"wrote {options.still}")
     return 0
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.app.arguments import add_config_dir
 from pipeline.app.text import visible
 from pipeline.core.errors import ConfigError, CreditgraphError, did_you_mean
-from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, compose
 
 if TYPE_CHECKING:
     from pipeline.app.data.check import DataCheck
@@ -115,6 +116,8 @@ def _print_check(check: DataCheck, entry: str, max_rows: int) -> None:
         print(f"  rejected   {count:,} × {visible(reason)}")
     if counts.duplicates:
         print(f"  duplicates {counts.duplicates:,}")
+    if counts.not_chosen:
+        print(f"  not chosen {counts.not_chosen:,} by shuffle, skip and size")
     print(f"  verifier   {check.verifier}")
     for row, answer, reason in check.refused[:MAX_REFUSED]:
         print(f"             row {row}: '{visible(answer[:60])}': {visible(reason[:120])}")

@@ -86,7 +86,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def evaluate_own(run: Path, overrides: Sequence[str]) -> int:
     """Runs every evaluator that has a final pass on the newest weights; prints the metrics and writes RUN/eval.json."""
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
     from pipeline.run.replay import Replay
 
     replay = Replay(run, parse_settings(overrides))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import build_experiment, check_shipped, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, check_shipped, compose
 
 SUMMARY = "Draw a graph, or check every shipped graph and recipe."
 
@@ -59,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _list(dirs: list[Path]) -> int:
-    for group in ("recipe", "graph", "model", "data", "engine", "learner"):
+    for group in ("recipe", "graph", "setup", "model", "data", "engine", "learner"):
         print(f"{group}:")
         for name, file in sorted(list_choices(group, dirs).items()):
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -78,5 +79,5 @@ def _check_all(dirs: list[Path]) -> int:
         print(f"{'FAIL' if problems else 'ok  '}  {name}")
         for problem in problems:
             print(f"        {problem}")
-    print(f"{total - failed} of {total} graphs and recipes are sound ({time.perf_counter() - started:.1f} s)")
+    print(f"{total - failed} of {total} graphs and recipes are valid ({time.perf_counter() - started:.1f} s)")
     return 1 if failed else 0

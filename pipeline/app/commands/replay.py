@@ -28,7 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of a component: Parquet file per input; a socket may be given several times",
     )
     parser.add_argument("--node", help="of a run: node of its graph")
-    parser.add_argument("--iteration", type=int, help="of a run: recorded iteration; of a component: key of its draws")
+    parser.add_argument(
+        "--iteration", type=int, help="of a run: recorded iteration, from 0; of a component: key of its draws"
+    )
     parser.add_argument("--model", help="of a component: model folder for a policy input (default: the embedded one)")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of a component: default cpu")
     parser.add_argument("--seed", type=int, help="of a component: random seed, default 0")
@@ -70,7 +72,7 @@ def _is_component(options: argparse.Namespace) -> bool:
 
 def _of_run(options: argparse.Namespace) -> int:
     from pipeline.app.differences import describe_difference
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
     from pipeline.run.replay import Replay
 
     replay = Replay(Path(options.target))
@@ -94,7 +96,7 @@ def _of_run(options: argparse.Namespace) -> int:
 
 def _on_files(options: argparse.Namespace) -> int:
     from pipeline.app.component_run import ComponentRun
-    from pipeline.run.compose import parse_settings
+    from pipeline.run.compose.overrides import parse_settings
 
     with ComponentRun(options.seed or 0, options.device or "cpu", options.model or "tiny") as components:
         inputs = components.read_inputs(options.target, options.inputs)
@@ -109,6 +111,7 @@ def _print(outputs: Mapping[str, Any], metrics: Mapping[str, float], folder: str
     from pipeline.app.component_run import summary
     from pipeline.core.payloads import Batch
     from pipeline.run.recording import write_payload
+    from pipeline.run.run_directory import writing
 
     for name, value in metrics.items():
         print(f"{name} = {value:.6g}")
@@ -116,6 +119,7 @@ def _print(outputs: Mapping[str, Any], metrics: Mapping[str, float], folder: str
         print(f"{name}: {summary(value)}")
         if folder and isinstance(value, Batch):
             target = Path(folder) / f"{name}.parquet"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_payload(target, value)
+            with writing(target, "--output DIR"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_payload(target, value)
             print(f"  wrote {target}")

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.run_directory import writing
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipeline.app.cluster.logs import follow, newest_start
 from pipeline.app.cluster.slurm import ENDED, NOTES, Note, State, states
 from pipeline.app.text import visible
@@ -94,8 +96,23 @@ def _progress(run: Path) -> list[str]:
     metrics = run / "metrics.jsonl"
     last = _last_metrics(metrics)
     place = where(run)
-    lines = [f"  iteration {last.get('iteration', '?')} done{_age(metrics)}"] if last else []
+    lines = [f"  {_reached(run, last)}{_age(metrics)}"] if last else []
     return lines + ([f"  {place}"] if place else [])
+
+
+def _reached(run: Path, last: dict[str, Any]) -> str:
+    """Such as "iteration 39 done (40 of 60)", from the last line of metrics.jsonl and the run's configuration."""
+    iteration = last.get("iteration")
+    if not isinstance(iteration, int):
+        return "iteration ? done"
+    try:
+        total = int(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]["iterations"])
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return f"iteration {iteration} done"
+    # The final pass has the number of iterations as its index, and follows the last of them.
+    if iteration >= total:
+        return f"all {total} iterations and the final evaluation done"
+    return f"iteration {iteration} done ({iteration + 1} of {total})"
 
 
 def _age(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +17,8 @@ from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.app.cluster.slurm import ENDED, Note, sbatch, submitting, test_only
 from pipeline.app.sweep import check_distinct, combinations
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.run.compose import build_experiment, compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.run_directory import check_run, write_aside, writing
 
 SUMMARY = "Check a recipe, render its SLURM job and submit it."
@@ -43,6 +45,8 @@ def main(options: argparse.Namespace) -> int:
     """Submits one run, an array of them, or the evaluation of a run."""
     name, own, rest = split_overrides(options.overrides)
     cluster = load_cluster(name or "one_node", own, options.config_dir)
+    if not options.evaluate and "gpus_per_node" not in own:
+        cluster = without_gpus(cluster, rest, options)
     if options.evaluate:
         jobs = [evaluation(Path(options.evaluate), rest, options.config_dir)]
         # An evaluation is one process, which starts its own engine server if it uses one.
@@ -71,6 +75,21 @@ def main(options: argparse.Namespace) -> int:
         else:
             submit_one(jobs[0], cluster, name, command)
     return 0
+
+
+def without_gpus(cluster: Cluster, overrides: Sequence[str], options: argparse.Namespace) -> Cluster:
+    """The cluster as a CPU job of one process per node, if it is colocated and every run has run.device=cpu."""
+    if cluster.placement != "colocated" or cluster.gpus_per_node == 0:
+        return cluster
+    chosen = combinations(overrides, options.config_dir) if options.multirun else [overrides]
+    devices = {(compose(one, options.config_dir).get("run") or {}).get("device") for one in chosen}
+    if devices != {"cpu"}:
+        return cluster
+    print(
+        f"run.device=cpu: the job asks for no GPUs (cluster.gpus_per_node={cluster.gpus_per_node} would).",
+        file=sys.stderr,
+    )
+    return replace(cluster, gpus_per_node=0, ranks_per_node=cluster.ranks_per_node or 1)
 
 
 def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[str]) -> Job:

@@ -12,12 +12,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
-from pipeline.app.sweep import check_distinct, combinations
+from pipeline.app.sweep import build_all, check_distinct, combinations
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import Experiment, build_experiment, compose
+from pipeline.run.compose.experiment import Experiment
 
 if TYPE_CHECKING:
+    from pipeline.app.signal_watch import SignalWatch
     from pipeline.run.distributed.team import Team
+    from pipeline.run.run_directory import RunDirectory
+    from pipeline.run.stops import Outcome
 
 SUMMARY = "Train, or continue the run of that name."
 
@@ -57,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         for experiment in experiments:
             lanes = "generation overlaps learning" if experiment.graph.overlaps else "one lane"
-            print(f"sound: {len(experiment.graph)} nodes, {lanes}")
+            print(f"valid: {len(experiment.graph)} nodes, {lanes}")
         return 0
     if options.multirun:
         return _train_all(experiments)
@@ -77,10 +80,11 @@ def _experiments(options: argparse.Namespace) -> list[Experiment]:
     chosen = [options.overrides]
     if options.multirun:
         chosen = combinations(options.overrides, options.config_dir)
-    experiments = [
-        build_experiment(compose(overrides, options.config_dir), " ".join(overrides) or "configuration")
-        for overrides in chosen
-    ]
+    from pipeline.app.trackers import check_sinks
+
+    experiments = build_all(chosen, options.config_dir)
+    for experiment in experiments:
+        check_sinks(experiment.run)
     check_distinct([experiment.run_path for experiment in experiments])
     return experiments
 
@@ -99,11 +103,8 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     import torch
 
     from pipeline.app import draw
-    from pipeline.app.progress import Progress
     from pipeline.app.results import write_results
-    from pipeline.app.trackers import make_sinks
     from pipeline.run.distributed.team import Team
-    from pipeline.run.executor import Executor
     from pipeline.run.run_directory import RunDirectory, write_aside
 
     settings = experiment.run
@@ -119,20 +120,67 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
         for name, text in (("graph.svg", draw.svg(experiment.graph)), ("graph.mmd", draw.mermaid(experiment.graph))):
             write_aside(run.path / name, text)
         team.barrier()
-        sinks = make_sinks(settings, run.path, experiment.resolved, experiment.graph)
-        parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
-        with Executor(experiment.graph, settings, run=run, sinks=sinks, **parts) as executor:
-            executor.setup()
-            done = executor.restore()
-            if done:
-                print(f"{run.path}: continuing after iteration {done - 1}", flush=True)
-            with Progress(settings.iterations, done) as executor.observer:
-                outcome = executor.run()
+        finished = team.from_first(iterations_of_finished(run, settings.iterations))
+        outcome, watch = _finished(experiment, run, finished) if finished else _run(experiment, team, run)
         # A preempted run will continue soon, and others need its machine now.
-        table = write_results(run.path, picture=outcome.exit_code == 0)
+        table = write_results(run.path, picture=outcome.exit_code == 0, warning=watch.summary())
     print(table)
+    if outcome.status != "finished":
+        print(f"stopped at {outcome.completed} of {settings.iterations} iterations; the same command continues the run")
     print(f"run directory: {run.path}")
     return outcome.exit_code
+
+
+def iterations_of_finished(run: RunDirectory, total: int) -> int:
+    """Iterations of a run that has its last checkpoint and its final evaluation; 0 for any other."""
+    from pipeline.run.checkpoint import numbered
+    from pipeline.run.metrics import read_metrics
+
+    logged = [row.get("iteration", 0) for row in read_metrics(run.metrics_path)[-1:]]
+    saved = [int(folder.name) + 1 for folder in numbered(run.path / "checkpoints")[-1:]]
+    # The final pass has the number of iterations as its index.
+    return saved[0] if saved and logged and min(saved[0], logged[0]) >= total else 0
+
+
+def _finished(experiment: Experiment, run: RunDirectory, done: int) -> tuple[Outcome, SignalWatch]:
+    """Says that there is nothing left to run."""
+    from pipeline.run.stops import Outcome
+
+    total = experiment.run.iterations
+    print(
+        f"{run.path}: finished already, {done} of {total} iterations; "
+        f"run.iterations={2 * done} trains on, another run.name begins anew",
+        flush=True,
+    )
+    return Outcome("finished", done), _watch(experiment, run)
+
+
+def _run(experiment: Experiment, team: Team, run: RunDirectory) -> tuple[Outcome, SignalWatch]:
+    """Runs what is left of a run."""
+    from pipeline.app.progress import Progress
+    from pipeline.app.trackers import make_sinks
+    from pipeline.run.executor import Executor
+
+    settings = experiment.run
+    sinks = make_sinks(settings, run.path, experiment.resolved, experiment.graph)
+    parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
+    with Executor(experiment.graph, settings, run=run, sinks=sinks, **parts) as executor:
+        executor.setup()
+        done = executor.restore()
+        if done:
+            total = settings.iterations
+            print(f"{run.path}: continuing after iteration {done - 1} ({done} of {total} are done)", flush=True)
+        watch = _watch(experiment, run)  # of what `restore` has left in metrics.jsonl
+        with Progress(settings.iterations, done, watch=watch) as executor.observer:
+            return executor.run(), watch
+
+
+def _watch(experiment: Experiment, run: RunDirectory) -> SignalWatch:
+    from pipeline.app.signal_watch import SignalWatch
+    from pipeline.run.metrics import read_metrics
+
+    rows = read_metrics(run.metrics_path)
+    return SignalWatch(experiment.graph, run.path, experiment.run.record.every, rows)
 
 
 def _not_begun(number: int, frame: FrameType | None) -> None:
@@ -149,6 +197,8 @@ def follow(experiment: Experiment, team: Team) -> int:
     """Runs the graph on a rank after the first, which leaves files and messages to rank 0."""
     from pipeline.run.executor import Executor
 
+    if team.from_first(0):  # the run is finished already
+        return 0
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "team": team}
     with Executor(experiment.graph, experiment.run, path=experiment.run_path, **parts) as executor:
         executor.setup()

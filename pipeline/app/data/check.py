@@ -61,6 +61,8 @@ def check_entry(entry: dict[str, Any], place: str, model: str | None, max_rows: 
         DataError: it cannot be loaded.
     """
     source = parse_source(entry, place)
+    if max_rows:
+        entry = {**entry, "skip": 0}  # of the first rows alone, it may leave none
     context = Context(node="check", model=ModelSpec(path=model or "tiny"))
     # The tokenizer of the embedded task's model is always available.
     if model is None and source.source != "chains":

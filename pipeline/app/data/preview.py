@@ -16,7 +16,7 @@ from pipeline.app.text import visible
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.payloads import Prompts
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 
 _SHADES = ("on grey23", "on grey35")  # of neighbouring tokens, so that their borders show
 

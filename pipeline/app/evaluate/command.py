@@ -24,7 +24,7 @@ from pipeline.app.evaluate.subject import Engines, Subject, open_model_subject, 
 from pipeline.app.evaluate.suite import Suite, load_suite
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, DataError, RunError
-from pipeline.run.compose import search_dirs
+from pipeline.run.compose.choices import search_dirs
 from pipeline.run.run_directory import locked, write_json, writing
 
 CONTAMINATION = "_contamination.json"

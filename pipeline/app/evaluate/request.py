@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.settings import build_config
-from pipeline.run.compose import parse_settings
+from pipeline.run.compose.overrides import parse_settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,9 +115,15 @@ def task_results(name: str, scores: TaskScores, suite: Suite) -> dict[str, Any]:
 
 
 def mean_results(scores: Mapping[str, TaskScores], suite: Suite) -> dict[str, Any]:
-    """Unweighted means over tasks of the metrics that all of them have; problems are drawn within each task."""
+    """Unweighted means over tasks of the metrics that all of them have; problems are drawn within each task.
+
+    Tasks with `in_mean` off are left out.
+    """
+    scores = {name: score for name, score in scores.items() if suite.tasks[name].in_mean}
+    if len(scores) < 2:
+        return {}
     names = [n for n in next(iter(scores.values())).metrics if all(n in s.metrics for s in scores.values())]
-    if len(scores) < 2 or not names:
+    if not names:
         return {}
     values = np.mean([[s.metrics[n].mean() for n in names] for s in scores.values()], axis=0)
     drawn = np.mean([_means(task, _matrix(s.metrics, names), suite) for task, s in scores.items()], axis=0)

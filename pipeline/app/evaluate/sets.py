@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from components.data.fit import mode_misfits
 from components.data.loading import load_data, make_prompts
+from components.data.sources import parse_source
 from components.models.load import context_length
 from components.verifier.base import verifier_of
 from pipeline.app.evaluate.items import short_hash
@@ -22,7 +24,8 @@ from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts
 from pipeline.core.registry import build_component, load_class
 from pipeline.core.sockets import sockets_of
-from pipeline.run.compose import compose, deep_merge
+from pipeline.run.compose.experiment import compose
+from pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,12 @@ def _load(number: int, name: str, task: Task, entry: dict[str, Any], spec: Model
         entry["template"] = task.template
     if task.problems:
         entry["size"] = min(int(entry.get("size") or task.problems), task.problems)
+    if task.shuffle:
+        entry["shuffle"] = True
+    source = parse_source(entry, f"data.{name}")
+    misfits = mode_misfits(source, task.mode, f"tasks.{name}", f"tasks.{name}")
+    if misfits:
+        raise ConfigError(misfits[0])
     context = Context(node=name, model=spec)
     rows = load_data(entry, context, tokenizer, place=f"data.{name}").rows
     # A verifier caches verdicts by prompt, so no two tasks share a uid.

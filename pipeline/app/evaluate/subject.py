@@ -24,7 +24,9 @@ from pipeline.core.registry import build_component, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
 from pipeline.run.checkpoint import load, numbered, read_manifest
-from pipeline.run.compose import deep_merge, graph_dict, list_choices, read_yaml, resolved_section
+from pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
+from pipeline.run.compose.experiment import graph_dict
+from pipeline.run.compose.overrides import deep_merge
 from pipeline.run.run_directory import check_run, lock_holder
 from pipeline.run.run_settings import resolve_device
 
@@ -238,7 +240,7 @@ def _published(folder: Path) -> Weights:
     if not weights:
         raise RunError(
             f"{folder}: holds no published weights; expected a graph whose engine reads learner.weights@1. Write a "
-            "model folder with tools/export_hf and evaluate it with checkpoint=FOLDER."
+            "model folder with creditgraph export and evaluate it with checkpoint=FOLDER."
         )
     return max(weights, key=lambda w: w.version)
 
@@ -247,7 +249,7 @@ def _exported(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise RunError(
             f"checkpoint={folder}: no such folder; expected latest, initial, the number of an iteration, or a folder "
-            "with safetensors (tools/export_hf writes one)."
+            "with safetensors (creditgraph export writes one)."
         )
     weights = Weights(version=1, path=str(folder))
     name = _file_name(folder.resolve().name)

@@ -11,7 +11,8 @@ from typing import Any
 from components.rollouts.requests import SamplingSettings
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.settings import build_config
-from pipeline.run.compose import deep_merge, list_choices, read_yaml
+from pipeline.run.compose.choices import list_choices, read_yaml
+from pipeline.run.compose.overrides import deep_merge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,10 @@ class Task(SamplingSettings):
     """how a question becomes model input; empty: what the data file says"""
     problems: int = 0
     """number of problems, from the front; 0 uses all"""
+    shuffle: bool = False
+    """take `problems` in a random order of the data section's seed instead of from the front"""
+    in_mean: bool = True
+    """whether the task counts in the mean of tasks; off for tasks of another kind, such as programs"""
     greedy: bool = True
     """one response per problem at temperature 0: greedy pass@1"""
     samples: int = 0

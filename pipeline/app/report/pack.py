@@ -97,6 +97,7 @@ _ROW_TYPES = {
     "reward": np.float32,
     "correct": np.uint8,
     "detail": np.uint32,
+    "why": np.uint32,
     "step": np.int32,
     "step_source": np.uint32,
     "answer": np.uint32,

@@ -20,6 +20,7 @@ from pipeline.app.report.rollouts import collect
 from pipeline.app.report.source import RunSource
 from pipeline.app.report.timelines import timeline
 from pipeline.app.text import visible
+from pipeline.core.extras import extra
 from pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"
@@ -30,7 +31,7 @@ LIMIT = 20e6
 def write_report(runs: Sequence[RunSource], target: Path, title: str = "") -> int:
     """Writes the page of some runs; returns its size in bytes."""
     text = report_html(runs, title)
-    write_aside(target, text)
+    write_aside(target, text, "-o FILE")
     return len(text.encode())
 
 
@@ -60,14 +61,15 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     sections = [
         ("runs", "Runs"),
+        ("rollouts", "Rollouts"),
         *([("curves", "Learning curves"), ("phases", "Time per phase")] if has_curves else []),
     ]
     sections += [("timeline", "Timeline")] if any(spans) else []
     sections += [("graph", "Graph")] if any(graphs) else []
-    sections += [("rollouts", "Rollouts"), ("data", "Data"), ("configuration", "Configuration")]
+    sections += [("data", "Data"), ("configuration", "Configuration")]
     return render(
         "report.jinja",
-        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "rollouts.js", "start.js"),
+        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "answers.js", "rollouts.js", "start.js"),
         blobs=blobs,
         title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
         subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",
@@ -83,9 +85,13 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     )
 
 
-def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, **values: Any) -> str:
+def render(
+    template: str, scripts: Sequence[str], blobs: Mapping[str, str], title: str, charts: bool = True, **values: Any
+) -> str:
     """A page of a template; its Content-Security-Policy allows these scripts by their hash, and nothing else."""
-    texts = [vega_bundle(), *((ASSETS / name).read_text(encoding="utf-8") for name in scripts)]
+    texts = [(ASSETS / name).read_text(encoding="utf-8") for name in scripts]
+    if charts:
+        texts.insert(0, vega_bundle())
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts)
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -109,7 +115,8 @@ def render(template: str, scripts: Sequence[str], blobs: Mapping[str, str], titl
 @cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script."""
-    import vl_convert
+    with extra("plots", "report"):
+        import vl_convert
 
     text: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     # Inside <script>, these would end or change the element.

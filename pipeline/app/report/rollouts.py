@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from components.models.load import resolve_model_path
+from pipeline.app.report.reasons import reasons
 from pipeline.app.report.source import RunSource, spread
 from pipeline.app.text import cut
 from pipeline.core.errors import CreditgraphError
@@ -182,6 +183,7 @@ class _Collector:
         prompts = self._rows(Prompts, iteration)
         values = self._values(iteration)
         scores = self._logprobs(iteration, credit)
+        whys = reasons(self.run, iteration)
         pending: list[tuple[int, int]] = []
         for name in self.kinds["Trajectories"]:
             if self._all_known(name, iteration, known):
@@ -198,6 +200,7 @@ class _Collector:
                 pending.append((len(self.out), table["parent"][i]))
                 self._row(name.partition(".")[0], iteration, table, i)
                 self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
+                self.out.rows["why"].append(self.out.texts.add(whys.get(uid, "")))
                 self._tokens(table, pieces[i], i, credit, values, scores)
         for row, parent in pending:
             self.out.rows["parent"][row] = known.get(parent, -1)

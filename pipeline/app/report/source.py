@@ -61,7 +61,7 @@ class RunSource:
         """The run's graph; None when its configuration no longer builds (a note says why)."""
         if not self.config:
             return None
-        from pipeline.run.compose import build_experiment
+        from pipeline.run.compose.experiment import build_experiment
 
         try:
             return build_experiment(self.config, str(self.path / "config.yaml")).graph

@@ -165,7 +165,7 @@ def merge_traces(run: Path, target: Path) -> int:
     """Writes the traces of all ranks as one JSON array (gzip for a name in .gz); returns the number of events."""
     events = [e for file in trace_files(run) for e in read_trace(file)[0]]
     text = "[\n" + ",\n".join(json.dumps(e, separators=(",", ":")) for e in events) + "\n]\n"
-    with writing(target):
+    with writing(target, "--trace FILE"):
         if target.suffix == ".gz":
             target.write_bytes(gzip.compress(text.encode(), mtime=0))
         else:

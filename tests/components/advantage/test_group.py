@@ -89,7 +89,7 @@ def test_the_component_spreads_and_logs(toolbox):
     credit = node.run(trajectories=trajectories, rewards=rewards).credit
     assert credit.advantage.to_lists() == [[1, 1], [-1], [0, 0, 0], [0]]
     assert credit.mask.to_lists() == [[True, True], [True], [False, False, True], [True]]
-    assert node.context.metrics == {"groups": 2, "zero_variance_share": 0.5, "reward_std": 0.25}
+    assert node.context.metrics == {"groups": 2, "group_size": 2, "zero_variance_share": 0.5, "reward_std": 0.25}
     dropped = (
         toolbox.start(GroupAdvantage, drop_zero_groups=True).run(trajectories=trajectories, rewards=rewards).credit
     )

@@ -98,6 +98,7 @@ def test_the_card_of_a_run_says_where_its_problems_came_from(tmp_path):
         "filtered": {"level": 5},
         "rejected": {"no answer": 1, "no word of the prompt is in the model's vocabulary": 1},
         "duplicates": 1,
+        "not_chosen": 0,
         "used": 5,
         "with_solution": 0,
     }
@@ -162,6 +163,7 @@ def test_memory_does_not_grow_with_the_data_and_a_killed_run_goes_on_where_it_wa
         "filtered": {"source": 400},
         "rejected": {"no answer": 40},
         "duplicates": 40,
+        "not_chosen": 0,
         "used": 3520,
         "with_solution": 0,
     }

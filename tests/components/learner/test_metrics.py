@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from components.learner.metrics import Mismatch, MismatchError, MismatchGuard, mismatch_meters, mismatch_values
+from components.learner.metrics import Guard, Mismatch, MismatchError, mismatch_meters, mismatch_values
 from components.learner.objective import Meters
 
 
@@ -35,7 +35,7 @@ def test_no_comparable_token_has_no_sample_size():
 
 
 def test_warns_once_and_stops(caplog):
-    guard = MismatchGuard(Mismatch(warn=0.1, stop=0.5))
+    guard = Guard(Mismatch(warn=0.1, stop=0.5))
     with caplog.at_level(logging.WARNING, logger="creditgraph"):
         guard.check("learner", {"mismatch_abs": 0.05})
         assert not caplog.records
@@ -55,6 +55,14 @@ def test_warns_once_and_stops(caplog):
             ),
         ):
             guard.check("learner", {"mismatch_abs": bad})
-    MismatchGuard(Mismatch(warn=0, stop=0)).check("learner", {"mismatch_abs": math.inf})
-    with pytest.raises(ValueError, match=r"expected warn ≥ 0 and stop ≥ 0 .*, got -1"):
+    Guard(Mismatch(warn=0, stop=0)).check("learner", {"mismatch_abs": math.inf})
+    # Each of the other warnings comes once too, with its share and the next step.
+    caplog.clear()
+    for _ in range(2):
+        guard.check("learner", {"mismatch_abs": 0.02, "mismatch_clipped": 0.29, "high_entropy_ties": 0.4})
+    assert len(caplog.records) == 2
+    assert "29.0% of the trained tokens are clipped before the first optimiser step" in caplog.text
+    assert "|Δ log p| 0.02 nats). Set learner.old_logprobs=recompute." in caplog.text
+    assert "40.0% of the trained tokens, of entropy 0, tie at the threshold 0 and are left out" in caplog.text
+    with pytest.raises(ValueError, match=r"expected warn ≥ 0, stop ≥ 0 and clipped ≥ 0 .*, got -1"):
         Mismatch(warn=-1)

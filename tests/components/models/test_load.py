@@ -140,3 +140,22 @@ def test_hub_that_cannot_be_reached(monkeypatch):
             DataError, match=r"model 'some/model': .* cannot be loaded from the Hugging Face hub .* model.path=tiny"
         ):
             load(ModelSpec(path="some/model"))
+
+
+def test_the_hub_is_asked_once_and_a_missing_model_is_one_sentence(monkeypatch):
+    import huggingface_hub
+
+    from components.models import load
+
+    asked = []
+
+    def model_info(self, name, timeout):
+        asked.append((name, timeout))
+        raise OSError("Repository Not Found")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    for function in (load.load_config, load.load_tokenizer, load.load_causal_lm):
+        with pytest.raises(DataError, match=r"^model 'owner/typo': .*\(Repository Not Found\)\. Check the name, .*$"):
+            function(ModelSpec(path="owner/typo"))
+    assert asked == [("owner/typo", load.HUB_SECONDS)] * 3

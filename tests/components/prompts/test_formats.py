@@ -149,7 +149,9 @@ def test_preview_prints_every_token_and_is_safe_for_terminals(format_folders, tm
     file.write_text(json.dumps({"question": HOSTILE, "answer": "\x1b]0;t\x07"}) + "\n")
     data = ["source=file", f"path={file}", "template=chat"]
     overrides = [f"data.{entry}.{setting}" for entry in ("train", "eval") for setting in data]
-    arguments = ["data", "preview", "recipe=toy_grpo", f"model.path={format_folders['qwen_base']}", *overrides]
+    modes = ["sampler.mode=plain", "evaluator.mode=plain"]
+    model = f"model.path={format_folders['qwen_base']}"
+    arguments = ["data", "preview", "recipe=toy_grpo", model, *modes, *overrides]
     assert main([*arguments, "-n", "1", "--tokens", "0"]) == 0
     said = capsys.readouterr().out
     assert all(c == "\n" or c.isprintable() for c in said)

@@ -12,7 +12,7 @@ from components.models.load import load_tokenizer
 from components.text.templates import solve_prompt
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.run.compose import compose
+from pipeline.run.compose.experiment import compose
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "1 + 1?"}

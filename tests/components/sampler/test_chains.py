@@ -58,7 +58,7 @@ def test_no_prompts_gives_no_rows(toolbox):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"group_size": 0}, "expected group_size ≥ 1, got 0"),
+        ({"group_size": 0}, "expected group_size of 1 to 65,536, got 0"),
         ({"temperature": -1.0}, "expected temperature ≥ 0 .* got -1.0"),
         ({"top_p": 0.0}, "expected 0 < top_p ≤ 1 .* got 0.0"),
         ({"max_tokens": 0}, "expected max_tokens ≥ 1, got 0"),

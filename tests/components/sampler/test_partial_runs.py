@@ -9,7 +9,7 @@ import torch
 from components.sampler.partial import Partial
 from pipeline.app.differences import describe_difference
 from pipeline.core.errors import GraphError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.executor import Executor
 from pipeline.run.node_runner import NodeFailure
 from pipeline.run.recording import read_payload

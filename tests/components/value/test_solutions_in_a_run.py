@@ -7,7 +7,7 @@ import torch
 from components.data.loading import load_data
 from pipeline.core.component import Context
 from pipeline.core.sockets import Wire
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.executor import Executor
 from pipeline.run.replay import Replay
 from pipeline.run.run_directory import RunDirectory

@@ -1,10 +1,12 @@
 """What `creditgraph components` shows of a class."""
 
 import dataclasses
+import json
 
 import pytest
 
 from pipeline.app.catalog import describe
+from pipeline.app.cli import main
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import known_components, load_class
 
@@ -66,3 +68,16 @@ def test_shipped_entries_are_complete(use: str) -> None:
     ]
     assert entry.summary
     assert all(s.doc for s in entry.settings)
+
+
+def test_the_settings_of_a_run_are_listed(capsys):
+    assert main(["components", "run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "run.iterations: int = 100  total number of iterations; raising it later continues a finished run" in lines
+    names = {line.partition(":")[0] for line in lines}
+    assert {"run.checkpoint.every", "run.record.outputs", "run.wandb.mode", "run.tables.rows"} <= names
+    assert all(line.partition("  ")[2] for line in lines), "every setting has its description"
+    assert main(["components", "run", "--json"]) == 0
+    assert {f"run.{setting['name']}" for setting in json.loads(capsys.readouterr().out)} == names
+    assert main(["components", "run", "sampler"]) == 2
+    assert "expected it alone, or components" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_plain_output_has_one_line_per_iteration():
             )
         progress.iteration_done(2, {"evaluator/accuracy": 0.5})
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("iteration 1/2  reward 0.250  tokens/s 1,500  seconds 2.00  eta ")
+    assert lines[0].startswith("iteration 0 (1/2)  reward 0.250  tokens/s 1,500  seconds 2.00  eta ")
     assert lines[2] == "final evaluation  accuracy 0.500"
     assert len(lines) == 3
 
@@ -30,19 +30,25 @@ def test_metrics_that_are_not_logged_are_left_out():
     stream = io.StringIO()
     with Progress(10, start=4, stream=stream) as progress:
         progress.iteration_done(4, {"other/mean": 0.25})
-    assert stream.getvalue().startswith("iteration  5/10  done  eta ")
+    assert stream.getvalue().startswith("iteration  4 ( 5/10)  done  eta ")
 
 
-def test_a_terminal_shows_phase_and_numbers():
+def test_a_terminal_shows_the_lines_of_a_pipe_and_a_bar():
     stream = Terminal()
-    with Progress(8, stream=stream) as progress:
-        progress.node_started("sampler", 0)
-        progress.iteration_done(0, {"rewards/mean": 0.125, "evaluator/accuracy": 0.5, "seconds/iteration": 1.0})
-        progress.node_started("learner", 1)
-        # The accuracy of the last evaluation stays in view.
-        progress.iteration_done(1, {"rewards/mean": 0.375, "seconds/iteration": 1.0})
+    pipe = io.StringIO()
+    for target in (stream, pipe):
+        with Progress(8, stream=target) as progress:
+            progress.node_started("sampler", 0)
+            progress.iteration_done(0, {"rewards/mean": 0.125, "evaluator/accuracy": 0.5, "seconds/iteration": 1.0})
+            progress.node_started("learner", 1)
+            progress.iteration_done(1, {"rewards/mean": 0.375, "seconds/iteration": 1.0})
+            progress.iteration_done(8, {"evaluator/accuracy": 0.75})
     shown = stream.getvalue()
-    for text in ("2/8", "learner", "0.375", "accuracy", "0.500", "eta"):
+    lines = pipe.getvalue().splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert line.partition("  eta ")[0] in shown  # the estimate differs
+    for text in ("8/8 done", "learner"):
         assert text in shown
     assert progress._live is None
 

@@ -12,14 +12,18 @@ from pipeline.run.run_directory import RunDirectory
 
 def test_a_run_that_was_not_submitted_shows_who_runs_it_and_how_far_it_is(tmp_path, capsys):
     run = tmp_path / "mine"
-    with RunDirectory.open(run, {"run": {"seed": 0}}) as directory:
+    with RunDirectory.open(run, {"run": {"seed": 0, "iterations": 4}}) as directory:
         directory.metrics_path.write_text("".join(json.dumps({"iteration": n}) + "\n" for n in range(3)))
         assert main(["status", str(run)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith(f"{run}  (not submitted; run by process {os.getpid()} on ")
-        assert lines[1].startswith("  iteration 2 done ")
+        assert lines[1].startswith("  iteration 2 done (3 of 4) ")
     assert main(["status", str(run)]) == 0
     assert f"{run}  (not submitted; not running)" in capsys.readouterr().out
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 3}\n{"iteration": 4}\n')  # the last iteration and the final pass
+    assert main(["status", str(run)]) == 0
+    assert "  all 4 iterations and the final evaluation done " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -27,7 +31,8 @@ def test_a_folder_that_is_no_run_is_an_error(tmp_path, capsys, made):
     if made:
         (tmp_path / "none").mkdir()
     assert main(["status", str(tmp_path / "none")]) == 2
-    assert "none: no job.json that can be read" in capsys.readouterr().err
+    expected = "none: no job.json that can be read" if made else "none: no run there (no config.yaml)"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pipeline.app.cli import main
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
 from pipeline.app.trackers import TensorBoard, Wandb, _as_text
 from pipeline.core.errors import ConfigError, RunError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
 from pipeline.run.recording import RecordSettings
 
@@ -238,7 +238,7 @@ def test_without_tensorboard_the_sentence_says_how_to_get_it(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         ConfigError,
-        match=r"run\.tensorboard\.enabled: the package tensorboard cannot be imported .*pip install 'creditgraph",
+        match=r"run\.tensorboard\.enabled=true: a package of the extra 'tensorboard' .*pip install 'creditgraph",
     ):
         TensorBoard(tmp_path)
 
@@ -271,3 +271,17 @@ def test_the_final_pass_has_a_step_of_its_own(tmp_path, monkeypatch):
             sink.log(iteration, {})
         sink.close()
     assert steps == [0, 2, 3, 4, 6, 7]
+
+
+def test_closing_waits_for_the_process_that_writes_the_file(tmp_path, monkeypatch):
+    """`finish` alone sends a message and returns: the file may then lack the last rows for a while."""
+    import wandb
+
+    called = []
+    fake = SimpleNamespace(
+        log=lambda *a, **k: None, define_metric=lambda *a, **k: None, finish=lambda: called.append("finish")
+    )
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    monkeypatch.setattr(wandb, "teardown", lambda: called.append("teardown"))
+    Wandb(WandbSettings(), tmp_path, {}).close()
+    assert called == ["finish", "teardown"]

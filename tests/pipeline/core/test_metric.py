@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.core.metric import definition
 from pipeline.core.registry import BUILTIN, load_class
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.executor import Executor
 from pipeline.run.metrics import EXECUTOR_METRICS
 from pipeline.run.run_directory import RunDirectory

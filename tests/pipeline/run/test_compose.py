@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from pipeline.app.cli import main
-from pipeline.core.errors import GraphError
-from pipeline.run.compose import build_experiment, compose
+from pipeline.core.errors import ConfigError, GraphError
+from pipeline.run.compose.experiment import build_experiment, compose
 
 NAMES = [
     "plain",
@@ -77,7 +77,7 @@ def test_long_names_are_cut_and_differ():
     }
     assert len(names) == 4
     assert compose([*many, "run.iterations=7"])["run"]["name"] in names  # continues the run of `many`
-    assert all(len(name) <= 80 for name in names)
+    assert all(len(name) <= 130 for name in names)
     assert sum(name.endswith("-s1") for name in names) == 1
 
 
@@ -109,3 +109,49 @@ def test_a_disaggregated_job_of_changed_settings_can_be_composed_again(tmp_path,
     values = compose([w for w in words if "=" in w])
     assert values["run"]["name"] == compose(changed)["run"]["name"] == "toy_srpo-engine=vllm-group_size=4-s0"
     assert values["engine"]["rendezvous"] == str(tmp_path / values["run"]["name"] / "servers")
+
+
+def test_settings_of_files_for_a_replaced_component_are_dropped_with_a_line(caplog):
+    values = compose(["recipe=toy_srpo", "localizer.use=localizer.uniform"])
+    assert caplog.messages == [
+        "localizer.use=localizer.uniform: dropped top_p=1.0, max_tokens=128, set by files for localizer.self; "
+        "localizer.uniform has no such settings."
+    ]
+    assert values["localizer"] == {"use": "localizer.uniform"}
+    build_experiment(values)
+    caplog.clear()
+    values = compose(["recipe=toy_grpo", "nodes.advantage.use=advantage.tree_paths"])
+    assert "dropped normalize=std, set by files for advantage.group" in caplog.text
+    assert values["nodes"]["advantage"]["config"] == {}
+
+
+def test_settings_that_both_components_have_stay(caplog):
+    values = compose(["recipe=toy_grpo", "learner=megatron"])
+    learner = build_experiment(values).graph["learner"].config
+    assert (learner.objective.aggregate, learner.optimizer.lr) == ("seq_mean_token_mean", 1e-4)
+    assert caplog.messages == []
+
+
+def test_a_setting_of_the_command_line_is_not_dropped():
+    with pytest.raises(GraphError, match=r"localizer\.max_tokens: unknown setting"):
+        build_experiment(compose(["recipe=toy_srpo", "localizer.use=localizer.uniform", "localizer.max_tokens=9"]))
+    with pytest.raises(GraphError, match=r"localizer\.max_tokns: unknown setting"):
+        build_experiment(compose(["recipe=toy_srpo", "localizer.use=localizer.uniform", "localizer.max_tokns=9"]))
+
+
+def test_a_recipe_may_replace_a_component_of_its_graph(tmp_path, caplog):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/graph: grpo, /setup: toy]\nadvantage: {use: advantage.additive}\n"
+    )
+    values = compose(["recipe=mine"], [tmp_path])
+    assert "advantage.use=advantage.additive: dropped normalize=std" in caplog.text
+    assert values["nodes"]["advantage"]["config"] == {}
+
+
+@pytest.mark.parametrize("group", ["graph", "recipe", "setup"])
+def test_a_file_without_its_first_line_is_named(group, tmp_path):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "mine.yaml").write_text("nodes: {prompts: {use: prompts.dataset}}\n")
+    with pytest.raises(ConfigError, match=rf"^{group}/mine.yaml: .*'# @package _global_' the first line"):
+        compose([f"{group}=mine"], [tmp_path])

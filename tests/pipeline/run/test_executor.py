@@ -13,7 +13,7 @@ from pipeline.core.graph import Graph
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Rewards, Weights
 from pipeline.core.sockets import Wire
-from pipeline.run.compose import Experiment
+from pipeline.run.compose.experiment import Experiment
 from pipeline.run.executor import Executor, RunSettings
 from pipeline.run.node_runner import ContractError, NodeFailure
 from pipeline.run.run_directory import RunDirectory

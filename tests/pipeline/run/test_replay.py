@@ -4,7 +4,7 @@ import torch
 
 from pipeline.core.sockets import Wire
 from pipeline.run.checkpoint import CheckpointSettings
-from pipeline.run.compose import build_experiment
+from pipeline.run.compose.experiment import build_experiment
 from pipeline.run.executor import Executor, RunSettings
 from pipeline.run.replay import Replay
 from pipeline.run.run_directory import RunDirectory

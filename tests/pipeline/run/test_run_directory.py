@@ -11,7 +11,7 @@ import pytest
 import toy_graph as toy
 import yaml
 
-from pipeline.core.errors import RunError
+from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.settings import place_settings
 from pipeline.run.run_directory import RunDirectory, differences, lock_holder, locked, write_aside, writing
 
@@ -50,6 +50,51 @@ def test_a_lock_says_who_has_it_until_it_is_given_back(tmp_path):
     assert lock_holder(path) == ""
 
 
+def run_an_iteration(path, config):
+    with RunDirectory.open(path, config) as run:
+        run.metrics_path.write_text('{"iteration": 0}\n')
+
+
+def test_another_configuration_may_take_a_run_without_an_iteration(tmp_path):
+    """A mistake that shows at the first start must not refuse its own correction."""
+    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    RunDirectory.open(tmp_path / "r", {**CONFIG, "nodes": {}}).close()
+    assert yaml.safe_load((tmp_path / "r" / "config.yaml").read_text())["nodes"] == {}
+
+
+def fail_in(path, write=lambda run: None, error=ConfigError):
+    def start():
+        with RunDirectory.open(path, CONFIG) as run:
+            write(run)
+            raise error("a mistake")
+
+    with pytest.raises(error):
+        start()
+
+
+def test_a_mistake_at_the_first_start_leaves_nothing(tmp_path):
+    fail_in(tmp_path / "runs" / "deep" / "r")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    fail_in(tmp_path / "runs" / "r")
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("file", ["logs/engine-0.log", "rejected.jsonl", "metrics.jsonl", "checkpoints/000000"])
+def test_what_an_error_may_refer_to_and_results_are_kept(tmp_path, file):
+    fail_in(tmp_path / "r", lambda run: (run.path / file).write_text("something\n"))
+    assert (tmp_path / "r" / file).exists()
+
+
+def test_a_directory_that_was_there_or_a_crash_is_left(tmp_path):
+    (tmp_path / "submitted").mkdir()
+    (tmp_path / "submitted" / "job.sh").write_text("srun\n")
+    fail_in(tmp_path / "submitted")
+    assert (tmp_path / "submitted" / "job.sh").exists()
+    fail_in(tmp_path / "crashed", error=ZeroDivisionError)
+    assert (tmp_path / "crashed" / "config.yaml").exists()
+
+
 def test_free_settings_may_change(tmp_path):
     RunDirectory.open(tmp_path / "r", CONFIG).close()
     with RunDirectory.open(tmp_path / "r", {**CONFIG, "run": {"seed": 0, "iterations": 9}}) as run:
@@ -65,7 +110,7 @@ def test_free_settings_may_change(tmp_path):
     ],
 )
 def test_another_graph_or_seed_is_refused_unless_allowed(tmp_path, config, line):
-    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    run_an_iteration(tmp_path / "r", CONFIG)
     with pytest.raises(RunError) as caught:
         RunDirectory.open(tmp_path / "r", config)
     assert "holds a run with another configuration:" in str(caught.value)
@@ -82,7 +127,7 @@ def test_tuples_and_lists_are_no_difference(tmp_path):
 
 
 def test_a_broken_configuration_file_is_a_sentence(tmp_path):
-    RunDirectory.open(tmp_path / "r", CONFIG).close()
+    run_an_iteration(tmp_path / "r", CONFIG)
     (tmp_path / "r" / "config.yaml").write_text("a: [")
     with pytest.raises(RunError, match=r"config\.yaml: cannot be read .*choose another run\.name or remove the run"):
         RunDirectory.open(tmp_path / "r", CONFIG)
@@ -229,7 +274,7 @@ def test_settings_that_say_where_something_runs_may_change(tmp_path):
         return {"run": {"seed": 0}, "engine": {"use": "my.engines:Served", **engine}}
 
     run = tmp_path / "run"
-    RunDirectory.open(run, config(servers=0, pool={"seconds": 900}, channel={"path": "/a"})).close()
+    run_an_iteration(run, config(servers=0, pool={"seconds": 900}, channel={"path": "/a"}))
     RunDirectory.open(run, config(servers=2), places=places).close()
     for changed in (config(servers=2, max_rows=8), config(servers=2, channel={"dtype": "bfloat16"})):
         with pytest.raises(RunError, match="another configuration"):

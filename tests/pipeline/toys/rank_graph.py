@@ -224,7 +224,7 @@ def work(options):
     from pipeline.app.commands.train import train
     from pipeline.core.errors import CreditgraphError
     from pipeline.run.checkpoint import CheckpointSettings
-    from pipeline.run.compose import Experiment
+    from pipeline.run.compose.experiment import Experiment
     from pipeline.run.distributed.processes import run_together
     from pipeline.run.distributed.team import plan_ranks, rendezvous
     from pipeline.run.metrics import WandbSettings

@@ -9,7 +9,7 @@
     const style = getComputedStyle(document.documentElement);
     const get = name => style.getPropertyValue(name).trim();
     return { text: get("--text"), soft: get("--soft"), line: get("--line"), plus: get("--plus"), minus: get("--minus"), page: get("--page"),
-      series: ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"].map(get) };
+      series: Array.from({ length: 11 }, (_, k) => get(`--s${k + 1}`)) };
   }
   report.colors = colors;
 
@@ -54,7 +54,7 @@
     }
     const few = values.length < 60;
     const color = { field: "group", type: "nominal", title: null, scale: { domain: data.groups.map(g => report.visible(g.label)) } };
-    const x = { field: "x", type: "quantitative", title: data.axes[along], scale: { zero: false, nice: false }, axis: along === "iteration" ? { tickMinStep: 1, format: "d" } : {} };
+    const x = { field: "x", type: "quantitative", title: data.axes[along], scale: { domainMin: 0, nice: false }, axis: along === "iteration" ? { tickMinStep: 1, format: "d" } : {} };
     return {
       height: 260, data: { values }, encoding: { x, color },
       layer: [
@@ -107,11 +107,15 @@
       const rows = all[Number(select.value)];
       const order = [...new Set(rows.map(r => r[1]))].filter(n => n !== "other").concat("other");
       const nodes = order.map(report.visible);
-      const values = rows.map(([iteration, node, seconds]) => ({ iteration, node: report.visible(node), seconds, order: order.indexOf(node) }));
+      const values = rows.map(([iteration, node, seconds]) => ({ iteration, end: iteration + 1, node: report.visible(node), seconds, order: order.indexOf(node) }));
+      const few = new Set(values.map(v => v.iteration)).size <= 40;
+      // Of many iterations each bar begins at its number, so that the axis can begin at 0.
+      const along = few ? { x: { field: "iteration", type: "ordinal", title: "iteration", axis: { labelAngle: 0, labelOverlap: true } } }
+        : { x: { field: "iteration", bin: "binned", type: "quantitative", title: "iteration", scale: { domainMin: 0, nice: false }, axis: { tickMinStep: 1, format: "d" } }, x2: { field: "end" } };
       report.chart(place, "seconds of each node per iteration, stacked", () => ({
-        height: 240, data: { values }, mark: { type: "bar", binSpacing: 0.5 },
+        height: 240, data: { values }, mark: { type: "bar", strokeWidth: 0, ...(few ? {} : { stroke: null }) },
         encoding: {
-          x: { field: "iteration", type: values.length && new Set(values.map(v => v.iteration)).size <= 40 ? "ordinal" : "quantitative", title: "iteration", axis: { labelAngle: 0, labelOverlap: true } },
+          ...along,
           y: { field: "seconds", type: "quantitative", stack: true, title: "seconds" },
           color: { field: "node", type: "nominal", title: null, scale: { domain: nodes } }, order: { field: "order" },
           tooltip: [{ field: "iteration" }, { field: "node" }, { field: "seconds", format: ".4g" }],

@@ -66,6 +66,8 @@
         group.addEventListener("keydown", e => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); show(group.dataset.name, true); } });
       });
       select.addEventListener("change", () => current && show(current, false));
+      const first = Object.keys(card.nodes).filter(n => card.nodes[n].outputs.some(o => (Object.values(card.recorded[o] || {})[0] || {}).class === "Credit")).pop();
+      if (first) show(first, false);
     });
   };
 })();

@@ -1,10 +1,10 @@
 "use strict";
-// The rollout browser: filters, a windowed list, tokens coloured by credit, values under them, and the tree of the prompt.
+// The rollout browser: filters, a windowed list, why a rollout has its credit, its tokens coloured by it, and the tree of the prompt.
 (function () {
   const { el, visible, signed, number } = report;
   const TRAINED = 1, THOUGHT_END = 2, SEGMENT_END = 4, HAS_CREDIT = 8, HAS_RATIO = 16;
   const HEIGHT = 54, MOST_TOKENS = 3000;
-  let data, c, runs, texts, prompts, rows = [], current = -1, order = [], recorded = false;
+  let data, c, runs, texts, prompts, size, asked, rows = [], current = -1, order = [], recorded = false, only = -1;
   const $ = id => document.getElementById(id);
 
   const creditOf = t => (c.credit ? (c.credit[t] / 32767) * data.scales.credit : 0);
@@ -23,6 +23,11 @@
       for (let t = c.offset[i]; t < c.offset[i + 1]; t++) text += low[c.piece[t]];
       texts[i] = text;
     }
+    // Of each rollout its largest credit; of each prompt in how many iterations of a run it was asked.
+    size = Float64Array.from(texts, (_, i) => { let most = 0; for (let t = c.offset[i]; t < c.offset[i + 1]; t++) if (c.flags[t] & TRAINED) most = Math.max(most, Math.abs(creditOf(t))); return most; });
+    const seen = new Map();
+    for (let i = 0; i < texts.length; i++) { const key = `${c.run[i]} ${c.prompt[i]}`; seen.set(key, (seen.get(key) || new Set()).add(c.iteration[i])); }
+    asked = Uint32Array.from(texts, (_, i) => seen.get(`${c.run[i]} ${c.prompt[i]}`).size);
   }
 
   function verdict(i) {
@@ -39,10 +44,11 @@
     const begin = performance.now();
     const words = $("search").value.toLowerCase(), run = $("which-run").value, outcome = $("outcome").value;
     const limits = bounds();
-    const value = { iteration: i => c.iteration[i], reward: i => c.reward[i], length, credit: i => c.mean_credit[i] };
+    const value = { iteration: i => c.iteration[i], reward: i => c.reward[i], length, credit: i => c.mean_credit[i], size: i => size[i], asked: i => asked[i] };
     rows = [];
     for (let i = 0; i < c.run.length; i++) {
       if (run !== "" && c.run[i] !== Number(run)) continue;
+      if (only >= 0 && c.prompt[i] !== only) continue;
       if (outcome !== "" && verdict(i) !== outcome) continue;
       let keep = true;
       for (const [n, a, b] of limits) { const v = value[n](i); if (!(v >= a && v <= b)) { keep = false; break; } }
@@ -52,7 +58,7 @@
     if (by !== "recorded") rows.sort((a, b) => ((value[by](a) || 0) - (value[by](b) || 0)) * (way === "up" ? 1 : -1) || a - b);
     order = new Int32Array(c.run.length).fill(-1);
     rows.forEach((i, place) => { order[i] = place; });
-    $("count").textContent = `${rows.length.toLocaleString("en")} of ${c.run.length.toLocaleString("en")} rollouts`;
+    $("count").textContent = `${rows.length.toLocaleString("en")} of ${c.run.length.toLocaleString("en")} rollouts${only >= 0 ? ", of one prompt" : ""}`;
     $("list").scrollTop = 0;
     paint();
     performance.measure("filter", { start: begin, end: performance.now() });
@@ -70,7 +76,7 @@
         el("div", {}, el("span", { class: c.correct[i] === 1 ? "ok" : "bad" }, `${c.correct[i] === 1 ? "✓" : "✗"} ${number(c.reward[i])}`), ` · credit ${signed(c.mean_credit[i], 2)}${where}`),
         el("div", { class: "sub" }, visible(texts[i].slice(0, 90)).replaceAll("\n", " ")));
       item.style.top = `${place * HEIGHT}px`;
-      item.addEventListener("click", () => choose(i));
+      item.addEventListener("click", () => choose(i, true, true));
       items.push(item);
     }
     list.replaceChildren(...items);
@@ -79,8 +85,10 @@
     else list.removeAttribute("aria-activedescendant");
   }
 
-  function choose(i, scroll = true) {
+  /** Shows a rollout; `link` puts it into the page's address too. */
+  function choose(i, scroll = true, link = false) {
     current = i;
+    if (link) history.replaceState(null, "", address(i));
     const list = $("list"), place = order[i];
     if (scroll && place >= 0) {
       const top = place * HEIGHT;
@@ -97,11 +105,34 @@
     if (!step || !rows.length) return;
     event.preventDefault();
     const at = current >= 0 && order[current] >= 0 ? order[current] : -Math.sign(step);
-    choose(rows[Math.min(rows.length - 1, Math.max(0, at + step))]);
+    choose(rows[Math.min(rows.length - 1, Math.max(0, at + step))], true, true);
   }
 
+  const address = i => `#rollout=${encodeURIComponent(runs[c.run[i]])}:${data.uid[i]}`;
+
+  /** Opens the rollout that the page's address names; false when it names none. */
+  function follow() {
+    const found = /^#rollout=(.*):(\d+)$/.exec(location.hash);
+    if (!found) return false;
+    let name = found[1];
+    try { name = decodeURIComponent(name); } catch { /* an odd address names no run */ }
+    const i = data.uid.findIndex((uid, k) => uid === found[2] && runs[c.run[k]] === name);
+    if (i < 0) {
+      $("count").textContent += `; rollout ${found[2]} of ${visible(name)}, which the address names, is not in this page`;
+      return false;
+    }
+    if (order[i] < 0) clear();
+    choose(i);
+    $("rollouts").scrollIntoView();
+    return true;
+  }
+
+  const outcome = i => [
+    el("span", { class: c.correct[i] === 1 ? "ok" : "bad" }, `${c.correct[i] === 1 ? "✓" : "✗"} reward ${number(c.reward[i])} (${verdict(i)})`),
+    data.texts[c.detail[i]] ? `: ${visible(data.texts[c.detail[i]])}` : "", data.texts[c.answer[i]] ? ` · reference answer ${visible(data.texts[c.answer[i]])}` : "",
+  ];
+
   const facts = i => [
-    ["reward", `${number(c.reward[i])} (${verdict(i)})`], ["reason", data.texts[c.detail[i]] || "none given"], ["reference answer", data.texts[c.answer[i]] || "–"],
     ["ended by", data.texts[c.finish[i]]], ["tokens", `${length(i)}, ${c.inherited[i]} of them inherited`], ["policy version", String(c.version[i])],
     ["mean credit", `${signed(c.mean_credit[i])} over trained tokens`],
     ...(c.step[i] ? [["first error", `thought ${c.step[i]} (${data.texts[c.step_source[i]]})`]] : []), ["uid", data.uid[i]],
@@ -220,22 +251,40 @@
       const outcome = c.correct[j] === 4 ? (c.step[j] ? "failed" : "no reward") : `reward ${number(c.reward[j])} ${c.correct[j] === 1 ? "✓" : "✗"}`;
       return `${what}: ${outcome}, credit ${signed(c.mean_credit[j], 2)}${c.step[j] ? `, first error at thought ${c.step[j]} (${visible(data.texts[c.step_source[j]])})` : ""}`;
     };
-    const node = (j, depth) => el("li", {}, el("button", { type: "button", "aria-current": String(j === i), onclick: () => { choose(j); $("detail").querySelector("h3").focus(); } }, label(j)),
+    const node = (j, depth) => el("li", {}, el("button", { type: "button", "aria-current": String(j === i), onclick: () => store.choose(j) }, label(j)),
       children.has(j) && depth < 40 ? el("ul", {}, children.get(j).map(k => node(k, depth + 1))) : null);
     const roots = children.get(-1) || [];
     return el("details", { open: family.length <= 40 }, el("summary", {}, `${family.length} responses to this prompt in this iteration`), el("ul", { class: "tree" }, roots.map(j => node(j, 0))));
   }
 
   function detail(i) {
-    const scroll = window.scrollY;
+    const scroll = window.scrollY, why = data.texts[c.why[i]];
     $("detail").replaceChildren(
-      el("h3", { tabindex: "-1" }, `Rollout ${data.uid[i]} of iteration ${c.iteration[i]}`),
-      el("dl", {}, facts(i).map(([k, v]) => [el("dt", {}, k), el("dd", {}, visible(v))]).flat()),
+      el("h3", { tabindex: "-1" }, `Rollout ${data.uid[i]} of iteration ${c.iteration[i]}${runs.length > 1 ? ` of ${visible(runs[c.run[i]])}` : ""} `, el("a", { href: address(i), title: "the address of this rollout in this page" }, "link")),
+      el("p", {}, outcome(i)),
+      el("details", {}, el("summary", {}, "more about it"), el("dl", {}, facts(i).map(([k, v]) => [el("dt", {}, k), el("dd", {}, visible(v))]).flat())),
+      el("h4", {}, "Why it has this credit"),
+      why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
       el("h4", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" }, visible(data.texts[c.prompt[i]])),
       el("h4", {}, "Response"), ...(c.text[i] >= 0 ? [el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "recorded text" }, visible(data.texts[c.text[i]]))] : []),
-      ...tokenBox(i), el("h4", {}, "Credit and values along the response"), creditStrip(i), valueStrip(i), el("h4", {}, "Resets and siblings"), tree(i));
+      ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), el("h4", {}, "Resets and siblings"), tree(i));
+    report.answers(store, i);
     window.scrollTo({ top: scroll });
   }
+
+  function clear() {
+    document.querySelectorAll(".filters input").forEach(x => { x.value = ""; });
+    $("which-run").value = ""; $("outcome").value = ""; $("sort").value = "size down"; only = -1;
+    filter();
+  }
+
+  // What the other scripts of this page read.
+  const store = {
+    get data() { return data; }, get runs() { return runs; }, get rows() { return rows; }, get only() { return only; },
+    TRAINED, creditOf, entropyOf, logprobOf, textOf, length, verdict, scaleOf,
+    choose: i => { if (order[i] < 0) clear(); choose(i, true, true); $("detail").querySelector("h3").focus(); },
+    keep: prompt => { only = prompt; filter(); },
+  };
 
   report.rollouts = function rollouts(found, names) {
     if (!found || !found.columns.run.length) return;
@@ -245,23 +294,14 @@
     names.forEach((n, k) => $("which-run").append(el("option", { value: k }, visible(n))));
     for (const id of ["search", "which-run", "outcome", "sort", ...["iteration", "reward", "length", "credit"].flatMap(n => [`min-${n}`, `max-${n}`])]) $(id).addEventListener("input", filter);
     $("scale").addEventListener("input", () => current >= 0 && detail(current));
-    $("reset").addEventListener("click", () => { document.querySelectorAll(".filters input").forEach(x => { x.value = ""; }); $("which-run").value = ""; $("outcome").value = ""; $("sort").value = "recorded up"; filter(); });
+    $("reset").addEventListener("click", () => { clear(); if (current >= 0) detail(current); });
+    $("export-json").addEventListener("click", () => report.save(store, "json"));
+    $("export-csv").addEventListener("click", () => report.save(store, "csv"));
+    window.addEventListener("hashchange", follow);
     $("list").addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
     $("list").addEventListener("keydown", keys);
     filter();
-    choose(rows[interesting()], false);
+    if (!follow()) choose(rows[0], false);
     $("rollouts").dataset.ready = "true";
   };
-
-  /** The first rollout with credit of both signs, else with any credit, else the first. */
-  function interesting() {
-    let any = 0;
-    for (let place = 0; place < Math.min(rows.length, 2000); place++) {
-      let plus = false, minus = false;
-      for (let t = c.offset[rows[place]]; t < c.offset[rows[place] + 1]; t++) { const v = creditOf(t); plus ||= v > 0; minus ||= v < 0; }
-      if (plus && minus) return place;
-      if ((plus || minus) && !any) any = place;
-    }
-    return any;
-  }
 })();

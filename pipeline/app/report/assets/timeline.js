@@ -2,9 +2,10 @@
 // What each thread of each rank did when, for one iteration at a time.
 (function () {
   const { el, visible } = report;
-  const COLORS = { generation: 0, learning: 1, verification: 2, credit: 3, "weight update": 4, evaluation: 6, checkpoint: 7 };
+  // Each phase has a colour of its own; "waiting" is hollow.
+  const COLORS = { generation: 0, learning: 1, verification: 2, credit: 3, "weight update": 4, data: 5, evaluation: 7, checkpoint: 8, recording: 9, setup: 10, other: 6 };
 
-  const color = (phase, c) => (phase in COLORS ? c.series[COLORS[phase]] : c.series[5]);
+  const color = (phase, c) => (phase in COLORS ? c.series[COLORS[phase]] : c.series[6]);
   const digits = seconds => (seconds >= 10 ? seconds.toFixed(1) : seconds >= 0.1 ? seconds.toFixed(3) : seconds.toFixed(4));
 
   /** Spans that touch an iteration's window, cut to it, with times from its begin. */

@@ -117,7 +117,7 @@ def test_a_request_that_no_server_takes_stops_the_run_in_words(fleet):
         run.fault(n, "400")
     with pytest.raises(RunError) as raised:
         run.generate(prompts=1, group=1)
-    assert "node 'engine', row 0: expected a sound response within 2 retries" in str(raised.value)
+    assert "node 'engine', row 0: expected a valid response within 2 retries" in str(raised.value)
     assert "max_tokens is too large" in str(raised.value)
     assert run.states() == ["ready"] * 2, "the request is at fault, not the servers"
 

@@ -9,6 +9,7 @@ import pytest
 
 from components.engine.served.addresses import find_servers, read_rendezvous
 from components.engine.served.settings import ServerSettings
+from components.engine.vllm.settings import VllmSettings
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import ThoughtLimits
 
@@ -167,7 +168,19 @@ def test_another_server_at_an_address_is_refused(fleet):
     with pytest.raises(
         RunError, match=r"expected server 'creditgraph-0-somebody' at this address, got 'creditgraph-0-"
     ):
-        fleet(0, addresses=[taken], start_seconds=0.5)
+        fleet(0, addresses=[taken], connect_seconds=0.5)
+
+
+def test_an_address_that_does_not_answer_is_said_and_soon_given_up(fleet, monkeypatch, caplog):
+    monkeypatch.setattr("components.engine.served.addresses.SAY_SECONDS", 0.2)
+    nobody = Address(url="http://127.0.0.1:1", name="server 0")
+    with pytest.raises(RunError, match=r"ready within 0\.7 s, .*Raise engine\.pool\.connect_seconds if"):
+        fleet(0, addresses=[nobody], connect_seconds=0.7)
+    said = [text for text in caplog.messages if text.startswith("waiting for server 0 ")]
+    assert said
+    assert " to respond: " in said[0]
+    assert said[0].endswith(" of at most 1 s (engine.pool.connect_seconds)")
+    assert VllmSettings().pool.connect_seconds <= 60
 
 
 def test_two_runs_on_one_host_do_not_meet(fleet):

@@ -69,11 +69,15 @@ def test_loss_and_gradient_equal_separate_sequences(make_learner, make_batch, re
         torch.testing.assert_close(moments[name]["exp_avg"] / 0.1, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("use", sorted(OBJECTIVES))
-def test_token_budget_does_not_matter(make_learner, make_batch, use):
+P_TRACE = {"clip": "current", "distance": "trained"}
+
+
+@pytest.mark.parametrize(("use", "config"), [*((use, {}) for use in sorted(OBJECTIVES)), ("trace", P_TRACE)])
+def test_token_budget_does_not_matter(make_learner, make_batch, use, config):
     moments, metrics = [], []
+    objective = ObjectiveSettings(use=use, config=config)
     for budget in (0, 1, 40, 100):
-        learner = make_learner(objective=ObjectiveSettings(use=use), optimizer=FAST, micro_batch_tokens=budget)
+        learner = make_learner(objective=objective, optimizer=FAST, micro_batch_tokens=budget)
         out = run(learner, make_batch())
         moments.append({n: m["exp_avg"] for n, m in learner.state_dict()["optimizer"]["moments"].items()})
         metrics.append(out.report.metrics)
@@ -113,6 +117,29 @@ def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_bat
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert metrics["mismatch_abs"] > 0.1
     assert 0 < metrics["importance_weight"] <= 2.0
+
+
+@pytest.mark.parametrize("use", ["gspo", "trace"])
+def test_what_the_mismatch_clips_is_measured_before_the_first_step(make_learner, make_batch, caplog, use):
+    objective = ObjectiveSettings(use=use, config={"clip_low": 3e-4, "clip_high": 4e-4})
+
+    def metrics(version=0, noise=0.02, **settings):
+        learner = make_learner(objective=objective, minibatches=2, **settings)
+        trajectories, credit = at_own_logprobs(learner, make_batch(version=version), 0.8)
+        engine = trajectories.engine_logprobs
+        noise = noise * torch.randn(len(engine.values), generator=torch.Generator().manual_seed(0))
+        engine = engine.with_values(engine.values + noise)
+        return run(learner, (trajectories.replace(engine_logprobs=engine), credit)).report.metrics
+
+    with caplog.at_level("WARNING", logger="creditgraph"):
+        assert metrics(noise=0.0)["mismatch_clipped"] == 0.0
+        assert "mismatch_clipped" not in metrics(old_logprobs="recompute")
+        # Tokens of an older version have left ratio 1 rightly.
+        assert "mismatch_clipped" not in metrics(version=-1)
+        assert "are clipped before the first optimiser step" not in caplog.text
+        share = metrics()["mismatch_clipped"]
+    assert 0.1 < share < 1
+    assert f"{share:.1%} of the trained tokens are clipped before the first optimiser step" in caplog.text
 
 
 # --- mini-batches ---

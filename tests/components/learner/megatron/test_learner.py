@@ -98,7 +98,9 @@ def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layouts", "cases"), [(ALL_OBJECTIVES, sorted(OBJECTIVES)), (ONE_OBJECTIVE, ["ppo_clip"])])
+@pytest.mark.parametrize(
+    ("layouts", "cases"), [(ALL_OBJECTIVES, [*sorted(OBJECTIVES), "p_trace"]), (ONE_OBJECTIVE, ["ppo_clip"])]
+)
 def test_equal_to_learner_hf(
     pool: Any, training: Any, folder: str, reference: dict[str, Any], layouts: list[dict[str, Any]], cases: list[str]
 ) -> None:

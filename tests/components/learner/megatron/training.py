@@ -190,6 +190,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
 # Every shipped objective; one without special settings is trained with its defaults.
 CASES = {
     use: SPECIAL.get(use) or {"objective": ObjectiveSettings(use=use), "micro_batch_tokens": 60} for use in OBJECTIVES
+} | {
+    "p_trace": {
+        "objective": ObjectiveSettings(use="trace", config={"clip": "current", "distance": "trained"}),
+        "minibatches": 2,
+        "micro_batch_tokens": 60,
+    },
 }
 
 

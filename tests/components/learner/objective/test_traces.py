@@ -8,11 +8,13 @@ from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
 from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
 from components.learner.objective.ratio import safe_exp
-from components.learner.objective.trace import Trace, trace_sum
+from components.learner.objective.trace import Trace
+from components.learner.objective.trace_sum import trace_sum
 from pipeline.core.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]
 CLIPS = ["traced", "current", "inside", "normalised", "eps_weight"]
+FORMS = [("current", "gated")] + [(clip, h) for clip in CLIPS for h in ("differentiated", "stop_gradient")]
 
 
 # --- the scan ---
@@ -152,12 +154,13 @@ def test_advantage_floor_by_hand():
     assert loss.values.tolist() == pytest.approx([0.1, -2.0])
 
 
-@pytest.mark.parametrize("history", ["differentiated", "stop_gradient"])
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(("clip", "history"), FORMS)
+@pytest.mark.parametrize("distance", ["all", "trained"])
 @pytest.mark.parametrize(("style", "floor"), STYLES)
 @pytest.mark.parametrize("keep", [1.0, 0.3])
-def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
-    config = Trace.Config(clip_high=0.28, decay=0.8, style=style, floor=floor, clip=clip, history=history)
+def test_traces_equal_double_loop(reference, clip, history, distance, style, floor, keep):
+    settings = {"clip": clip, "history": history, "distance": distance, "style": style, "floor": floor}
+    config = Trace.Config(clip_high=0.28, decay=0.8, max_weight=1.1, **settings)
     objective = ObjectiveSettings(use="trace", config=config, entropy_mask=EntropyMask(keep=keep, scope="sequence"))
     inputs = make_inputs(lengths=(9, 1, 14, 4), spread=0.2)
     prepared, loss, _ = losses(inputs, objective)
@@ -167,7 +170,7 @@ def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
     for row in range(len(inputs.mask)):
         args = [getattr(inputs, n).row(row) for n in ("logprobs", "old_logprobs", "advantage")]
         masks = (inputs.mask.row(row).tolist(), high.row(row).tolist())
-        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history)
+        expected += reference.trace_loss(*args, *masks, 0.2, 0.28, 0.8, style, floor, clip, history, 1.1, distance)
     expected = torch.stack(expected)
     torch.testing.assert_close(loss.values[trained], expected[trained], rtol=1e-5, atol=1e-5)
     leaf = inputs.logprobs.values
@@ -175,8 +178,7 @@ def test_traces_equal_double_loop(reference, history, clip, style, floor, keep):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("clip", ["traced", "current", "normalised", "eps_weight"])
-@pytest.mark.parametrize("history", ["differentiated", "stop_gradient"])
+@pytest.mark.parametrize(("clip", "history"), [form for form in FORMS if form[0] != "inside"])
 def test_no_decay_is_ppo_clip(clip, history):
     inputs = make_inputs(spread=0.3)
     objective = ObjectiveSettings(use="trace", config={"decay": 0.0, "clip": clip, "history": history})

@@ -10,7 +10,7 @@ from components.learner.optimizer import OptimizerSettings
 from components.learner.packing.pack import pack
 from components.learner.packing.prefix import Sorted, bags, overlaps, paths, plan_shared, unique_tokens, without_last
 from pipeline.core.jagged import Jagged
-from pipeline.run.compose import build_experiment, compose
+from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.executor import Executor
 
 VOCAB = 42

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from pipeline.app.bench.compare_report import analyse, as_json, draw, sentences, table
+from pipeline.app.bench.compare_report import analyse, as_json, band, chosen, draw, sentences, table
 from pipeline.app.bench.curves import (
     NO_DIFFERENCE,
     Curve,
@@ -19,7 +20,8 @@ from pipeline.app.bench.curves import (
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
 from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import compose, list_choices, search_dirs
+from pipeline.run.compose.choices import list_choices, search_dirs
+from pipeline.run.compose.experiment import compose
 
 
 def metric_rows():
@@ -152,6 +154,43 @@ def test_table_says_who_does_not_beat_the_baseline(curves, tmp_path):
     draw(curves, 100, bar, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     assert as_json(rows, curves)["good"]["curves"][0]["accuracy"] == [0.2, 0.6, 0.8]
+
+
+@pytest.fixture
+def many():
+    """A baseline, 20 methods of rising accuracy with two seeds far apart, and one without any evaluation."""
+    methods = {f"m{i:02d}": {0: line([0, 100], [0.2, 0.7 + i / 100]), 1: line([0, 100], [0.2, 1.0])} for i in range(20)}
+    return {"grpo": {0: line([0, 100], [0.2, 0.6])}, **methods, "missing": {0: read_curve([])}}
+
+
+def test_a_picture_has_at_most_seven_lines_and_the_rest_apart(many):
+    best, rest = chosen(many, 100)
+    assert best == ["grpo", "m19", "m18", "m17", "m16", "m15", "m14"]
+    assert rest == [f"m{i:02d}" for i in range(13, -1, -1)]
+    assert chosen(dict(list(many.items())[:3]), 100) == (["grpo", "m01", "m00"], [])
+
+
+def test_bands_end_at_1(many):
+    # At the end .89 and 1: mean .945, standard deviation .078, so the band would reach 1.02.
+    _, mean, low, high = band(list(many["m19"].values()), "tokens", 100)
+    assert mean[-1] == pytest.approx(0.945)
+    assert high[-1] == 1
+    assert low[-1] == pytest.approx(0.945 - 0.0778, abs=1e-3)
+
+
+def test_the_figure_of_many_methods(many, tmp_path):
+    figures = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
+        draw(many, 100, 0.5, tmp_path / "x.png")
+    (figure,) = figures
+    assert len(figure.axes) == 2 + 14
+    # Seven methods and the threshold; the baseline and one method.
+    assert [len(axes.lines) for axes in figure.axes] == [8, 7, *[2] * 14]
+    assert all(axes.get_xlim()[0] == 0 and axes.get_ylim() == (0, 1) for axes in figure.axes)
+    colors = [line.get_color() for line in figure.axes[1].lines]
+    assert len(set(colors)) == 7
+    assert "band: its standard deviation" in figure.get_suptitle()
 
 
 def write_run(folder, iterations):

@@ -1,7 +1,11 @@
 """Checks of installation, node and shared folder."""
 
+import importlib.metadata
 import os
+import re
 import socket
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +16,70 @@ def states(findings):
     return {f.name: f.state for f in findings}
 
 
-def test_this_installation_is_sound():
+PROJECT = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    name: list(wanted) for name, wanted in PROJECT["optional-dependencies"].items() if name not in ("dev", "docs")
+}
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """What pyproject.toml says now, whatever it said when the project was installed."""
+    extras = [f'{text}; extra == "{name}"' for name, wanted in EXTRAS.items() for text in wanted]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: PROJECT["dependencies"] + extras)
+
+
+def test_this_installation_is_valid(declared):
     result = states(doctor.installation())
     assert result["torch"] == result["python"] == "ok"
     assert "FAIL" not in result.values()
+
+
+def test_every_dependency_is_checked_once(declared):
+    names = [finding.name for finding in doctor.installation()]
+    wanted = [*PROJECT["dependencies"], *(text for extra in EXTRAS.values() for text in extra)]
+    expected = {re.match(r"[\w-]+", text)[0] for text in wanted} | {"python", "transformer-engine"}
+    assert sorted(names) == sorted(expected)
+    assert set(doctor.USES) == set(EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("line", "installed", "state", "text"),
+    [
+        ("torch>=2.10", None, "FAIL", "not installed; run tools/quickstart, or pip install 'torch>=2.10'"),
+        ("torch>=2.10", "2.9.1", "FAIL", "expected >=2.10, got 2.9.1; pip install 'torch>=2.10'"),
+        ("torch>=2.10", "2.11.0+cpu", "ok", "2.11.0+cpu"),
+        (
+            'peft>=0.19; extra == "lora"',
+            None,
+            "absent",
+            "not installed; only for learner.lora.rank; pip install 'creditgraph[lora]'",
+        ),
+        ('peft>=0.19; extra == "lora"', "0.1", "warn", "expected >=0.19, got 0.1; pip install 'peft>=0.19'"),
+    ],
+)
+def test_a_missing_or_old_package_comes_with_its_command(monkeypatch, line, installed, state, text):
+    def version(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [line])
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    finding = list(doctor.installation())[1]
+    assert (finding.state, finding.text) == (state, text)
+
+
+@pytest.mark.parametrize(("asked", "state"), [(False, "absent"), (True, "FAIL")])
+@pytest.mark.parametrize("sinfo", [None, "echo no controller >&2; exit 1", "sleep 9"])
+def test_a_slurm_that_nobody_asked_for_is_no_failure(tmp_path, monkeypatch, asked, state, sinfo):
+    monkeypatch.setattr(doctor, "SINFO_SECONDS", 0.3)
+    if sinfo:
+        (tmp_path / "sinfo").write_text(f"#!/bin/sh\n{sinfo}\n")
+        (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if sinfo else str(tmp_path))
+    (finding,) = doctor.slurm(asked)
+    assert (finding.name, finding.state) == ("slurm", state)
 
 
 def test_a_shared_folder(tmp_path):

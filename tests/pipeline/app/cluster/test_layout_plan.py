@@ -1,13 +1,11 @@
 """The paper model of memory and step time."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from pipeline.app.cli import main
 from pipeline.app.cluster.layout_plan import DEVICES, SHAPES, Layout, Shape, Work, estimate, layouts, plan
 from pipeline.core.errors import ConfigError
 
@@ -22,13 +20,13 @@ def test_parameter_counts_are_the_published_ones(name, billions):
     assert SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_throughput_is_near_the_published_one():
+def test_throughput_is_near_the_published_one(capsys):
     """`--check` prints one row per published figure; each is within a factor of 1.5, or the formulas have to go."""
-    tool = Path(__file__).parents[4] / "tools" / "plan_layout"
-    done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True, check=True)
-    ratios = [float(line.partition("ratio ")[2].split()[0]) for line in done.stdout.splitlines()[1:]]
+    assert main(["plan", "--check"]) == 0
+    printed = capsys.readouterr().out
+    ratios = [float(line.partition("ratio ")[2].split()[0]) for line in printed.splitlines()[1:]]
     assert len(ratios) == 3
-    assert all(1 / 1.5 < ratio < 1.5 for ratio in ratios), done.stdout
+    assert all(1 / 1.5 < ratio < 1.5 for ratio in ratios), printed
 
 
 def test_numbers_by_hand():
@@ -98,3 +96,12 @@ def test_a_shape_is_read_from_a_configuration(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**values, "num_experts": 8}))
     with pytest.raises(ConfigError, match="is a mixture of experts; expected a dense model"):
         Shape.read(str(tmp_path))
+
+
+def test_the_command_prints_the_fastest_layouts_that_fit(capsys):
+    assert main(["plan", "qwen2.5-7b", "--gpus", "8", "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("qwen2.5-7b: 7.6")
+    assert len(lines) == 3
+    assert main(["plan"]) == 2
+    assert "plan: expected a model and a positive number of GPUs, or --check" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
 from pipeline.core.errors import ConfigError, GraphError
-from pipeline.run.compose import CONFIG_DIR, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
 
 @pytest.mark.parametrize("name", sorted(list_choices("cluster", [CONFIG_DIR])))

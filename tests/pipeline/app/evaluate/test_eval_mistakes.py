@@ -25,6 +25,10 @@ pytestmark = pytest.mark.xdist_group("evaluation")
         (["suite=small", "model=tiny", "engine.max_rowz=1"], ["engine.max_rowz: unknown setting"]),
         (["suite=small", "model=tiny", "tasks=ones"], ["tasks=ones: no such task", "Did you mean 'one'?"]),
         (["suite=small", "model=tiny", "tasks.one.samples=2"], ["got k = 4 and 2 samples"]),
+        (
+            ["suite=small", "model=tiny", "tasks.one.template=chat"],
+            ["'tasks.one' samples thought by thought", "set tasks.one.template=thought, or tasks.one.mode=plain."],
+        ),
         (["suite=small", "model=tiny", "data.ones.path=x"], ["data.ones: no such task"]),
         (
             ["suite=small", "model=tiny", "tasks.one.verifier.use=verifier.exct"],

@@ -1,5 +1,7 @@
 """From records to metrics and differences: by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -127,10 +129,12 @@ def test_pairs_resolve_what_two_intervals_do_not():
 
 def test_the_mean_of_tasks_is_unweighted_and_of_common_metrics():
     few, many = scores_of(["a"], avg_4=[1.0], pass_2=[1.0]), scores_of(["b", "c", "d"], avg_4=[0.0, 0.0, 0.3])
-    result = mean_results({"few": few, "many": many}, SUITE)["metrics"]
+    tasks = {"few": Task(), "many": Task(), "code": Task(in_mean=False)}
+    suite = dataclasses.replace(SUITE, tasks=tasks)
+    result = mean_results({"few": few, "many": many, "code": scores_of(["e"], avg_4=[0.5])}, suite)["metrics"]
     assert list(result) == ["avg@4"]
     assert result["avg@4"]["value"] == pytest.approx((1.0 + 0.1) / 2)
-    assert mean_results({"few": few}, SUITE) == {}
+    assert mean_results({"few": few, "code": many}, suite) == {}
 
 
 def test_order_of_metrics():

@@ -6,7 +6,8 @@ import yaml
 from pipeline.app.evaluate.request import Request
 from pipeline.app.evaluate.subject import open_model_subject, open_run_subject
 from pipeline.core.errors import ConfigError
-from pipeline.run.compose import compose, search_dirs
+from pipeline.run.compose.choices import search_dirs
+from pipeline.run.compose.experiment import compose
 
 LORA = ["learner.lora.publish=adapter", "learner.lora.rank=4"]
 

@@ -9,9 +9,9 @@ from pipeline.app.evaluate.sets import data_entry
 from pipeline.app.evaluate.suite import load_suite
 from pipeline.core.errors import ConfigError
 from pipeline.core.registry import load_class
-from pipeline.run.compose import CONFIG_DIR, list_choices
+from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
-SHIPPED = ["code", "math", "reset_paper", "toy"]
+SHIPPED = ["code", "math", "math_16", "reset_paper", "toy"]
 SAMPLING = ("mode", "max_tokens", "temperature", "top_p", "samples")
 
 
@@ -48,6 +48,7 @@ def test_the_reset_suite_has_the_settings_of_the_paper():
             0,
             500,
         )
+        assert task.shuffle
         assert (task.thoughts.max_tokens, task.thoughts.max_thoughts, task.thoughts.stop) == (256, 20, "</thought>")
         assert not task.thoughts.ends_at_eos
     assert {t.split for n, t in suite.tasks.items() if n.startswith("sciknoweval")} == {
@@ -56,6 +57,17 @@ def test_the_reset_suite_has_the_settings_of_the_paper():
         "biology",
         "materials",
     }
+
+
+def test_the_mean_of_the_reset_suite_leaves_programs_out():
+    suite = load_suite("reset_paper", [CONFIG_DIR])
+    assert [name for name, task in suite.tasks.items() if not task.in_mean] == ["livecodebench"]
+
+
+def test_five_sets_of_mathematics_with_avg_and_pass_at_16():
+    suite = load_suite("math_16", [CONFIG_DIR])
+    assert list(suite.tasks) == ["aime_2024", "amc23", "math_500", "minerva_math", "olympiadbench"]
+    assert {(task.samples, task.k) for task in suite.tasks.values()} == {(16, (16,))}
 
 
 def test_defaults_are_under_tasks_and_changes_above(tmp_path):

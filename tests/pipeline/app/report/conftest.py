@@ -1,7 +1,9 @@
 """Run directories made by hand, with every kind of record, and one real run."""
 
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from pipeline.core.payloads import (
     TokenLogprobs,
     Trajectories,
 )
-from pipeline.run.compose import compose
+from pipeline.run.compose.experiment import compose
 from pipeline.run.recording import write_payload
 
 
@@ -218,3 +220,45 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert main(["train", "recipe=toy_rredcot", f"run.root={root}", "run.name=real", *small, *settings]) == 0
     return root / "real"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium; tests that need it are skipped where it is not installed."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright axe-core-python")
+    chromium_path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if not chromium_path:
+        pytest.skip("no Chromium: apt-get install -y chromium")
+    with sync_api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=chromium_path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield chromium
+        chromium.close()
+
+
+class Tab:
+    """A page with what it said on the console."""
+
+    def __init__(self, browser: Any, file: Path, width: int, scheme: str) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+        self.page = self.context.new_page()
+        self.said: list[str] = []
+        self.page.on("console", lambda m: self.said.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda e: self.said.append(str(e)))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
+
+
+@pytest.fixture
+def open_tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """Opens an HTML text as a page."""
+    tabs: list[Tab] = []
+
+    def open_(html: str, width: int = 1600, scheme: str = "light") -> Tab:
+        file = tmp_path / f"page{len(tabs)}.html"
+        file.write_text(html, encoding="utf-8")
+        tabs.append(Tab(browser, file, width, scheme))
+        return tabs[-1]
+
+    yield open_
+    for tab in tabs:
+        tab.context.close()

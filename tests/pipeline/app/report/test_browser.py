@@ -1,9 +1,6 @@
 """The report in a real browser: data opens, filters and keys work, hostile text is inert, pages are accessible."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +14,7 @@ from pipeline.app.report.source import read_run
 from pipeline.core.jagged import Jagged
 from pipeline.run.recording import read_payload, write_payload
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright axe-core-python")
 axe = pytest.importorskip("axe_core_python.sync_playwright", reason="pip install axe-core-python")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install -y chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield chromium
-        chromium.close()
-
-
-class Tab:
-    """A page with what it said on the console."""
-
-    def __init__(self, browser: Any, file: Path, width: int, scheme: str) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
-        self.page = self.context.new_page()
-        self.said: list[str] = []
-        self.page.on("console", lambda m: self.said.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda e: self.said.append(str(e)))
-        self.page.goto(file.as_uri())
-        self.page.wait_for_selector("html[data-ready]", timeout=60_000)
-
-
-@pytest.fixture
-def open_tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    tabs: list[Tab] = []
-
-    def open_(html: str, width: int = 1600, scheme: str = "light") -> Tab:
-        file = tmp_path / f"page{len(tabs)}.html"
-        file.write_text(html, encoding="utf-8")
-        tabs.append(Tab(browser, file, width, scheme))
-        return tabs[-1]
-
-    yield open_
-    for tab in tabs:
-        tab.context.close()
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +88,15 @@ def test_filters(html, open_tab):
     assert count.inner_text() == "0 of 8 rollouts"
     assert "No rollout matches" in page.locator("#list").inner_text()
     page.click("#reset")
+    # The list opens on the largest credit; reset returns to it.
+    assert "credit −2.00" in page.locator("#list .item").first.inner_text()
     page.select_option("#sort", "credit down")
     assert "credit +1.00" in page.locator("#list .item").first.inner_text()
 
 
 def test_keyboard_alone(html, open_tab):
     page = open_tab(html).page
+    page.select_option("#sort", "recorded up")
     page.focus("#list")
     page.keyboard.press("Home")
     assert page.locator(".item[aria-selected=true]").get_attribute("id") == "r0"
@@ -189,7 +150,10 @@ def test_every_control_is_reached_by_tab(html, open_tab):
         "sort",
         "scale",
         "reset",
+        "export-csv",
+        "export-json",
         "list",
+        "only",
         "phase-run",
         "graph-0",
     }
@@ -295,9 +259,12 @@ def test_the_page_of_methods_side_by_side(html_of_credit, open_tab, width, schem
     assert violations(tab.page) == []
     assert too_wide(tab.page, width) == []
     assert tab.page.inner_text("h1") == "<b>t</b>"
-    assert tab.page.locator(".map svg").count() == 2
+    assert tab.page.locator("table.methods").count() == 2
     assert "needs further sampling" in tab.page.inner_text("#methods")
-    assert "true advantage" in tab.page.inner_text("#numbers-0")
+    assert "true advantage" in tab.page.inner_text("#methods-0")
+    # Blue and orange are explained, and a token of the table has the colour of its credit's sign.
+    assert "raises the token" in tab.page.inner_text("#tokens .legend")
+    assert tab.page.locator("table.methods .t.p5, table.methods .t.n5").count() > 0
     assert tab.said == []
 
 

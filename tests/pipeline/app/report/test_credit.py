@@ -7,9 +7,9 @@ import torch
 
 from pipeline.app.bench.side_by_side import TRUTH, compare
 from pipeline.app.cli import main
-from pipeline.app.report.credit import cards, heat_map, write_still
+from pipeline.app.report.credit import cards
 from pipeline.app.report.pack import unpack
-from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.errors import RunError
 from pipeline.run.recording import read_payload
 
 RECIPES = ["toy_grpo", "toy_rredcot", "toy_treerl"]
@@ -49,18 +49,11 @@ def test_trees_need_rollouts_of_their_own(comparison):
     assert "it needs further sampling: rollouts of its own (expander.tree)" in column.note
 
 
-def test_cards_and_pictures(comparison, tmp_path):
+def test_cards(comparison):
     rows = cards(comparison)
     assert len(rows) == 4
     assert "".join(rows[0]["pieces"]).strip() == comparison.trajectories.text[0].strip()
-    spec = heat_map(rows[0])
-    assert len(spec["layer"][0]["data"]["values"]) == len(rows[0]["pieces"]) * 3
-    write_still(comparison, tmp_path / "still.svg")
-    text = (tmp_path / "still.svg").read_text(encoding="utf-8")
-    assert "toy_rredcot" in text
-    assert TRUTH in text
-    with pytest.raises(ConfigError, match=re.escape("expected .svg or .png")):
-        write_still(comparison, tmp_path / "still.gif")
+    assert [len(row) for row in rows[0]["credit"].values()] == [len(rows[0]["pieces"])] * 3
 
 
 def test_the_command(real_run, tmp_path, capsys):

@@ -1,14 +1,10 @@
-#!/usr/bin/env python3
-"""Compares the credit of methods with true values at every thought boundary of the embedded task.
-
-    tools/creditbench                                     every listed method, three seeds, the untrained embedded model
-    tools/creditbench --quick                             two methods, one seed, a few seconds
-    tools/creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4
-    tools/creditbench --run runs/toy_grpo-s0              at the newest checkpoint of a run
+"""`creditgraph creditbench`: the credit of methods beside true values, at thought boundaries of the embedded task.
 
 Prints the table and writes table.md, result.json and creditbench.png to --out. docs/creditbench.md explains the
 columns.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -16,11 +12,20 @@ import sys
 import time
 from pathlib import Path
 
-from launch import ROOT, use_project_python
+from pipeline.core.errors import ConfigError
+
+SUMMARY = "Compare the credit of methods with true values, on the embedded task."
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph creditbench                                   # every method, three seeds, the untrained model\n"
+        "  creditgraph creditbench --quick                           # two methods, one seed, a few seconds\n"
+        "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
+        "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run"
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -39,49 +44,40 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all methods, such as prompts.batch=32"
     )
     parser.add_argument("--config-dir", nargs="+", default=[], help="folders with further recipes")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "creditbench", help="folder for the results")
+    parser.add_argument("--out", type=Path, default=Path("runs/creditbench"), help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="srpo_oracle only, one seed, 4 prompts, 8 continuations")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, writes table and figure."""
     if options.quick:
         options.methods = options.methods or ["srpo_oracle"]
         options.seeds = options.seeds[:1]
         options.samples = 8
         options.set = ["prompts.batch=4", *options.set]
     if options.samples < 2 or options.samples % 2 or options.max_rows < 1:
-        parser.error("expected --samples even and at least 2, and --max-rows at least 1")
-    return options
-
-
-def main() -> int:
-    options = parse(sys.argv[1:])
-    sys.path.insert(0, str(Path.cwd()))  # components of the user's own, named as module:Class
+        raise ConfigError("creditbench: expected --samples even and at least 2, and --max-rows at least 1.")
     import torch
     from transformers.utils import logging
 
     from pipeline.app.bench.credit_bench import CreditBench, Options
     from pipeline.app.bench.credit_report import draw, table
     from pipeline.app.bench.methods import choose_methods
-    from pipeline.core.errors import CreditgraphError
     from pipeline.run.metrics import plain
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     started = time.monotonic()
-    try:
-        methods = choose_methods(options.methods, options.config_dir)
-        settings = Options(
-            samples=options.samples,
-            max_rows=options.max_rows,
-            run=options.run,
-            overrides=tuple(options.set),
-            config_dirs=tuple(options.config_dir),
-        )
-        result = CreditBench(
-            methods, options.seeds, settings, lambda text: print(text, file=sys.stderr, flush=True)
-        ).measure()
-    except CreditgraphError as error:
-        print(f"creditbench: {error}", file=sys.stderr)
-        return 2
+    methods = choose_methods(options.methods, options.config_dir)
+    settings = Options(
+        samples=options.samples,
+        max_rows=options.max_rows,
+        run=options.run,
+        overrides=tuple(options.set),
+        config_dirs=tuple(options.config_dir),
+    )
+    bench = CreditBench(methods, options.seeds, settings, lambda text: print(text, file=sys.stderr, flush=True))
+    result = bench.measure()
     seconds = time.monotonic() - started
     options.out.mkdir(parents=True, exist_ok=True)
     text = table(result)
@@ -91,8 +87,3 @@ def main() -> int:
     draw(result, options.out / "creditbench.png")
     print(f"{text}\n\n{seconds:.0f} s; wrote {options.out}/{{table.md,result.json,creditbench.png}}")
     return 0
-
-
-if __name__ == "__main__":
-    use_project_python()
-    sys.exit(main())

@@ -1,15 +1,11 @@
-#!/usr/bin/env python3
-"""Trains methods at equal sampled tokens on the embedded task, and tests which of them learn faster than GRPO.
-
-    tools/compare                                     every listed method, three seeds, 400k sampled tokens each
-    tools/compare --recipes srpo vineppo --tokens 1000000 --seeds 0 1 2 3 4 --jobs 2
-    tools/compare --set learner.optimizer.lr=3e-4     settings for all runs
-    tools/compare --report                            table and figure of the finished runs, nothing is trained
+"""`creditgraph compare`: which methods learn faster than GRPO at equal sampled tokens, on the embedded task.
 
 Each run is a `creditgraph train` in --out, continued until it has sampled its tokens; finished ones are kept, so the
 command can be stopped and started again, or given more seeds, methods or tokens. Prints the table and writes table.md,
 result.json and compare.png. docs/compare.md explains the columns.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -17,11 +13,20 @@ import sys
 import time
 from pathlib import Path
 
-from launch import ROOT, use_project_python
+from pipeline.core.errors import ConfigError
+
+SUMMARY = "Train methods at equal sampled tokens and test which learn faster than GRPO."
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph compare                                   # every listed method, three seeds, 400k tokens\n"
+        "  creditgraph compare --recipes srpo vineppo --tokens 1000000 --seeds 0 1 2 3 4 --jobs 2\n"
+        "  creditgraph compare --set learner.optimizer.lr=3e-4   # settings for all runs\n"
+        "  creditgraph compare --report                          # table and figure of the finished runs"
+    )
     parser.add_argument(
         "--recipes",
         nargs="+",
@@ -37,42 +42,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all runs")
     parser.add_argument("--config-dir", nargs="+", default=[], help="folders with further recipes")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare", help="folder for runs and results")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder for runs and results")
     parser.add_argument("--report", action="store_true", help="train nothing")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Trains, writes table and figure; exit code 1 when a run failed."""
     if options.tokens <= 0 or options.jobs < 1 or options.every < 1:
-        parser.error("expected --tokens above 0, --jobs and --every of at least 1")
-    return options
-
-
-def main() -> int:
-    options = parse(sys.argv[1:])
-    sys.path.insert(0, str(Path.cwd()))  # components of the user's own, named as module:Class
+        raise ConfigError("compare: expected --tokens above 0, --jobs and --every of at least 1.")
     from pipeline.app.bench.compare_report import analyse, as_json, draw, table
     from pipeline.app.bench.methods import choose_methods
     from pipeline.app.bench.training_runs import Plan, train_all
-    from pipeline.core.errors import CreditgraphError
     from pipeline.run.metrics import plain
 
     started = time.monotonic()
     folder = options.out.resolve()
     settings = (f"evaluator.every={options.every}", "run.record.every=0", *options.set)
     plan = Plan(budget=options.tokens, folder=folder, overrides=settings, config_dirs=tuple(options.config_dir))
-    try:
-        methods = choose_methods(options.recipes, options.config_dir, to_train=True)
-        for method in methods:
-            method.experiment(*settings, config_dirs=options.config_dir)  # a mistake shows before anything is trained
-        failed = {}
-        if not options.report:
-            failed = train_all(
-                plan, methods, options.seeds, options.jobs, lambda text: print(text, file=sys.stderr, flush=True)
-            )
-    except CreditgraphError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("compare: interrupted; start it again to continue", file=sys.stderr)
-        return 130
+    methods = choose_methods(options.recipes, options.config_dir, to_train=True)
+    for method in methods:
+        method.experiment(*settings, config_dirs=options.config_dir)  # a mistake shows before anything is trained
+    failed = {}
+    if not options.report:
+        failed = train_all(
+            plan, methods, options.seeds, options.jobs, lambda text: print(text, file=sys.stderr, flush=True)
+        )
     curves = {m.name: {s: plan.curve(m, s) for s in options.seeds} for m in methods}
     rows, threshold = analyse(curves, options.tokens, options.threshold)
     notes = [f"Failed: {name} ({problem})." for name, problem in failed.items()]
@@ -84,8 +78,3 @@ def main() -> int:
     draw(curves, options.tokens, threshold, folder / "compare.png")
     print(f"{text}\n\n{time.monotonic() - started:.0f} s; wrote {folder}/{{table.md,result.json,compare.png}}")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    use_project_python()
-    sys.exit(main())

@@ -1,24 +1,25 @@
-"""tools/export_hf: a run's weights as a folder that transformers loads."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""creditgraph export: a run's weights as a folder that transformers loads."""
 
 import pytest
 import torch
 
+from pipeline.app.cli import main
 from pipeline.app.commands.train import train
 from pipeline.core.payloads import Weights
 from pipeline.run.checkpoint import Checkpoints
-from pipeline.run.compose import build_experiment, compose
-
-TOOL = Path(__file__).parents[2] / "tools" / "export_hf"
+from pipeline.run.compose.experiment import build_experiment, compose
 
 
-def export(*arguments):
-    return subprocess.run(
-        [sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.fixture
+def export(capsys):
+    """Runs the command; returns exit code and what it printed."""
+
+    def call(*arguments):
+        code = main(["export", *map(str, arguments)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,12 @@ def run(tmp_path_factory):
     return root / "toy"
 
 
-def test_the_exported_folder_holds_the_published_weights(run, tmp_path):
+def test_the_exported_folder_holds_the_published_weights(export, run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = export(run, "--output", tmp_path / "model", "--shard-gb", "0.0003")
-    assert done.returncode == 0, done.stderr
-    assert "weights of version 2" in done.stdout
+    code, said = export(run, "--output", tmp_path / "model", "--shard-gb", "0.0003")
+    assert code == 0, said
+    assert "weights of version 2" in said
     assert len(list((tmp_path / "model").glob("model-*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) > 0
@@ -50,8 +51,13 @@ def test_the_exported_folder_holds_the_published_weights(run, tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in newest.tensors.items())
 
 
-def test_mistakes_get_sentences(run, tmp_path):
-    assert "exists; expected a new folder" in export(run, "--output", tmp_path).stderr
-    assert "expected the directory of a run" in export(tmp_path, "--output", tmp_path / "x").stderr
-    assert "not a readable checkpoint" in export(run, "--output", tmp_path / "x", "--iteration", "7").stderr
+def test_mistakes_get_sentences(export, run, tmp_path):
+    for arguments, part in (
+        ((run, "--output", tmp_path), "exists; expected a new folder"),
+        ((tmp_path, "--output", tmp_path / "x"), "expected the directory of a run"),
+        ((run, "--output", tmp_path / "x", "--iteration", 7), "not a readable checkpoint"),
+    ):
+        code, said = export(*arguments)
+        assert code == 2
+        assert part in said
     assert not (tmp_path / "x").exists()

@@ -1,0 +1,129 @@
+"""Whether a data section, the verifier, the samplers and the model of a configuration fit each other; loads nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from components.data.sources import Source
+from components.models.load import EMBEDDED, chat_template_at_hand, unknown_chat_settings
+from components.text.templates import BY_THOUGHTS
+from pipeline.core.component import ModelSpec
+from pipeline.core.handles import Verifier
+from pipeline.core.payloads import Prompts, Trajectories
+from pipeline.core.settings import build_config
+from pipeline.core.sockets import sockets_of
+
+_READERS = {
+    "value": "verifier.math",
+    "choice": "verifier.choice",
+    "boolean": "verifier.boolean",
+    "code": "verifier.code",
+}
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def data_misfits(
+    split: str, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Sentences on what does not fit the entry that a node draws its problems from.
+
+    Args:
+        split: the entry of the data section.
+        node: the node that draws them.
+        graph: the graph; nodes that depend on `node` get its problems.
+        model, data: sections of the configuration.
+    """
+    place = f"data.{split}"
+    # A setup may set the template of an entry that the chosen data does not have.
+    there = [name for name, entry in data.items() if set(entry) - {"template"}]
+    if split not in there:
+        known = f"has {', '.join(there)}" if there else "is empty"
+        step = "choose data with problems to train on" if split == "train" else f"set {node.name}.split"
+        return [f"node '{node.name}': split '{split}' is not in the data section, which {known}; {step}."]
+    source, problems = build_config(Source, dict(data[split]), place)
+    if problems or not isinstance(source, Source):
+        return problems
+    sentences = model_misfits(source, model, place)
+    if sentences:
+        # Once is enough where the problems to train on are of the same kind.
+        train, _ = build_config(Source, dict(data.get("train") or {}), "data.train")
+        repeated = split != "train" and isinstance(train, Source) and model_misfits(train, model, "data.train")
+        return [] if repeated else sentences
+    takers = [other for other in graph.nodes if node.name in graph.ancestors([other.name])]
+    names = {taker.name for taker in takers}
+    for other in graph.nodes:
+        # A verifier depends on no problem; the nodes that call it do.
+        called = any(reader.name in names for reader, _, _ in graph.readers(other.name))
+        if other.name in names or (called and other.outputs_of(Verifier)):
+            sentences += kind_misfits(source, other, place)
+    for taker in takers:
+        if taker is node or _solves(taker):
+            sentences += mode_misfits(source, getattr(taker.config, "mode", ""), taker.name, place)
+    return sentences
+
+
+def _solves(node: Any) -> bool:
+    """Whether a node samples solutions of prompts; requests that follow a trajectory have words of their own."""
+    inputs = sockets_of(node.cls).inputs
+    return (
+        bool(node.outputs_of(Trajectories))
+        and any(socket.carries(Prompts) for socket in inputs.values())
+        and not any(socket.carries(Trajectories) for socket in inputs.values())
+    )
+
+
+def kind_misfits(source: Source, node: Any, place: str) -> list[str]:
+    """A sentence if a node reads reference answers of other kinds than the source has."""
+    kinds = node.cls.references_of(node.config)
+    verifies = bool(node.outputs_of(Verifier))
+    if kinds is None or (source.kinds and source.kinds <= kinds) or not (source.kinds or verifies):
+        return []
+    reader = f"node '{node.name}' ({node.use})"
+    if not source.kinds:
+        return [f"{place}: it has no reference answers, but {reader} reads them; set {place}.answer=COLUMN."]
+    found = "programs' tests" if source.kinds == {"code"} else f"of kind {' and '.join(sorted(source.kinds))}"
+    step = "choose other data"
+    if verifies:
+        step = (
+            f"set {node.name}.use={source.verifier or _READERS[source.answer_kind]} or {place}.answer_kind, or {step}"
+        )
+    return [f"{place}: its references are {found}, but {reader} reads {', '.join(sorted(kinds))}; {step}."]
+
+
+def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
+    """A sentence if a node samples by thoughts from prompts that do not say what ends a thought.
+
+    Plain prompts, and those of `user_prompt`, are the user's own words and may say it.
+    """
+    if mode != "thought" or source.user_prompt or source.by_template in (*BY_THOUGHTS, "plain"):
+        return []
+    return [
+        f"{place}: '{name}' samples thought by thought, but template '{source.by_template}' does not ask for "
+        f"steps that end with </thought>; set {place}.template=thought, or {name}.mode=plain."
+    ]
+
+
+def model_misfits(source: Source, model: ModelSpec, place: str) -> list[str]:
+    """A sentence if the model cannot read the source's prompts."""
+    if model.path in EMBEDDED and (source.source == "hub" or source.template == "chat"):
+        return [
+            f"{place}: {source.place} is in words that the embedded model does not know; choose model=NAME, or "
+            "data=chains."
+        ]
+    named = _HUB_NAME.fullmatch(model.path) and not Path(model.path).is_dir()
+    if named and "chains" in (source.source, source.template):
+        return [
+            f"{place}: the embedded task is in the vocabulary of the embedded model, but the model is {model.path}; "
+            "choose other data, model=tiny, or a folder of a model that was trained on it."
+        ]
+    return []
+
+
+def chat_misfits(model: ModelSpec) -> list[str]:
+    """A sentence if the model's chat template is on this machine and does not know a setting for it."""
+    template = chat_template_at_hand(model) if model.chat_template_kwargs else None
+    unknown = unknown_chat_settings(model, template) if template else ""
+    return [unknown] if unknown else []

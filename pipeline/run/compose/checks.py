@@ -1,0 +1,169 @@
+"""What composing checks beside hydra: settings of replaced components, unknown sections, YAML that expands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.registry import load_class
+from pipeline.core.settings import settings_named
+
+MAX_VALUES = 100_000  # values of a YAML file after its aliases are followed
+_ALIAS = re.compile(rb"[\s\[{,:-]\*\w")
+
+
+def chooses_component(key: str, is_group: bool, nodes: Any) -> bool:
+    """Whether an override chooses a node's component: "learner.use", "nodes.learner.use", or the group of that name."""
+    parts = key.removeprefix("nodes.").split(".")
+    if not isinstance(nodes, Mapping) or parts[0] not in nodes:
+        return False
+    return parts[1:] == ["use"] or (is_group and len(parts) == 1)
+
+
+def drop_replaced(values: dict[str, Any], before: Mapping[str, Any], given: Sequence[str]) -> list[str]:
+    """Removes settings that the files hold for a replaced component and that the new one does not have.
+
+    Settings that both have stay, so that `learner=megatron` keeps the objective of the graph.
+
+    Args:
+        values: the composed configuration; changed in place.
+        before: the same without the overrides that choose components; the settings in it are those of the files.
+        given: keys of the command line's overrides, whose settings stay even where they are wrong.
+
+    Returns:
+        A sentence per node that lost settings.
+    """
+    notes = []
+    nodes = values.get("nodes")
+    for name, spec in nodes.items() if isinstance(nodes, dict) else ():
+        if not isinstance(spec, dict):
+            continue
+        section = values.get(name)
+        use = _mapping(section).get("use", spec.get("use"))
+        dropped: dict[str, Any] = {}
+        replaced = ""
+        for old, setting, value in list(_settings_of_files(name, before)):  # `before` may be `values`
+            places = (f"{name}.{setting}", f"nodes.{name}.config.{setting}")
+            if old == use or any(key == p or key.startswith(f"{p}.") for key in given for p in places):
+                continue
+            if setting in _fields(old) and setting not in _fields(use, default=(setting,)):
+                for holder in (section, spec.get("config")):
+                    if isinstance(holder, dict):
+                        holder.pop(setting, None)
+                dropped[setting] = value
+                replaced = old
+        if dropped:
+            listed = ", ".join(f"{setting}={_short(value)}" for setting, value in dropped.items())
+            notes.append(
+                f"{name}.use={use}: dropped {listed}, set by files for {replaced}; {use} has no such setting"
+                f"{'s' if len(dropped) > 1 else ''}."
+            )
+    return notes
+
+
+def _settings_of_files(name: str, before: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(component it was written for, setting, value): those in the graph's file, then those in the node's section."""
+    spec = _mapping(_mapping(before.get("nodes")).get(name))
+    section = _mapping(before.get(name))
+    for setting, value in _mapping(spec.get("config")).items():
+        yield str(spec.get("use")), setting, value
+    for setting, value in section.items():
+        if setting != "use":
+            yield str(section.get("use", spec.get("use"))), setting, value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _fields(use: Any, default: Sequence[str] = ()) -> Sequence[str]:
+    """Names of a component's settings; `default` for one that cannot be read, which the graph's check will report."""
+    try:
+        return [f.name for f in dataclasses.fields(load_class(use).Config)]
+    except Exception:  # a module from outside may fail in any way
+        return default
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def section_hint(section: str, settings: Any, nodes: Mapping[str, Any], reserved: Iterable[str]) -> str:
+    """The nearest section; for a bare setting such as `lr=1e-4`, the places where nodes have a setting of that name."""
+    places = []
+    for name, spec in () if isinstance(settings, dict) else nodes.items():
+        try:
+            places += [f"{name}.{setting}" for setting in settings_named(load_class(spec["use"]).Config, section)]
+        except Exception:  # reported by the graph's check
+            continue
+    return f" Did you mean {' or '.join(places[:3])}?" if places else did_you_mean(section, [*nodes, *reserved])
+
+
+def joined(problems: Iterable[str], nodes: Mapping[str, Any]) -> list[str]:
+    """Problems in their order, where several nodes have the same one as one sentence: a recipe ties their settings.
+
+    >>> joined(["a.x: expected 1.", "b: no wire.", "c.x: expected 1."], {"a": {}, "b": {}, "c": {}})
+    ['a.x, c.x: expected 1.', 'b: no wire.']
+    """
+    places: dict[tuple[str, str], dict[str, None]] = {}  # ordered sets
+    for problem in problems:
+        place, colon, rest = problem.partition(":")
+        node, dot, setting = place.partition(".")
+        if colon and node in nodes:
+            places.setdefault((dot + setting, colon + rest), {})[place] = None
+        else:
+            places.setdefault(("", problem), {})[""] = None
+    return [f"{', '.join(names)}{sentence}" for (_, sentence), names in places.items()]
+
+
+def check_aliases(folders: Iterable[Path]) -> None:
+    """Raises ConfigError for a file of the user's whose YAML aliases (`*name`) repeat each other without measure."""
+    for file in (f for folder in folders for f in folder.glob("*/*.yaml")):
+        try:
+            text = file.read_bytes()
+            root = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if _ALIAS.search(text) else None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+            continue  # if the file is chosen, hydra says what is wrong with it
+        if root is not None and (count := _count_values(root, {})) > MAX_VALUES:
+            shown = "without end" if count == math.inf else f"to {count:.3g} values"
+            raise ConfigError(f"{file}: its aliases (*name) expand {shown}; expected at most {MAX_VALUES:,}.")
+
+
+def _count_values(node: yaml.Node, known: dict[int, float]) -> float:
+    if id(node) not in known:
+        known[id(node)] = math.inf  # of a node within itself
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [child for item in below for child in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
+    return known[id(node)]
+
+
+def composing_error(error: BaseException) -> str:
+    """One sentence for an error of hydra, OmegaConf or YAML."""
+    text = str(error)
+    if isinstance(error, RecursionError) or "recursion depth" in text:
+        return (
+            "nested without end; expected files that do not include themselves, and settings that are nested less "
+            "deeply. Look at the 'defaults' of the recipe."
+        )
+    if "--multirun" in text:
+        return "several values for one setting; expected one value, [a,b] for a list, or -m for a run per value."
+    override = getattr(error, "override", None)
+    if override is not None:
+        return f"'{override.lstrip('+')}' cannot be read; close its quotes and brackets, or quote the whole value."
+    if text.startswith("Could not delete"):
+        return f"{text.rstrip('.')}; ~nodes.NAME removes a node, ~NAME its settings."
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: no YAML: {error.problem}."
+    key = getattr(error, "full_key", None)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (f"{key}: " if key else "") + (lines[0] if lines else type(error).__name__)
