@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.engine.served.addresses import find_servers, read_rendezvous
+from components.engine.served.addresses import Address, find_servers, read_rendezvous
 from components.engine.served.settings import ServerSettings
 from components.engine.vllm.settings import VllmSettings
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
