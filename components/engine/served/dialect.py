@@ -38,6 +38,10 @@ class RefusedError(ServerError):
     """A request that the server refuses (status 4xx): the request is wrong, not the server."""
 
 
+class WrongKeyError(RefusedError):
+    """A request that the server refuses for its key (status 401)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """The model that an engine samples from.
@@ -164,7 +168,8 @@ def check_status(what: str, response: httpx.Response) -> None:
 
 def _status_error(what: str, status: int, text: str) -> ServerError:
     refused = 400 <= status < 500 and status not in (408, 429)
-    return (RefusedError if refused else ServerError)(f"{what}: status {status}: {_short(text)}")
+    kind = WrongKeyError if status == 401 else RefusedError if refused else ServerError
+    return kind(f"{what}: status {status}: {_short(text)}")
 
 
 async def _limited(what: str, response: httpx.Response) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from components.engine.channel import Update
 from components.engine.probe import compare_logprobs
 from components.engine.served.addresses import UNIX, Address, Waiting, check_port, free_port, relocated, wait_for_server
 from components.engine.served.connection import LANE_REQUESTS, check_closed, new_client
-from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
+from components.engine.served.dialect import Dialect, InFlight, ServerError, WrongKeyError, parsing, result_of
 from components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
 from components.engine.served.settings import PoolSettings
 from pipeline.core.errors import CreditgraphError, RunError
@@ -185,6 +185,10 @@ class Server:
             try:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
                     return ""
+            except WrongKeyError as error:
+                raise RunError(
+                    f"{self.name}: it refuses this run's key ({error}). Name the file with its key in engine.key_file."
+                ) from error
             except _NOT_READY as error:
                 last = _describe(error)
             if waiting.is_over(last):
