@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.engine.folders import abandoned, own_folder
-from components.engine.served.guard import clean
+from components.engine.guard import clean
 
-GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(__file__).parents[1] / "guard.py"
 STOP_SECONDS = 12.0
 LOG_LINES = 8
 KEY_VARIABLE = "CREDITGRAPH_SERVER_KEY"  # environment variable from which a server takes its key
@@ -59,7 +59,7 @@ class ServerProcess:
         self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1", key: str = ""
     ) -> None:
         self.log = log
-        self.scratch = _make_scratch()
+        self.scratch = make_scratch()
         environment = dict(os.environ)
         for name, value in launch.environment.items():
             if value is None:
@@ -122,7 +122,7 @@ class ServerProcess:
             self._process.wait()
 
 
-def _make_scratch() -> Path:
+def make_scratch() -> Path:
     """A folder for one server, after those of dead runs of this user are removed with what their servers have left."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _LONGEST_TEMPORARY:

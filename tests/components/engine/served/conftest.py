@@ -14,10 +14,10 @@ import torch
 
 from components.engine.base import Limits
 from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.guard import descendants
 from components.engine.rows import Rows
 from components.engine.served.addresses import Address
 from components.engine.served.dialect import ServedModel
-from components.engine.served.guard import descendants
 from components.engine.served.pool import ServerPool
 from components.engine.served.process import Launch
 from components.engine.served.settings import PoolSettings

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from components.engine import guard
 from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.served import guard
-from components.engine.served.guard import descendants
+from components.engine.guard import descendants
 from components.engine.served.pool import AllServersLost
 from components.engine.served.process import Launch, ServerProcess
 from pipeline.core.errors import CreditgraphError, RunError

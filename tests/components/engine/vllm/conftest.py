@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from components.engine.guard import descendants
 from components.engine.served.addresses import check_port, free_port
-from components.engine.served.guard import descendants
 from components.engine.served.settings import PoolSettings
 from components.engine.vllm.engine import VllmEngine
 from components.engine.vllm.settings import AdapterSettings

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
+from components.engine.guard import descendants
 from components.engine.served.connection import new_client
-from components.engine.served.guard import descendants
 from components.engine.vllm.engine import VllmEngine
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.handles import Requests, Sampling
