@@ -115,6 +115,6 @@ def livecodebench_tests(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], s
     try:
         notes = row.get("metadata")
         notes = json.loads(notes) if isinstance(notes, str) and notes.strip() else notes
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"metadata: not JSON ({error})") from None
     return tests, str((notes.get("func_name") if isinstance(notes, dict) else "") or "")

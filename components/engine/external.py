@@ -23,7 +23,7 @@ from components.engine.served.settings import ServerSettings
 from components.engine.vocabulary import eos_mask, generation_config, padding_columns
 from components.engine.weight_files import in_dtype
 from components.engine.weights import WeightNames, merged
-from components.models.load import check_context, load_config, load_tokenizer, resolve_model_path
+from components.models.load import check_context, check_weight_files, load_config, load_tokenizer, resolve_model_path
 from components.text.stops import TokenText
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
@@ -108,7 +108,7 @@ class ExternalEngine(Engine):
         self.eos = eos_mask(generation_config(context.model), self.tokenizer, self.vocab_size)
         padding = padding_columns(self.tokenizer, self.vocab_size, "cpu")
         model = ServedModel(
-            path=resolve_model_path(context.model.path),
+            path=check_weight_files(context.model),
             dtype=context.model.dtype,
             context_length=self.context_length,
             vocab_size=self.vocab_size,

@@ -21,7 +21,7 @@ LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded 
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 HUB_SECONDS = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve_model_path(path: str) -> str:
@@ -157,13 +157,8 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     """The model in evaluation mode, parameters in `spec.dtype`, on `device`."""
     from transformers import AutoModelForCausalLM
 
-    path = resolve_model_path(spec.path)
     config = load_config(spec)
-    if Path(path).is_dir() and not any(True for pattern in _WEIGHT_PATTERNS for _ in Path(path).glob(pattern)):
-        raise DataError(
-            f"model folder {path}: expected a complete model, but it has no weights (*.safetensors). Copy them there "
-            "or correct model.path."
-        )
+    path = check_weight_files(spec)
     if not spec.trust_remote_code and type(config) not in _causal_configs():
         kind = getattr(config, "model_type", "unknown")
         raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
@@ -171,11 +166,32 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     try:
         with _quiet_unless_watched():
             model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+                path,
+                config=config,
+                dtype=getattr(torch, spec.dtype),
+                trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,  # other files are pickles, which can run code
             )
     except Exception as error:  # safetensors, the hub client and remote code each raise their own types
         raise _failure("weights", spec.path, error) from error
     return model.to(device).eval()
+
+
+def check_weight_files(spec: ModelSpec) -> str:
+    """Returns the resolved path; raises DataError for a folder without safetensors files, pickles among others."""
+    path = resolve_model_path(spec.path)
+    if not Path(path).is_dir() or any(Path(path).glob("*.safetensors")):
+        return path
+    pickles = sorted(file.name for pattern in _PICKLES for file in Path(path).glob(pattern))
+    if pickles:
+        raise DataError(
+            f"model folder {path}: expected weights as *.safetensors, got {pickles[0]}, a pickle, which can run code "
+            "when it is read. Convert it where you trust it, with save_pretrained."
+        )
+    raise DataError(
+        f"model folder {path}: expected a complete model, but it has no weights (*.safetensors). Copy them there or "
+        "correct model.path."
+    )
 
 
 @contextmanager

@@ -39,8 +39,8 @@ def weight_files(path: str) -> list[Path]:
         files = sorted({where / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     if not files:
         raise DataError(
-            f"weights path {path}: expected a folder in Hugging Face layout, got no *.safetensors file. Convert the "
-            "weights with save_pretrained."
+            f"weights path {path}: expected a folder in Hugging Face layout, got no *.safetensors file, and "
+            "others are not read. Convert the weights with save_pretrained."
         )
     return files
 

@@ -8,7 +8,8 @@ from typing import Any
 MEGABYTE = 2**20
 START_SECONDS = 30.0  # until the runner is ready, on a host that starts many sandboxes at once
 GRACE_SECONDS = 1.0  # after a test's time limit, for the runner to end the test and say so
-WATCH_SECONDS = 0.05  # between two checks of a sandbox's memory and files
+CLOCK_FACTOR = 10.0  # a test on a busy host takes at most so many times its limit by the clock
+WATCH_SECONDS = 0.05  # between two checks of a sandbox's time, memory and files
 MAX_FILES = 10_000  # in the private /tmp: empty files cost the kernel memory that no limit of size counts
 OPEN_FILES = 64  # descriptors of a process
 MAX_DIGITS = 50_000  # of a number that is printed or read; the time of the conversion grows with their square
@@ -18,10 +19,17 @@ RUNNER_MEMORY = 24 * MEGABYTE  # resident: the interpreter and the runner, which
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits per program; the time limit is per test."""
+    """Limits per program.
+
+    Seconds are those of all processes of the program on a processor, or those of the clock without the time in which it
+    waited for a processor, whichever are more: neither a program that sleeps nor one that computes in many processes
+    gets more, and other programs on the host cost it nothing.
+    """
 
     seconds: float = 4.0
-    """wall-clock seconds of one test"""
+    """seconds of one test"""
+    program_seconds: float = 60.0
+    """seconds of all tests of a program together; the tests that are left then are not run and count as failed"""
     memory_mb: int = 512
     """address space of a process, and resident memory of all processes of a program together"""
     processes: int = 16
@@ -46,8 +54,7 @@ class Limits:
         """The limits in the format of the runner, in bytes and seconds."""
         memory = self.memory_mb * MEGABYTE
         return {
-            "seconds": self.seconds,
-            "cpu_seconds": int(self.seconds) + 2,  # a backstop: the wall clock ends a test first
+            "cpu_seconds": int(self.seconds) + 2,  # of one process, a backstop
             "memory": memory,
             "stack": min(MAX_STACK, memory // 4),
             "processes": self.processes if isolated else 0,  # outside, all processes of the user would count
@@ -55,7 +62,6 @@ class Limits:
             "open_files": OPEN_FILES,
             "output": self.output_kb * 1024,
             "digits": MAX_DIGITS,
-            "timeouts": self.timeouts,
         }
 
     def max_reply_bytes(self, tests: int) -> int:

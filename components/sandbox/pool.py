@@ -18,6 +18,7 @@ from typing import Any
 
 from components.sandbox.isolation import Isolation, open_filter
 from components.sandbox.limits import (
+    CLOCK_FACTOR,
     GRACE_SECONDS,
     MAX_FILES,
     MEGABYTE,
@@ -26,6 +27,9 @@ from components.sandbox.limits import (
     WATCH_SECONDS,
     Limits,
 )
+from components.sandbox.watch import Usage, Watch
+
+NO_START = "the sandbox did not start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,9 @@ def run_programs(
         try:
             with contextlib.closing(_Sandbox(program, slot, isolation, limits)) as sandbox:
                 return sandbox.results()
+        except OSError as error:  # no more processes, descriptors or memory on this host
+            lost = TestResult(status="lost", reason=f"{NO_START} ({error})")
+            return [lost] * len(program.inputs)
         finally:
             slots.put(slot)
 
@@ -94,89 +101,162 @@ def run_programs(
         return list(threads.map(run, programs))
 
 
+class _Clock:
+    """Seconds of one test, as limits count them."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._before: Usage | None = None
+        self.by_clock = 0.0
+        self.without_waiting = 0.0
+        self.counted = 0.0
+
+    def read(self, now: float, usage: Usage) -> None:
+        """Brings the seconds to the time `now`; `usage` is the sandbox's."""
+        # The first sample of a test comes so early that nothing of it is missing.
+        self._before = self._before or usage
+        self.by_clock = now - self._started
+        self.without_waiting = self.by_clock - (usage.waited - self._before.waited)
+        self.counted = max(self.without_waiting, usage.cpu - self._before.cpu)
+
+    def at_end(self, now: float) -> float:
+        """Seconds of a test that ends at the time `now`."""
+        return self.counted + now - self._started - self.by_clock
+
+
 class _Sandbox:
     """A running sandbox and what it has written so far."""
 
     def __init__(self, program: Program, slot: int, isolation: Isolation, limits: Limits) -> None:
         self._limits = limits
-        self._tests = len(program.inputs)
+        self._inputs = program.inputs
         self._isolated = bool(isolation.bubblewrap)
         self._ready = False
         self._unread = b""
         self._num_bytes = 0
         self._results: list[TestResult] = []
-        self._started = time.monotonic()
-        self._deadline = self._started + START_SECONDS
+        self._seconds = 0.0  # of the tests that have ended
+        self._clock = _Clock()
+        self._ended_after: float | None = None  # seconds after which the running test was ended
+        self._next_look = time.monotonic() + WATCH_SECONDS
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         job = {
             "source": program.source,
             "function": program.function,
-            "inputs": list(program.inputs),
             "isolated": self._isolated,
             "uid": isolation.user_of(slot),
             "packages": isolation.module_path(),
             **limits.for_runner(self._isolated),
         }
-        self._process = _start(job, isolation, limits, self._stderr)
+        self._process = _start(isolation, limits, self._stderr)
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._stdin = self._process.stdin
         self._stdout = self._process.stdout
+        self._watch = Watch(self._process.pid)
+        os.set_blocking(self._stdin.fileno(), False)
+        self._unsent = memoryview(b"")
+        self._send(job)
 
     def results(self) -> list[TestResult]:
         """Waits for the results of all tests, or for a reason to end the sandbox early."""
-        output = select.poll()  # select.select does not support descriptors above 1023
-        output.register(self._stdout, select.POLLIN)
         reason = ""
-        while not reason and not (self._ready and len(self._results) == self._tests):
-            wait = min(self._deadline - time.monotonic(), WATCH_SECONDS)
-            if output.poll(max(wait, 0.0) * 1000):
+        while not reason and not (self._ready and len(self._results) == len(self._inputs)):
+            poll = select.poll()  # select.select does not support descriptors above 1023
+            poll.register(self._stdout, select.POLLIN)
+            if self._unsent:
+                poll.register(self._stdin, select.POLLOUT)
+            ready = {fd for fd, _ in poll.poll(max(self._next_look - time.monotonic(), 0.0) * 1000)}
+            if self._stdin.fileno() in ready:
+                self._write()
+            if self._stdout.fileno() in ready:
                 reason = self._receive()
             reason = reason or self._exceeded_limit()
         status = "memory" if reason.startswith("used") else "timeout" if reason.startswith("timed") else "lost"
-        lost = TestResult(status=status, reason=reason)
-        return self._results + [lost] * (self._tests - len(self._results))
+        return self._results + [TestResult(status=status, reason=reason)] * (len(self._inputs) - len(self._results))
 
     def close(self) -> None:
         """Kills bubblewrap; the namespace's init dies with it, and every process inside dies with init."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._stdin.close()
         self._stdout.close()
         self._stderr.close()
+
+    def _send(self, request: Any) -> None:
+        self._unsent = memoryview(bytes(self._unsent) + json.dumps(request).encode() + b"\n")
+        self._write()
+
+    def _write(self) -> None:
+        """Writes as much as the sandbox reads; one that has ended is noticed at its output."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent = memoryview(b"")
+        if self._ended_after is None:
+            self._clock = _Clock()  # a test starts when its input has arrived
 
     def _receive(self) -> str:
         """Reads new output. Returns the reason why the sandbox has ended, "" while it runs."""
         chunk = os.read(self._stdout.fileno(), 1 << 18)
         self._num_bytes += len(chunk)
-        if not chunk or self._num_bytes > self._limits.max_reply_bytes(self._tests):
+        if not chunk or self._num_bytes > self._limits.max_reply_bytes(len(self._inputs)):
             if not self._ready:
-                return f"the sandbox did not start ({self._error()})"
+                return f"{NO_START} ({self._error()})"
             return "the sandbox was ended from inside"
         self._unread += chunk
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            # Every line is progress, so the next test gets its whole time. A program cannot make its tests last longer.
-            self._deadline = time.monotonic() + self._limits.seconds + GRACE_SECONDS
             if not self._ready:
                 self._ready = True
-            elif len(self._results) < self._tests:
+            elif len(self._results) < len(self._inputs):
                 self._results.append(_result(line, self._limits))
+                self._seconds += self._clock.at_end(time.monotonic())
+            self._next_test()
         return ""
 
+    def _next_test(self) -> None:
+        """Sends the next input; or, if the program has used up what it may, fills in the tests that are left."""
+        limits = self._limits
+        left = len(self._inputs) - len(self._results)
+        if sum(result.status == "timeout" for result in self._results) >= limits.timeouts:
+            self._results += [TestResult(status="skipped", reason="not run after an earlier time-out")] * left
+        elif self._seconds >= limits.program_seconds:
+            reason = f"not run: the tests before it took more than {limits.program_seconds:g} s together"
+            self._results += [TestResult(status="skipped", reason=reason)] * left
+        elif left:
+            self._ended_after = None
+            self._clock = _Clock()
+            self._send(self._inputs[len(self._results)])
+
     def _exceeded_limit(self) -> str:
-        """Which limit of the whole sandbox is exceeded, "" when none is."""
+        """Ends a test that exceeds its time. Returns which limit of the whole sandbox is exceeded, "" when none is."""
         limits = self._limits
         now = time.monotonic()
-        if self._deadline <= now:
-            if not self._ready:
-                return "the sandbox did not start in time"
-            return f"timed out after {limits.seconds:g} s, the sandbox not responding"
-        if now - self._started <= WATCH_SECONDS:
+        if now < self._next_look:
             return ""
-        if resident_bytes(self._process.pid) > limits.memory_mb * MEGABYTE + RUNNER_MEMORY:
+        self._next_look = now + WATCH_SECONDS
+        usage = self._watch.sample(now)
+        clock = self._clock
+        clock.read(now, usage)
+        if not self._ready or self._unsent:
+            return "" if clock.by_clock < START_SECONDS else f"{NO_START} in time"
+        if usage.memory > limits.memory_mb * MEGABYTE + RUNNER_MEMORY:
             return f"used more than {limits.memory_mb} MB of memory"
         # Ready means that bubblewrap has left the host's root, whose /tmp it would otherwise count.
-        if self._isolated and self._ready and _inodes(self._process.pid) > MAX_FILES:
+        if self._isolated and _inodes(self._process.pid) > MAX_FILES:
             return f"made more than {MAX_FILES} files"
+        if self._ended_after is not None:
+            late = clock.without_waiting - self._ended_after >= GRACE_SECONDS
+            if late or clock.by_clock >= limits.seconds * CLOCK_FACTOR + GRACE_SECONDS:
+                return f"timed out after {limits.seconds:g} s, the sandbox not responding"
+        elif clock.counted >= limits.seconds or clock.by_clock >= limits.seconds * CLOCK_FACTOR:
+            self._ended_after = clock.without_waiting
+            self._send(None)
         return ""
 
     def _error(self) -> str:
@@ -188,28 +268,23 @@ class _Sandbox:
         return text or f"exit code {self._process.poll()}"
 
 
-def _start(job: dict[str, Any], isolation: Isolation, limits: Limits, stderr: Any) -> subprocess.Popen[bytes]:
+def _start(isolation: Isolation, limits: Limits, stderr: Any) -> subprocess.Popen[bytes]:
     filter_fd = open_filter() if isolation.bubblewrap else -1
-    # In memory and already complete: the sandbox can neither block the writer nor see a path.
-    job_fd = os.memfd_create("job", os.MFD_CLOEXEC)
     try:
-        with os.fdopen(os.dup(job_fd), "wb") as writer:
-            writer.write(json.dumps(job).encode())
-        os.lseek(job_fd, 0, os.SEEK_SET)
         return subprocess.Popen(
             isolation.command(limits, filter_fd),
-            stdin=job_fd,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
+            bufsize=0,
             pass_fds=[filter_fd] if filter_fd >= 0 else [],
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
             cwd="/" if isolation.bubblewrap else tempfile.gettempdir(),
             start_new_session=True,
         )
     finally:
-        for fd in (job_fd, filter_fd):
-            if fd >= 0:
-                os.close(fd)
+        if filter_fd >= 0:
+            os.close(filter_fd)
 
 
 def _result(line: bytes, limits: Limits) -> TestResult:
@@ -233,7 +308,6 @@ def _reason(status: str, code: int, error: str, limits: Limits) -> str:
     texts = {
         "timeout": f"timed out after {limits.seconds:g} s",
         "output": f"wrote more than {limits.output_kb} kB",
-        "skipped": "not run after an earlier time-out",
     }
     return texts.get(status, "the sandbox's reply could not be read")
 
@@ -246,21 +320,3 @@ def _inodes(pid: int) -> int:
         return status.f_files - status.f_ffree
     except (OSError, IndexError):
         return 0
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants in bytes, without file-backed pages."""
-    total = 0
-    open_pids = [pid]
-    while open_pids:
-        one = open_pids.pop()
-        try:
-            with open(f"/proc/{one}/status", encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if line.startswith(("RssAnon:", "RssShmem:")):
-                        total += int(line.split()[1]) * 1024
-            with open(f"/proc/{one}/task/{one}/children", encoding="ascii") as text:
-                open_pids += map(int, text.read().split())
-        except (OSError, ValueError):  # it ended meanwhile
-            continue
-    return total

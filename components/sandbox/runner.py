@@ -1,9 +1,10 @@
 """The runner inside the sandbox: runs one program, once per test, without access to the expected outputs.
 
-The job comes as JSON on standard input, the results leave as JSON lines on standard output: {"ready": true}, then for
-each test {"status": "exit" | "signal" | "timeout" | "output" | "skipped", "code": int, "out": text, "err": last line,
-"result": text}. Each test is a fork of this process, so the interpreter starts once per program. Processes that a test
-leaves running are killed after it. Only the standard library is imported.
+Standard input brings JSON lines: the job, then for each test its input, and null to end a running test. The next input
+comes when the result before it has left, so no test can read it earlier. Standard output takes JSON lines:
+{"ready": true}, then for each test {"status": "exit" | "signal" | "timeout" | "output", "code": int, "out": text,
+"err": last line, "result": text}. Each test is a fork of this process, so the interpreter starts once per program.
+After it, the processes it left running are killed and its files deleted. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ CHUNK = 1 << 16
 
 def main() -> None:
     """Runs one job."""
-    job = json.loads(_read_all(0))
+    requests = _Requests(os.dup(0))
+    job = json.loads(requests.line())
     if job["processes"]:
         _limit(resource.RLIMIT_NPROC, job["processes"])
     _limit(resource.RLIMIT_CORE, 0)
@@ -48,23 +50,41 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write)
     _send(results, {"ready": True})
-    timeouts = 0
-    for test_input in job["inputs"]:
-        reply = {"status": "skipped"} if timeouts >= job["timeouts"] else _run(job, test_input, wake_read)
-        timeouts += reply["status"] == "timeout"
-        _send(results, reply)
+    while line := requests.line():
+        test_input = json.loads(line)
+        if test_input is not None:  # the end of a test that has ended by itself
+            _send(results, _run(job, test_input, requests, wake_read))
+
+
+class _Requests:
+    """The lines on a descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.unread = bytearray()
+        self.closed = False
+
+    def line(self) -> bytes:
+        """The next line, b"" after the last one."""
+        end = self.unread.find(b"\n")
+        while end < 0 and not self.closed:
+            start = len(self.unread)
+            self.receive()
+            end = self.unread.find(b"\n", start)
+        line = bytes(self.unread[: end + 1])
+        del self.unread[: end + 1]
+        return line
+
+    def receive(self) -> None:
+        """Waits for more."""
+        chunk = os.read(self.fd, 1 << 20)
+        self.unread += chunk
+        self.closed = not chunk
 
 
 def _send(results: io.BufferedWriter, reply: dict[str, Any]) -> None:
     results.write(json.dumps(reply).encode() + b"\n")
     results.flush()
-
-
-def _read_all(fd: int) -> bytes:
-    chunks = []
-    while chunk := os.read(fd, 1 << 20):
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _limit(kind: int, value: int) -> None:
@@ -86,20 +106,20 @@ class _Test:
         self.status: tuple[str, int] | None = None
         self.reaped = False
 
-    def watch(self, wake: int) -> None:
+    def watch(self, wake: int, requests: _Requests) -> None:
         """Feeds and drains the test until it ends, or has to. `wake` becomes readable when a child has ended."""
-        deadline = time.monotonic() + self.job["seconds"]
         self._close_stdin_when_sent()
         while self.status is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            # While a test runs, the only request is to end it.
+            if requests.unread or requests.closed:
                 self.status = ("timeout", 0)
                 return
             writable = [self.stdin] if self.stdin >= 0 else []
-            readable, writable, _ = select.select([wake, *self.open], writable, [], left)
-            for fd in readable:
-                if fd != wake:
-                    self._read(fd)
+            readable, writable, _ = select.select([wake, requests.fd, *self.open], writable, [])
+            if requests.fd in readable:
+                requests.receive()
+            for fd in self.open.intersection(readable):
+                self._read(fd)
             if writable:
                 self._write()
             if wake in readable:
@@ -171,7 +191,7 @@ class _Test:
         self.status = self.status or ended
 
 
-def _run(job: dict[str, Any], test_input: Any, wake: int) -> dict[str, Any]:
+def _run(job: dict[str, Any], test_input: Any, requests: _Requests, wake: int) -> dict[str, Any]:
     pipes = [os.pipe() for _ in range(4)]  # standard input, output and error; the value a function returns
     theirs = [pipes[0][0], *(write for _, write in pipes[1:])]
     ours = [pipes[0][1], *(read for read, _ in pipes[1:])]
@@ -188,23 +208,64 @@ def _run(job: dict[str, Any], test_input: Any, wake: int) -> dict[str, Any]:
     for fd in ours:
         os.set_blocking(fd, False)
     test = _Test(job, pid, ours, b"" if job["function"] else test_input.encode("utf-8", "replace"))
-    test.watch(wake)
-    _kill_rest(job, pid)
+    test.watch(wake, requests)
+    isolated = job["isolated"] and os.getpid() < 10
+    _kill_rest(isolated, pid)
     test.end()
+    if isolated:
+        _wait_for_rest()
+        _empty(b"/tmp")
     return test.reply()
 
 
-def _kill_rest(job: dict[str, Any], pid: int) -> None:
+def _kill_rest(isolated: bool, pid: int) -> None:
     """Kills what the test started: its session, or in a process namespace all but this process and the init."""
     try:
         # Process 1 is bubblewrap's init, this one comes right after it. A higher number is no such namespace, and −1
         # would be everything on the host.
-        if job["isolated"] and os.getpid() < 10:
+        if isolated:
             os.kill(-1, signal.SIGKILL)
         else:
             os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+
+
+def _wait_for_rest() -> None:
+    """Waits until all other processes of the namespace are gone: none may see the next test."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(-1, signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def _empty(folder: bytes) -> None:
+    """Deletes all files of a test. What is in a folder inside moves up first, so that no path grows long."""
+    with contextlib.suppress(PermissionError):  # in a user namespace the program owns it: mode and time tell nothing
+        os.chmod(folder, 0o1777)
+        os.utime(folder, (0, 0))
+    new = folder + b"/" + os.urandom(16).hex().encode()
+    count = 0
+    while names := os.listdir(folder):
+        for name in names:
+            path = folder + b"/" + name
+            if _unlinked(path):
+                continue
+            for inside in os.listdir(path):
+                if not _unlinked(path + b"/" + inside):
+                    os.rename(path + b"/" + inside, new + b"%d" % count)
+                    count += 1
+            os.rmdir(path)
+
+
+def _unlinked(path: bytes) -> bool:
+    """Deletes a file; a folder it opens instead, and returns False."""
+    try:
+        os.unlink(path)
+        return True
+    except IsADirectoryError:
+        os.chmod(path, 0o700)
+        return False
 
 
 def _text(data: bytearray) -> str:

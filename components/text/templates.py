@@ -174,8 +174,13 @@ def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str
     """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps)."""
     if check_template(metadata.get("template", "plain")) == "chains":
         return chains.localize_prompt(question, steps)
+    return _chat(localize_request(question, steps), tokenizer)
+
+
+def localize_request(question: str, steps: Sequence[str]) -> str:
+    """The request for the first wrong step of a failed attempt, as text without a chat template."""
     instructions = LOCALIZE_INSTRUCTIONS.replace("<count>", str(len(steps)))
-    return _chat(f"{instructions}\nProblem: {question}\n\n{_numbered(steps)}\n", tokenizer)
+    return f"{instructions}\nProblem: {question}\n\n{_numbered(steps)}\n"
 
 
 def revise_prompt(

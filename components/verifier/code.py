@@ -9,9 +9,9 @@ from typing import Literal
 
 from components.sandbox.isolation import no_isolation
 from components.sandbox.limits import Limits
-from components.sandbox.pool import Program, TestResult, run_programs
+from components.sandbox.pool import NO_START, Program, TestResult, run_programs
 from components.sandbox.probe import find_isolation
-from components.text.code_tests import CodeTest, CodeTests, extract_code, read_tests, same_output, same_value
+from components.text.code_tests import CodeTests, extract_code, mismatch, read_tests
 from components.verifier.base import RIGHT, Item, Verdict, VerifierComponent, undecided, wrong
 from pipeline.core.component import Context
 
@@ -41,7 +41,8 @@ class Code(VerifierComponent):
         max_tests: int = 0
         """number of tests per problem, from the front; 0 uses all"""
         tolerance: float = 1e-6
-        """relative above 1, absolute below: how far a decimal number may be off; equal text always passes"""
+        """relative above 1, absolute below: how far a number may be off where the expected one has a decimal point;
+        whole numbers are compared exactly, and equal text always passes"""
         limits: Limits = field(default_factory=Limits)
         """per program"""
         workers: int = 0
@@ -95,26 +96,15 @@ class Code(VerifierComponent):
 
     def _verdict(self, tests: CodeTests, results: Sequence[TestResult]) -> Verdict:
         failures = [
-            self._failure(test, result, tests.function) for test, result in zip(tests.tests, results, strict=True)
+            result.reason or mismatch(test, tests.function, result.out, result.result, self.config.tolerance)
+            for test, result in zip(tests.tests, results, strict=True)
         ]
         passed = failures.count("")
         if passed == len(failures):
             return RIGHT
-        if all(result.reason.startswith("the sandbox did not start") for result in results):
+        if all(result.reason.startswith(NO_START) for result in results):
             return undecided(results[0].reason)
         first = next(i for i, failure in enumerate(failures) if failure)
         detail = f"{passed} of {len(failures)} tests passed; test {first + 1}: {failures[first]}"
         value = passed / len(failures) if self.config.reward == "fraction" else 0.0
         return Verdict(value=value, correct=False, detail=detail)
-
-    def _failure(self, test: CodeTest, result: TestResult, function: str) -> str:
-        """The reason why a test failed, "" if it passed."""
-        if result.reason:
-            return result.reason
-        tolerance = self.config.tolerance
-        if not function:
-            passed = same_output(result.out, test.output, tolerance)
-            return "" if passed else f"wrong output '{result.out.strip()[:60]}'"
-        if not result.result:
-            return "the function was not reached"
-        return "" if same_value(result.result, test.output, tolerance) else f"wrong value {result.result[:60]}"

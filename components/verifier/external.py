@@ -87,26 +87,16 @@ class External(VerifierComponent):
             ]
         }
         config = self.config
-        wait = config.wait
-        reason = ""
-        for attempt in range(config.retries + 1):
-            if attempt:
-                time.sleep(wait)
-                wait = min(2 * wait, _MAX_WAIT)
-            try:
-                response = self._client.post(config.url, json=body, headers=config.headers, timeout=config.seconds)
-            except httpx.TimeoutException:
-                reason = f"no response from {config.url} in {config.seconds:g} s"
-                continue
-            except httpx.HTTPError as error:
-                reason = f"{config.url}: {str(error) or type(error).__name__}"
-                continue
-            if response.status_code == 200:
-                return self._read(response, len(items))
-            reason = f"{config.url}: HTTP {response.status_code} {response.text[:80]}".strip()
-            if response.status_code not in _RETRIED:
-                break
-        return self._failed(reason, len(items))
+        response = post(
+            self._client,
+            config.url,
+            body,
+            headers=config.headers,
+            seconds=config.seconds,
+            retries=config.retries,
+            wait=config.wait,
+        )
+        return self._failed(response, len(items)) if isinstance(response, str) else self._read(response, len(items))
 
     def _read(self, response: httpx.Response, count: int) -> list[Verdict]:
         try:
@@ -121,6 +111,48 @@ class External(VerifierComponent):
     def _failed(self, reason: str, count: int) -> list[Verdict]:
         self.failures += count
         return [Verdict(value=0.0, correct=False, valid=False, detail=reason, keep=False)] * count
+
+
+def post(
+    client: httpx.Client,
+    url: str,
+    body: dict[str, Any],
+    *,
+    headers: dict[str, str],
+    seconds: float,
+    retries: int = 3,
+    wait: float = 0.5,
+) -> httpx.Response | str:
+    """The response with status 200 to a POST request of JSON, or the reason why there is none.
+
+    Args:
+        client: holds the connections.
+        url: of the request.
+        body: of the request.
+        headers: of the request.
+        seconds: limit of one try.
+        retries: further tries after a temporary failure (no connection, time-out, HTTP 408, 425, 429, 5xx).
+        wait: seconds before the first further try; doubled each time, at most 30.
+    """
+    reason = ""
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(wait)
+            wait = min(2 * wait, _MAX_WAIT)
+        try:
+            response = client.post(url, json=body, headers=headers, timeout=seconds)
+        except httpx.TimeoutException:
+            reason = f"no response from {url} in {seconds:g} s"
+            continue
+        except httpx.HTTPError as error:
+            reason = f"{url}: {str(error) or type(error).__name__}"
+            continue
+        if response.status_code == 200:
+            return response
+        reason = f"{url}: HTTP {response.status_code} {response.text[:80]}".strip()
+        if response.status_code not in _RETRIED:
+            break
+    return reason
 
 
 def _verdict(result: Any) -> Verdict:

@@ -30,7 +30,7 @@ from pipeline.app.commands import (
     submit,
     train,
 )
-from pipeline.app.commands.tools import compare, creditbench, export, plan
+from pipeline.app.commands.tools import compare, creditbench, export, localization, plan
 from pipeline.app.completion import complete
 from pipeline.core.errors import CreditgraphError, did_you_mean
 
@@ -59,6 +59,7 @@ COMMANDS: dict[str, Command] = {
     "export": export,
     "compare": compare,
     "creditbench": creditbench,
+    "localization": localization,
     "data": data,
     "submit": submit,
     "status": status,

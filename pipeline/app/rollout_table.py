@@ -19,7 +19,8 @@ from pipeline.core.errors import DataError
 from pipeline.core.graph import Graph
 from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, Trajectories
 from pipeline.run.metrics import TableSettings
-from pipeline.run.recording import RecordSettings, from_arrow, read_table
+from pipeline.run.recorder import RecordSettings
+from pipeline.run.recording import from_arrow, read_table
 
 logger = logging.getLogger("creditgraph")
 

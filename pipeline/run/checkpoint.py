@@ -4,15 +4,14 @@
         tensors.safetensors   every tensor, "<group>/<number>"
         state.json            the nesting around them
         shards/<node>/        shards that collective nodes write from every rank
-        manifest.json         iteration, size and SHA-256 of both files, sizes of the shards
+        manifest.json         iteration, size and SHA-256 of each file, marks of the run's logs, and its own SHA-256
 
-A directory without a sound manifest does not count as a checkpoint.
+A directory whose manifest or files are not those that were written does not count as a checkpoint. The run that
+continues renames it to damaged-000011, so that it neither takes the place of a valid one nor is lost.
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import hashlib
 import json
 import logging
@@ -23,23 +22,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.core.encoding import Encoded, decode
 from pipeline.core.errors import RunError
-from pipeline.core.handles import Handle
-from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Payload
 from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
 
-FORMAT = 2
+FORMAT = 3
 SHARDS = "shards"
-KINDS = "tensors, numbers, strings, lists, tuples, dicts, None, arrays and payloads"
+STATE_FILES = ("tensors.safetensors", "state.json")
+_NUMBER = "[0-9]" * 6
+_ERRNOS = (28, 122, 27, 30, 13)  # ENOSPC, EDQUOT, EFBIG, EROFS, EACCES
 
 
 class DamagedError(RunError):
@@ -60,141 +57,19 @@ class CheckpointSettings:
             raise ValueError(f"every {self.every} and keep {self.keep}: expected every ≥ 0 and keep ≥ 1.")
 
 
-@dataclass
-class Encoded:
-    """A nested state as JSON-able `tree` and numbered CPU `tensors`."""
-
-    tree: Any
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-
-def encode(state: Any, place: str, copy: bool = True) -> Encoded:
-    """Splits a nested state into a JSON tree and tensors.
-
-    A tensor that occurs twice is stored once and restored as one tensor. `copy` snapshots tensors, for states that
-    change before they are written.
-
-    Raises:
-        RunError: a value cannot be stored; the error names its place.
-    """
-    encoded = Encoded(None)
-    seen: dict[tuple[Any, ...], str] = {}
-    alive: list[Tensor] = []  # so that no address in `seen` is reused
-
-    def tensor(value: Tensor, where: str) -> str:
-        if value.layout != torch.strided or value.is_complex():
-            raise RunError(
-                f"{where}: a {value.layout} tensor of {value.dtype} cannot be checkpointed; expected a dense real "
-                "tensor."
-            )
-        value = value.detach()
-        key = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-        if value.numel() and key in seen:
-            return seen[key]
-        # Numbers instead of paths, which may contain any character.
-        name = str(len(encoded.tensors))
-        stored = value.cpu().contiguous()
-        shares = stored.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-        # safetensors refuses views that share storage, so a part of a larger tensor is copied in any case.
-        if shares and (copy or stored.untyped_storage().nbytes() != stored.numel() * stored.element_size()):
-            stored = stored.clone()
-        encoded.tensors[name] = stored
-        seen[key] = name
-        alive.append(value)
-        return name
-
-    def walk(value: Any, where: str) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if isinstance(value, Tensor):
-            return {"!": "tensor", "v": tensor(value, where)}
-        if isinstance(value, Mapping):
-            return {"!": "dict", "v": [[walk(k, where), walk(v, f"{where}[{k!r}]")] for k, v in value.items()]}
-        if isinstance(value, list):
-            return [walk(v, f"{where}[{i}]") for i, v in enumerate(value)]
-        if type(value) in (tuple, torch.Size):
-            return {"!": "tuple", "v": [walk(v, f"{where}[{i}]") for i, v in enumerate(value)]}
-        if isinstance(value, Jagged):
-            return {"!": "jagged", "v": [walk(value.values, where), walk(value.offsets, where)]}
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-            raw = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-            return {
-                "!": "array" if isinstance(value, np.ndarray) else "number",
-                "v": raw,
-                "dtype": value.dtype.str,
-                "shape": value.shape,
-            }
-        if isinstance(value, bytes):
-            return {"!": "bytes", "v": base64.b64encode(value).decode()}
-        if isinstance(value, Payload) and not isinstance(value, Handle):
-            fields = {f.name: walk(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
-            return {"!": "payload", "class": class_name(type(value)), "origin": value.origin, "v": fields}
-        raise RunError(
-            f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be checkpointed; expected {KINDS}."
-        )
-
-    encoded.tree = walk(state, place)
-    return encoded
-
-
-def decode(encoded: Encoded) -> Any:
-    """Restores a state from its tree and tensors; tensors are on the CPU."""
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, list):
-            return [walk(v) for v in node]
-        if not isinstance(node, dict):
-            return node
-        # "!" marks types that JSON lacks; plain dicts are lists of pairs, because keys may be numbers.
-        kind = node["!"]
-        value = node["v"]
-        if kind == "tensor":
-            return encoded.tensors[value]
-        if kind == "dict":
-            return {walk(k): walk(v) for k, v in value}
-        if kind == "tuple":
-            return tuple(walk(v) for v in value)
-        if kind == "jagged":
-            return Jagged(*map(walk, value))
-        if kind in ("array", "number"):
-            array = np.frombuffer(base64.b64decode(value), dtype=node["dtype"]).reshape(node["shape"]).copy()
-            return array if kind == "array" else array[()]
-        if kind == "bytes":
-            return base64.b64decode(value)
-        payload = payload_class(node["class"])(**{k: walk(v) for k, v in value.items()})
-        if node["origin"]:
-            object.__setattr__(payload, "origin", node["origin"])
-        return payload
-
-    return walk(encoded.tree)
-
-
-def class_name(cls: type) -> str:
-    """ "module:Name" of a payload class, as written in files."""
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def payload_class(name: str) -> type:
-    """The payload class that a file names. It must be imported already: a file must not make us import code."""
-    open_classes: list[type] = [Payload]
-    while open_classes:
-        cls = open_classes.pop()
-        if class_name(cls) == name:
-            return cls
-        open_classes += cls.__subclasses__()
-    raise RunError(
-        f"payload class '{name}' is not known here; import the module that defines it, or use the graph that made the "
-        "file."
-    )
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """A valid checkpoint: group name → state."""
+    """A valid checkpoint.
+
+    Attributes:
+        groups: group name → state.
+        logs: file of the run directory → its size and SHA-256 ("bytes", "sha256") when the checkpoint was written.
+    """
 
     path: Path
     iteration: int
     groups: dict[str, Any]
+    logs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -209,29 +84,36 @@ class Checkpoints:
     def clean(self) -> None:
         """Removes the remains of an interrupted write; the caller holds the run's lock."""
         for entry in [*self.path.glob(".tmp-*"), *self.path.glob(".old-*")]:
-            shutil.rmtree(entry, ignore_errors=True)
+            _remove(entry)
 
     def aside(self, iteration: int) -> Path:
         """The temporary folder for the state after `iteration`."""
         return self.path / f".tmp-{iteration:06d}"
 
-    def save(self, iteration: int, groups: Mapping[str, Encoded], shards: Callable[[Path], None] | None = None) -> Path:
+    def save(
+        self,
+        iteration: int,
+        groups: Mapping[str, Encoded],
+        shards: Callable[[Path], None] | None = None,
+        logs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Path:
         """Writes the state after `iteration`; the directory appears complete or not at all.
 
-        `shards` is called with the folder `SHARDS` in it.
+        `shards` is called with the folder `SHARDS` in it; it writes the files, and every rank sums its part of them
+        with `sum_shards`. `logs` are the marks of `Checkpoint.logs`.
         """
         final = self.path / f"{iteration:06d}"
         aside = self.aside(iteration)
         with writing(final):
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             aside.mkdir()
             try:
                 if shards is not None:
                     (aside / SHARDS).mkdir()
                     shards(aside / SHARDS)
-                self._write(aside, iteration, groups)
+                self._write(aside, iteration, groups, logs or {})
             except (OSError, SafetensorError) as error:
-                shutil.rmtree(aside, ignore_errors=True)
+                _remove(aside)
                 raise _as_os_error(error) from error
             # A run that was resumed from an earlier checkpoint may write the same iteration again.
             if final.exists():
@@ -242,21 +124,45 @@ class Checkpoints:
             self._discard(old)
         return final
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, rename: bool = False) -> Checkpoint | None:
         """The newest valid checkpoint, or None; a damaged one is skipped with a warning.
+
+        Args:
+            rename: rename damaged ones to `damaged-…`; the caller holds the run's lock.
 
         Raises:
             RunError: it was written by another version, or holds payloads of a class that is not imported. Starting
                 again would overwrite the run.
         """
+        damaged = 0
         for path in reversed(numbered(self.path)):
             try:
                 return load(path)
             except DamagedError as error:
-                logger.warning("%s Skipping it and using the previous one.", error)
+                damaged += 1
+                place = f", set aside as {self.set_aside(path).name}" if rename else ""
+                logger.warning("%s It is skipped%s; the previous one is tried.", error, place)
+        if damaged:
+            logger.warning(
+                "%s: no valid checkpoint is left; a run that continues here starts from its first iteration.", self.path
+            )
         return None
 
-    def _write(self, aside: Path, iteration: int, groups: Mapping[str, Encoded]) -> None:
+    def set_aside(self, path: Path) -> Path:
+        """Renames a damaged checkpoint to a free name `damaged-…`, which is kept until somebody removes it."""
+        target = path.with_name(f"damaged-{path.name}")
+        number = 2
+        while target.exists():
+            target = path.with_name(f"damaged-{path.name}-{number}")
+            number += 1
+        with writing(path):
+            os.replace(path, target)
+            sync_directory(self.path)
+        return target
+
+    def _write(
+        self, aside: Path, iteration: int, groups: Mapping[str, Encoded], logs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         tensors = {f"{group}/{name}": t for group, state in groups.items() for name, t in state.tensors.items()}
         owners: set[int] = set()
         for name, tensor in tensors.items():
@@ -267,14 +173,16 @@ class Checkpoints:
         save_file(tensors, aside / "tensors.safetensors")
         trees = {group: state.tree for group, state in groups.items()}
         (aside / "state.json").write_text(json.dumps(trees), encoding="utf-8")
+        sums = {name: checksum(aside / name) for name in STATE_FILES}
+        for part in aside.glob(f".{SHARDS}-*.json"):
+            sums |= json.loads(part.read_text(encoding="utf-8"))
+            part.unlink()
         files: dict[str, dict[str, Any]] = {}
-        for name in ("tensors.safetensors", "state.json"):
-            files[name] = {"bytes": (aside / name).stat().st_size, "sha256": _checksum(aside / name)}
+        for name in [*STATE_FILES, *_shard_names(aside)]:
+            files[name] = {"bytes": (aside / name).stat().st_size, "sha256": sums.get(name) or checksum(aside / name)}
             _sync_file(aside / name)
-        for path in sorted(p for p in (aside / SHARDS).rglob("*") if p.is_file()):
-            files[str(path.relative_to(aside))] = {"bytes": path.stat().st_size}  # too large to read all of them again
-            _sync_file(path)
-        manifest = {"format": FORMAT, "iteration": iteration, "files": files}
+        manifest = {"format": FORMAT, "iteration": iteration, "files": files, "logs": logs}
+        manifest["sha256"] = manifest_checksum(manifest)
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         _sync_file(aside / "manifest.json")
         sync_directory(aside)
@@ -282,36 +190,55 @@ class Checkpoints:
     def _discard(self, path: Path) -> None:
         # Renamed first: a half-removed checkpoint must not look like a damaged one.
         aside = path.with_name(f".old-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         with writing(path):
             os.replace(path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The checkpoint directories in a run's checkpoints/ folder, oldest first, damaged ones included."""
-    folders = (p for p in folder.iterdir() if p.name.isdigit() and p.is_dir()) if folder.is_dir() else ()
-    return sorted(folders, key=lambda p: int(p.name))
+    """The checkpoints in a run's checkpoints/ folder, oldest first, damaged ones included that are not set aside."""
+    entries = (p for p in folder.glob(f"{_NUMBER}*") if p.name.isdecimal()) if folder.is_dir() else ()
+    return sorted(entries, key=lambda p: int(p.name))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint directory: iteration, size of each file, and SHA-256 except for shards.
+    """Reads the manifest of a checkpoint directory: iteration, size and SHA-256 of each file, marks of logs.
 
     Raises:
-        DamagedError: there is none that can be read.
-        RunError: it has another format.
+        DamagedError: there is none that can be read, it is not as it was written, or it is that of another iteration.
+        RunError: it has another format, or must not be read.
     """
+    file = path / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        written = int(manifest["format"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise DamagedError(f"{file}: expected a JSON object, got a {type(manifest).__name__}.")
+        written = manifest.get("format")
+        signed = "sha256" in manifest
+        # Earlier formats have no checksum; in later ones a wrong one says more than the number of the format.
+        if signed and manifest["sha256"] != manifest_checksum(manifest):
+            raise DamagedError(f"{file}: its checksum is not that of its content; the checkpoint is damaged.")
+        if type(written) is int and written != FORMAT:
+            raise RunError(
+                f"{path}: expected checkpoint format {FORMAT}, got {written}; continue the run with the version of "
+                "creditgraph that wrote it, or start a new one with another run.name."
+            )
+        problem = "no checksum of its own" if not signed else _ill_typed(manifest)
+        if problem:
+            raise DamagedError(f"{file}: {problem}; the checkpoint is damaged.")
+    except PermissionError as error:
+        raise RunError(f"{file}: may not be read; correct its permissions.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, RunError):
+            raise
         raise DamagedError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
-    if written != FORMAT:
-        raise RunError(
-            f"{path}: expected checkpoint format {FORMAT}, got {written}; continue the run with the version of "
-            "creditgraph that wrote it, or start a new one with another run.name."
+    if path.name.isdecimal() and manifest["iteration"] != int(path.name):
+        raise DamagedError(
+            f"{file}: expected iteration {int(path.name)}, as the folder is named, got {manifest['iteration']}; the "
+            "checkpoint is damaged."
         )
-    return manifest
+    return dict(manifest)
 
 
 def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = True) -> Checkpoint:
@@ -320,28 +247,24 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
     Args:
         path: the directory.
         reads: whether to read a group of this name; by default all groups are read.
-        verify: whether to compare checksums; sizes are always compared.
+        verify: whether to compare checksums, except those of shards (`check_shards`); sizes are always compared.
 
     Raises:
         DamagedError: a file is missing, cut off or changed.
-        RunError: it has another format, or holds payloads of a class that is not imported.
+        RunError: it has another format, holds payloads of a class that is not imported, or must not be read.
     """
+    manifest = read_manifest(path)
     try:
-        manifest = read_manifest(path)
         for name, entry in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != entry["bytes"]:
-                raise DamagedError(
-                    f"{path / name}: {size} bytes, the manifest says {entry['bytes']}; the checkpoint is damaged."
-                )
-            if verify and "sha256" in entry and _checksum(path / name) != entry["sha256"]:
-                raise DamagedError(f"{path / name}: its checksum differs from the manifest; the checkpoint is damaged.")
+            _check_file(path / name, entry, verify and name in STATE_FILES)
         trees = json.loads((path / "state.json").read_text(encoding="utf-8"))
         trees = {group: tree for group, tree in trees.items() if reads is None or reads(group)}
         with safe_open(path / "tensors.safetensors", framework="pt") as file:
             names = [name for name in file.keys() if name.rsplit("/", 1)[0] in trees]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in names}
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except PermissionError as error:
+        raise RunError(f"{path}: may not be read ({error.filename}); correct its permissions.") from error
+    except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         if isinstance(error, RunError):
             raise
         raise DamagedError(f"{path}: not a readable checkpoint ({type(error).__name__}: {error}).") from error
@@ -349,24 +272,94 @@ def load(path: Path, reads: Callable[[str], bool] | None = None, verify: bool = 
     for name, tensor in tensors.items():
         group, number = name.rsplit("/", 1)
         by_group[group][number] = tensor
-    return Checkpoint(
-        path, int(manifest["iteration"]), {g: decode(Encoded(tree, by_group[g])) for g, tree in trees.items()}
-    )
+    try:
+        groups = {group: decode(Encoded(tree, by_group[group])) for group, tree in trees.items()}
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, RunError):
+            raise
+        # Its bytes are those that were written, so an older checkpoint would be no different.
+        raise RunError(
+            f"{path / 'state.json'}: cannot be restored ({type(error).__name__}: {error}); continue the run with the "
+            "version of creditgraph that wrote it."
+        ) from error
+    return Checkpoint(path, manifest["iteration"], groups, manifest["logs"])
+
+
+def sum_shards(folder: Path, part: int, parts: int) -> None:
+    """Writes the SHA-256 of every `parts`-th shard in a folder that is being written, beside it for `save`."""
+    aside = folder.parent
+    sums = {name: checksum(aside / name) for name in _shard_names(aside)[part::parts]}
+    (aside / f".{SHARDS}-{part}.json").write_text(json.dumps(sums), encoding="utf-8")
+
+
+def check_shards(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Compares the checksums of every `parts`-th shard of a checkpoint; raises DamagedError."""
+    files = read_manifest(path)["files"]
+    for name in sorted(files.keys() - set(STATE_FILES))[part::parts]:
+        _check_file(path / name, files[name], verify=True)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_file(file: Path, entry: Mapping[str, Any], verify: bool) -> None:
+    try:
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise DamagedError(f"{file}: {size} bytes, the manifest says {entry['bytes']}; the checkpoint is damaged.")
+        if verify and checksum(file) != entry["sha256"]:
+            raise DamagedError(f"{file}: its checksum differs from the manifest; the checkpoint is damaged.")
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{file}: cannot be read ({error.strerror}); the checkpoint is damaged.") from error
+
+
+def manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own checksum, as JSON with sorted keys and without spaces."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _ill_typed(manifest: Mapping[str, Any]) -> str:
+    """What is wrong with the types of a manifest, "" when nothing is."""
+    if type(manifest.get("format")) is not int or type(manifest.get("iteration")) is not int:
+        return "expected whole numbers for format and iteration"
+    for section in ("files", "logs"):
+        entries = manifest.get(section)
+        if not isinstance(entries, dict):
+            return f"expected {section} by name, got {type(entries).__name__}"
+        for name, entry in entries.items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return f"expected {section} below the folder, got '{name}'"
+            if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not entry.get("sha256"):
+                return f"expected bytes and sha256 of {name}, got {entry!r:.40}"
+    missing = [name for name in STATE_FILES if name not in manifest["files"]]
+    return f"no entry for {missing[0]}" if missing else ""
+
+
+def _shard_names(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in (folder / SHARDS).rglob("*") if p.is_file())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _as_os_error(error: Exception) -> OSError:
     """Restores the errno of a failed write, which safetensors reports as text only."""
     if isinstance(error, OSError):
         return error
-    for number in (28, 122, 30, 13):  # ENOSPC, EDQUOT, EROFS, EACCES
+    for number in _ERRNOS:
         if f"os error {number})" in str(error):
             return OSError(number, os.strerror(number))
     return OSError(0, str(error))
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_file(path: Path) -> None:

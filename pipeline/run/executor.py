@@ -21,10 +21,10 @@ from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import SHARDS, Checkpoints
 from pipeline.run.distributed.team import Team
 from pipeline.run.metrics import JsonLines, Sink
-from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, initial_value
+from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, initial_value, lacking
 from pipeline.run.placement import InFlight, RankView
-from pipeline.run.recording import Recorder
-from pipeline.run.run_directory import RunDirectory
+from pipeline.run.recorder import Recorder
+from pipeline.run.run_directory import METRICS, REJECTED, RunDirectory
 from pipeline.run.run_settings import Observer, RunSettings, resolve_device
 from pipeline.run.snapshots import Snapshots
 from pipeline.run.stops import Outcome, Stops
@@ -71,7 +71,7 @@ class Executor:
         self.observer = observer or Observer()
         self._run = run
         self._sinks = list(sinks)
-        self._rejected: JsonLines | None = None
+        self._logs: dict[str, JsonLines] = {}  # by file name, after `restore`, on the rank that writes
         self._team = team or Team()
         self._view = RankView(graph, self._team)
         ranks = self._team.ranks
@@ -132,21 +132,30 @@ class Executor:
             runner.setup()
 
     def restore(self) -> int:
-        """Continues from the newest valid checkpoint, if there is one; returns the number of completed iterations."""
+        """Continues from the newest valid checkpoint, if there is one; returns the number of completed iterations.
+
+        Raises RunError when it lacks a state or a value in flight that this graph needs."""
         checkpoint = self._snapshots.newest_checkpoint()
         self._start = 0 if checkpoint is None else checkpoint.iteration + 1
-        if self._run:
-            self._sinks.insert(0, JsonLines(self._run.metrics_path, self._start - 1))
-            self._rejected = JsonLines(self._run.rejected_path, self._start - 1)
         groups = checkpoint.groups if checkpoint else {}
+        states = self._view.states_of(groups)
+        if checkpoint:
+            for node in self._view.nodes:
+                self._runners[node.name].refuse_missing(states, checkpoint.iteration)
         self._seed_values(self._view.values_of(groups))
-        for name, state in self._view.states_of(groups).items():
+        if self._run:
+            logs = checkpoint.logs if checkpoint else {}
+            self._logs = {
+                path.name: JsonLines(path, self._start - 1, logs.get(path.name))
+                for path in (self._run.metrics_path, self._run.rejected_path)
+            }
+            if self._recorder:
+                self._recorder.resume(self._start - 1, logs)
+        for name, state in states.items():
             if name in self._runners:
                 self._runners[name].load(state)
             elif name not in self.graph:
-                logger.warning(
-                    "the checkpoint holds a state of node '%s', which this graph lacks; it is ignored.", name
-                )
+                logger.warning("the checkpoint has a state of node '%s', which this graph lacks; it is ignored.", name)
         if checkpoint:
             for runner in self._runners.values():
                 if runner.has_shards:
@@ -200,11 +209,9 @@ class Executor:
             self.observer.node_started(node.name, self.settings.iterations)
             returned = self._runners[node.name].run(self.settings.iterations, as_inputs(node, inputs))
             outputs.update({(node.name, output): value for output, value in returned.items()})
-        reports = self._view.merge(
-            {n.name: self._runners[n.name].harvest() for n in self._view.nodes if n.name in needed}
-        )
+        reports = {n.name: self._runners[n.name].harvest() for n in self._view.nodes if n.name in needed}
         metrics: dict[str, float] = {}
-        for report in reports.values():
+        for report in self._view.merge(reports).values():
             metrics.update(report.metrics)
             self._reject(report.rejected)
         return metrics
@@ -216,11 +223,9 @@ class Executor:
         if self._recorder:
             self._recorder.close()
         self._trace.close()
-        for sink in self._sinks:
+        for sink in [*self._logs.values(), *self._sinks]:
             sink.close()
-        if self._rejected:
-            self._rejected.close()
-            self._rejected = None
+        self._logs = {}
 
     def __enter__(self) -> Executor:
         return self
@@ -249,9 +254,8 @@ class Executor:
                     self._values.put(name, output, tag, in_flight.get((name, output, tag)))
                     continue
                 if self._start > 0:
-                    logger.warning(
-                        "%s.%s of iteration %d is not in the checkpoint; its initial value is used.", name, output, tag
-                    )
+                    what = f"{name}.{output} of iteration {tag}, which a wire '@{delay}' of this graph reads"
+                    raise lacking(self._start - 1, what)
                 if name not in initial:
                     initial[name] = self._runners[name].initial()
                 wire = Wire(name, output, delay)
@@ -375,20 +379,22 @@ class Executor:
         if self._view.first and seconds:
             self._carried["seconds/checkpoint"] = seconds
 
-    def _flush(self) -> None:
-        """Makes records, metrics and rejected rows durable."""
+    def _flush(self, iteration: int) -> dict[str, dict[str, Any]]:
+        """Makes records, metrics and rejected rows durable; returns the marks that a checkpoint keeps of them."""
         if self._recorder:
-            self._recorder.flush()
-        for sink in self._sinks:
+            self._recorder.flush(iteration)
+        for sink in [*self._logs.values(), *self._sinks]:
             sink.sync()
-        if self._rejected:
-            self._rejected.sync()
+        marks = {name: lines.mark() for name, lines in self._logs.items()}
+        return marks | (self._recorder.marks() if self._recorder else {})
 
     def _log(self, iteration: int, metrics: dict[str, float]) -> None:
+        if METRICS in self._logs:
+            self._logs[METRICS].log(iteration, metrics)
         for sink in self._sinks:
             sink.log(iteration, metrics)
         self.observer.iteration_done(iteration, metrics)
 
     def _reject(self, rows: list[dict[str, Any]]) -> None:
-        if rows and self._rejected:
-            self._rejected.write(rows)
+        if rows and REJECTED in self._logs:
+            self._logs[REJECTED].write(rows)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pipeline.core.metric import Metric
-from pipeline.run.run_directory import writing
+from pipeline.run.run_directory import replacing, writing
+
+logger = logging.getLogger("creditgraph")
 
 EXECUTOR_METRICS = (
     Metric("iteration", "number", "the iteration, from 0; for the final pass, the number of iterations"),
@@ -95,25 +99,43 @@ class Sink(Protocol):
 class JsonLines:
     """A .jsonl file, one object per line, flushed per line; NaN and infinities are null.
 
-    On opening, lines of iterations after `last_iteration` and a half-written last line are cut off.
+    On opening, rows of iterations after `last_iteration` and a half-written last line are removed (`cut_lines`).
+
+    Args:
+        path: the file; made if missing.
+        last_iteration: the last iteration that does not run again.
+        mark: what `mark` returned when that iteration was checkpointed; a file that begins otherwise is reported.
     """
 
-    def __init__(self, path: Path, last_iteration: int = -1) -> None:
+    def __init__(self, path: Path, last_iteration: int = -1, mark: Mapping[str, Any] | None = None) -> None:
         self.path = path
+        self._digest = hashlib.sha256()
+        self._bytes = 0
         with writing(path):
+            if mark is not None:
+                _compare(path, mark)
             # Iterations after the checkpoint run again and are logged again.
             cut_lines(path, last_iteration)
+            if path.exists():
+                for block in _blocks(path):
+                    self._count(block)
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends rows."""
+        lines = [json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows]
         with writing(self.path):
-            self._file.writelines(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows)
+            self._file.writelines(lines)
             self._file.flush()
+        self._count("".join(lines).encode())
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Appends {"iteration": …, name: value, …}."""
         self.write([{"iteration": iteration, **metrics}])
+
+    def mark(self) -> dict[str, Any]:
+        """Size and SHA-256 of all that is in the file: {"bytes": …, "sha256": …}."""
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def sync(self) -> None:
         """Flushes to the disk."""
@@ -125,18 +147,23 @@ class JsonLines:
         with writing(self.path):
             self._file.close()
 
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._bytes += len(data)
+
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Reads the rows of a .jsonl file; skips half-written lines and lines that are no row; [] if there is no file."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [row for row in map(_row, lines) if row is not None]
+
+
+def unreadable_lines(path: Path) -> list[int]:
+    """Numbers, from 1, of the lines of a .jsonl file that are no row; a last one without its end is being written."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [i for i, line in enumerate(file, 1) if line.endswith(b"\n") and _row(line) is None]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -145,21 +172,80 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_lines(path: Path, last_iteration: int) -> None:
-    """Cuts a .jsonl file before its first line that is unreadable or belongs to a later iteration."""
+    """Removes from a .jsonl file its last rows, of later iterations, and a half-written last line.
+
+    All before the last row of an iteration up to `last_iteration` stays as it is, and so do lines that cannot be read;
+    lines that are not as they were written are reported.
+    """
     if not path.exists():
         return
-    good = 0
+    end = 0  # of the last row that stays
+    at = 0
+    latest = -1
+    removed = 0  # rows since then
+    stray: list[tuple[int, bytes]] = []  # unreadable lines with their places
+    odd: list[int] = []
     with path.open("rb") as file:
-        for line in file:
-            try:
-                keep = line.endswith(b"\n") and int(json.loads(line)["iteration"]) <= last_iteration
-            except (ValueError, KeyError, TypeError):
-                keep = False
-            if not keep:
+        for number, line in enumerate(file, 1):
+            row = _row(line)
+            at += len(line)
+            if not line.endswith(b"\n"):
                 break
-            good += len(line)
-    if good < path.stat().st_size:
-        os.truncate(path, good)
+            if row is None or type(row.get("iteration")) is not int:
+                stray.append((at, line))
+                odd.append(number)
+            elif row["iteration"] > last_iteration:
+                removed += 1
+            else:
+                if row["iteration"] < latest or removed:
+                    odd.append(number)
+                latest = max(latest, row["iteration"])
+                removed = 0
+                end = at
+    rest = [line for place, line in stray if place > end]
+    if odd:
+        shown = ", ".join(map(str, odd[:5])) + (", …" if len(odd) > 5 else "")
+        logger.warning(
+            "%s: lines that are not as they were written: %d (line %s); they are kept. Compare them with a copy.",
+            path, len(odd), shown,
+        )  # fmt: skip
+    if removed:
+        logger.info("%s: rows after iteration %d are removed and run again: %d.", path, last_iteration, removed)
+    if path.stat().st_size > end + sum(map(len, rest)):
+        if rest:
+            with replacing(path) as aside, aside.open("wb") as target, path.open("rb") as source:
+                target.write(source.read(end))
+                target.writelines(rest)
+        else:
+            os.truncate(path, end)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            yield block
+
+
+def _compare(path: Path, mark: Mapping[str, Any]) -> None:
+    """Reports a file that does not begin as `mark` says."""
+    digest = hashlib.sha256()
+    left = int(mark["bytes"])
+    for block in _blocks(path) if path.exists() else ():
+        digest.update(block[:left])
+        left -= min(left, len(block))
+    if left or digest.hexdigest() != mark["sha256"]:
+        state = f"its last {left} bytes of then are missing" if left else "its bytes differ"
+        logger.warning(
+            "%s: damaged since the checkpoint that the run continues from (%s). What can be read is kept.", path, state
+        )
 
 
 def plain(value: Any) -> Any:

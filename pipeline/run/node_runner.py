@@ -12,11 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.core.component import Component, Context
-from pipeline.core.errors import ConfigError, CreditgraphError
+from pipeline.core.encoding import Encoded, encode
+from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Payload
 from pipeline.core.sockets import Node, Wire
-from pipeline.run.checkpoint import Encoded, encode
 from pipeline.run.timeline.spans import phase_of
 
 
@@ -85,6 +85,12 @@ class NodeRunner:
         """Restores the component's state."""
         with self._named("load_state_dict()"):
             self.component.load_state_dict(state)
+
+    def refuse_missing(self, states: Mapping[str, Any], iteration: int) -> None:
+        """Raises RunError if the checkpoint after `iteration` has no state of a node that learns."""
+        missing = self.node.placement == "collective" and self.node.name not in states
+        if missing and self.snapshot(copy=False) is not None:
+            raise lacking(iteration, f"state of node '{self.node.name}'")
 
     @property
     def has_shards(self) -> bool:
@@ -184,6 +190,14 @@ def initial_value(node: Node, values: Mapping[str, Any], wire: Wire) -> Any:
             f"it, only {sorted(values) or 'none'}. Return it from initial()."
         )
     return set_origin(values[wire.output], f"{wire.source}.{wire.output}")
+
+
+def lacking(iteration: int, what: str) -> RunError:
+    """The error for a checkpoint after `iteration` without something that the graph needs."""
+    return RunError(
+        f"checkpoint after iteration {iteration}: expected the {what}, but it is not there. Continue with the graph "
+        "that wrote the checkpoint, or choose another run.name."
+    )
 
 
 def set_origin(value: Any, origin: str) -> Any:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.sockets import Node, Wire
-from pipeline.run.checkpoint import Encoded, decode, encode
 from pipeline.run.distributed.team import Collectives, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain

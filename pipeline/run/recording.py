@@ -1,20 +1,18 @@
-"""Payloads as Arrow tables and Parquet files, bit for bit, and the writer that records chosen outputs of a run.
+"""Payloads as Arrow tables and Parquet files, bit for bit.
 
 A row of a batch is a row of the table. A tensor is a column, a `Jagged` a list column over the same memory, a list of
 strings a string column, a list of other JSON values a string column of JSON text, and named columns ("columns.returns")
 one list column each. Values of the whole batch, the class and the tensor types are in the schema's metadata under
-"creditgraph". pandas, DuckDB and `datasets` can read the files.
+"creditgraph". pandas, DuckDB and `datasets` can read the files. record/checksums.jsonl has the SHA-256 of each file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import queue
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+import logging
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,34 +22,19 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.core.errors import ConfigError, DataError, RunError, did_you_mean
-from pipeline.core.graph import Graph
+from pipeline.core.encoding import class_name, payload_class
+from pipeline.core.errors import DataError, RunError
 from pipeline.core.handles import Handle
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Payload, Weights
-from pipeline.core.trace import NO_TRACE, Trace
-from pipeline.run.checkpoint import class_name, payload_class
-from pipeline.run.run_directory import replacing, write_aside, writing
-from pipeline.run.timeline.spans import BRIEF
+from pipeline.run.checkpoint import checksum
+from pipeline.run.metrics import read_lines
+from pipeline.run.run_directory import CHECKSUMS, replacing
+
+logger = logging.getLogger("creditgraph")
 
 KEY = b"creditgraph"
 FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordSettings:
-    """Which outputs are written to the run directory."""
-
-    every: int = 1
-    """iterations between records; 0 records nothing"""
-    outputs: list[str] | str = "all"
-    """outputs as node.output, or "all" """
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"every {self.every}: expected 0 (nothing) or more.")
-        if isinstance(self.outputs, str) and self.outputs != "all":
-            raise ValueError(f"outputs {self.outputs!r}: expected a list such as [sampler.trajectories], or 'all'.")
 
 
 def to_arrow(payload: Any) -> pa.Table:
@@ -126,9 +109,44 @@ def write_payload(path: Path, payload: Payload) -> None:
 
 
 def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """Reads one Parquet file; starts faster than `pq.read_table`, which imports the dataset machinery."""
+    """Reads one Parquet file; starts faster than `pq.read_table`, which imports the dataset machinery.
+
+    Raises:
+        DataError: it is not the file that the run recorded.
+    """
+    problem = record_problem(file, recorded_sums(file.parent.parent))
+    if problem:
+        raise DataError(f"{file}: {problem}. Restore it from a copy, or remove it.")
     with pq.ParquetFile(file) as open_file:
         return open_file.read(columns=columns, use_threads=False)  # small files: threads cost more than they save
+
+
+def recorded_sums(folder: Path) -> dict[str, str]:
+    """File below a record/ folder → its SHA-256, from checksums.jsonl; {} without one."""
+    file = folder / CHECKSUMS
+    if not file.exists():
+        return {}
+    status = file.stat()
+    return _recorded_sums(file, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)
+def _recorded_sums(file: Path, changed: int, size: int) -> dict[str, str]:
+    return {str(row.get("file")): str(row.get("sha256")) for row in read_lines(file)}
+
+
+def record_problem(file: Path, sums: Mapping[str, str]) -> str:
+    """How a file differs from what the run recorded there; "" when it does not, or is not in `sums`."""
+    expected = sums.get(f"{file.parent.name}/{file.name}")
+    if expected is None:
+        return ""
+    try:
+        same = checksum(file) == expected
+    except FileNotFoundError:
+        return f"missing, although {CHECKSUMS} lists it"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if same else f"its checksum differs from {CHECKSUMS}, so it is damaged"
 
 
 def read_payload(path: Path) -> Any:
@@ -149,91 +167,6 @@ def read_payload(path: Path) -> Any:
             "Remove it."
         ) from error
     return from_arrow(table, str(path))
-
-
-def chosen_outputs(settings: RecordSettings, graph: Graph) -> set[str]:
-    """The outputs ("node.output") that are recorded; raises ConfigError for one that the graph does not have."""
-    everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
-    chosen = everything if settings.outputs == "all" else set(settings.outputs)
-    for name in sorted(chosen - everything):
-        raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
-    return chosen
-
-
-class Recorder:
-    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread.
-
-    An error of the writer is raised by the next call. Handles (Policy, Verifier) and Weights leave a small JSON note
-    instead.
-    """
-
-    def __init__(self, path: Path, settings: RecordSettings, graph: Graph, trace: Trace = NO_TRACE) -> None:
-        self._path = path
-        self._trace = trace
-        self._every = settings.every
-        self._chosen = chosen_outputs(settings, graph)
-        self._error: BaseException | None = None
-        # Bounded, so that a slow disk slows the run down instead of filling the memory.
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
-        self._thread: threading.Thread | None = None
-
-    def wants(self, node: str, output: str, iteration: int) -> bool:
-        """Whether an output of this iteration is recorded."""
-        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._chosen
-
-    def put(self, node: str, output: str, iteration: int, value: Any) -> None:
-        """Queues a value for the writer, if it is to be recorded."""
-        name = f"{node}.{output}"
-        if not self.wants(node, output, iteration):
-            return
-        self._check()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
-            self._thread.start()
-        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is too slow
-            self._queue.put(lambda: self._write(name, iteration, value))
-
-    def flush(self) -> None:
-        """Waits until all queued values are written."""
-        self._queue.join()
-        self._check()
-
-    def close(self) -> None:
-        """Writes the remaining values and ends the thread."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-        self._check()
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    job()
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            raise error
-
-    def _write(self, name: str, iteration: int, value: Any) -> None:
-        path = self._path / name / f"{iteration:06d}.parquet"
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with self._trace.span(name, "recording", iteration):
-            if isinstance(value, Handle | Weights):
-                version = getattr(value, "version", None)
-                note = {"class": class_name(type(value)), "iteration": iteration, "version": version}
-                write_aside(path.with_suffix(".json"), json.dumps(note))
-            else:
-                write_payload(path, value)
 
 
 def recorded_iterations(run: Path, output: str) -> list[int]:

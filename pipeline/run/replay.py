@@ -18,7 +18,7 @@ from pipeline.run.compose.choices import read_yaml
 from pipeline.run.compose.experiment import build_experiment
 from pipeline.run.compose.overrides import deep_merge
 from pipeline.run.node_runner import NodeRunner, initial_value, set_origin
-from pipeline.run.recording import read_payload, recorded_iterations
+from pipeline.run.recording import read_payload, recorded_iterations, recorded_sums
 from pipeline.run.run_directory import check_run
 from pipeline.run.session import GraphSession
 
@@ -117,7 +117,8 @@ class Replay(GraphSession):
 
     def _recorded(self, node: str, output: str, iteration: int) -> Any:
         file = self.path / "record" / f"{node}.{output}" / f"{iteration:06d}.parquet"
-        return set_origin(read_payload(file), f"{node}.{output}") if file.exists() else None
+        listed = f"{file.parent.name}/{file.name}" in recorded_sums(self.path / "record")  # reading it says it is lost
+        return set_origin(read_payload(file), f"{node}.{output}") if listed or file.exists() else None
 
     def _load_state(self, runner: NodeRunner, after: int) -> None:
         """Loads a component's state after an iteration, from the nearest checkpoint at or below it."""
@@ -133,6 +134,7 @@ class Replay(GraphSession):
         if f"node.{name}" in saved.groups:
             runner.load(saved.groups[f"node.{name}"])
         if runner.has_shards:
+            checkpoint.check_shards(saved.path)
             runner.load_shards(saved.path / checkpoint.SHARDS)
         if at != after:
             self.notes.append(

@@ -5,7 +5,7 @@ runs/<name>/
     metrics.jsonl    one line per iteration
     rejected.jsonl   rows that were skipped, with the reason
     record/          recorded outputs as Parquet
-    checkpoints/     states to continue from
+    checkpoints/     states to continue from; damaged-… are set aside
     logs/            free text
     lock             who is running
 """
@@ -31,6 +31,10 @@ from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
 
 logger = logging.getLogger("creditgraph")
 
+METRICS = "metrics.jsonl"
+REJECTED = "rejected.jsonl"
+CHECKSUMS = "checksums.jsonl"  # in record/
+
 # A run may be continued although these sections differ: they do not change what is computed.
 FREE_TO_CHANGE = ("run", "recipe")
 FIXED = ("run.seed",)
@@ -39,6 +43,7 @@ _FREE_SPACE = "free some space or choose another place with run.root=PATH, then 
 _NEXT_STEP = {
     errno.EACCES: "it may not be written; choose another place with run.root=PATH or correct its permissions",
     errno.EPERM: "it may not be written; choose another place with run.root=PATH or correct its permissions",
+    errno.EFBIG: "the file is larger than the system allows; raise the limit (ulimit -f)",
     errno.EROFS: "the file system is read-only; choose another place with run.root=PATH",
     errno.ENOSPC: f"the disk is full; {_FREE_SPACE}",
     errno.EDQUOT: f"the disk quota is used up; {_FREE_SPACE}",
@@ -194,8 +199,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_path = path / "config.yaml"
-        self.metrics_path = path / "metrics.jsonl"
-        self.rejected_path = path / "rejected.jsonl"
+        self.metrics_path = path / METRICS
+        self.rejected_path = path / REJECTED
         self._lock = -1
         self._made: list[Path] = []
 
@@ -260,6 +265,9 @@ class RunDirectory:
         with writing(self.path):
             for folder in ("record", "checkpoints", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, REJECTED, f"record/{CHECKSUMS}"):
+            if (self.path / name).is_dir():
+                raise RunError(f"{self.path / name}: expected a file, got a folder. Move it away, then start again.")
 
     def _compare(self, config: dict[str, Any], places: Collection[str], allow_changes: bool) -> None:
         if not self.config_path.exists() or not self.has_results:

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.settings import SettingsError
 from pipeline.run.checkpoint import CheckpointSettings
 from pipeline.run.metrics import TableSettings, TensorboardSettings, WandbSettings
-from pipeline.run.recording import RecordSettings
+from pipeline.run.recorder import RecordSettings
 from pipeline.run.timeline.spans import TraceSettings
 
 MAX_THREADS = 1024  # torch allocates for each and ends with a segmentation fault at some tens of thousands

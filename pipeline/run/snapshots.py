@@ -6,10 +6,20 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+from pipeline.core.encoding import Encoded
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
-from pipeline.run.checkpoint import SHARDS, Checkpoint, Checkpoints, Encoded, load
+from pipeline.run.checkpoint import (
+    SHARDS,
+    Checkpoint,
+    Checkpoints,
+    DamagedError,
+    check_shards,
+    load,
+    sum_shards,
+)
 from pipeline.run.node_runner import NodeRunner
 from pipeline.run.placement import RankView
 from pipeline.run.values import Values
@@ -17,6 +27,7 @@ from pipeline.run.values import Values
 logger = logging.getLogger("creditgraph")
 
 States = dict[str, Encoded]  # "node.NAME" → state
+Flush = Callable[[int], Mapping[str, Mapping[str, Any]]]  # iteration → marks by file, see `Checkpoint.logs`
 
 
 class Snapshots:
@@ -53,16 +64,27 @@ class Snapshots:
         if self._checkpoints is None:
             return None
         team = self._view.team
-        newest = None
         if self._view.first:
             self._checkpoints.clean()
-            newest = self._checkpoints.latest()
-        if team.ranks.world == 1:
-            return newest
-        name = team.from_first(newest.path.name if newest else "")
-        if newest is None and name:
-            newest = load(self._checkpoints.path / name, self._view.wants_group, verify=False)
-        return newest
+        while True:
+            newest = self._checkpoints.latest(rename=True) if self._view.first else None
+            name = team.from_first(newest.path.name if newest else "")
+            if not name:
+                return None
+            path = self._checkpoints.path / name
+            # Shards are large, so every rank compares its part of them.
+            if not team.most(self._shards_differ(path)):
+                return newest or load(path, self._view.wants_group, verify=False)
+            if self._view.first:
+                self._checkpoints.set_aside(path)
+
+    def _shards_differ(self, path: Path) -> int:
+        try:
+            check_shards(path, self._view.ranks.rank, self._view.ranks.world)
+        except DamagedError as error:
+            logger.warning("%s It is set aside; the previous one is tried.", error)
+            return 1
+        return 0
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint follows this iteration."""
@@ -91,7 +113,7 @@ class Snapshots:
                 self._due[lane, iteration] = states
                 self._values.changed.notify_all()
 
-    def save(self, iteration: int, lanes: Iterable[str], flush: Callable[[], None]) -> float:
+    def save(self, iteration: int, lanes: Iterable[str], flush: Flush) -> float:
         """Writes the state after `iteration`: both lanes' states and the values in flight on `@k` wires.
 
         Returns the seconds it took, without those of waiting for the other lane.
@@ -99,7 +121,8 @@ class Snapshots:
         Args:
             iteration: the iteration that has ended.
             lanes: the lanes that have run it, or are about to.
-            flush: makes records and metrics durable first, so that a checkpoint is never newer than they are.
+            flush: makes records and metrics durable first, so that a checkpoint is never newer than they are, and
+                returns their marks.
         """
         if self._checkpoints is None:
             return 0.0
@@ -109,15 +132,16 @@ class Snapshots:
         groups = self._view.states({name: state for key in keys for name, state in self._due.pop(key).items()})
         groups |= self._view.in_flight(self._values.in_flight(iteration))
         if self._view.first:
-            flush()
+            logs = flush(iteration)
             sharded = any(runner.has_shards for runner in self._runners.values())
-            self._checkpoints.save(iteration, dict(sorted(groups.items())), self._save_shards if sharded else None)
+            shards = self._save_shards if sharded else None
+            self._checkpoints.save(iteration, dict(sorted(groups.items())), shards, logs)
         else:
             self._save_shards(self._checkpoints.aside(iteration) / SHARDS)
         self.saved = iteration
         return perf_counter() - begin
 
-    def save_finished(self, flush: Callable[[], None]) -> None:
+    def save_finished(self, flush: Flush) -> None:
         """Saves the last finished iteration of a run that cannot continue, unless the learner is already beyond it."""
         last = self._values.completed
         collective = [n for n in self._graph.nodes if n.placement == "collective"]
@@ -145,4 +169,6 @@ class Snapshots:
             self._view.team.barrier()
             for runner in sharded:
                 runner.save_shards(folder)
+            self._view.team.barrier()
+            sum_shards(folder, self._view.ranks.rank, self._view.ranks.world)
             self._view.team.barrier()

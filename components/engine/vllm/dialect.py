@@ -60,6 +60,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
     options: dict[str, Any] = {
         "model": model.path,
         "dtype": model.dtype,
+        "load_format": "safetensors",  # other files are pickles
         # A row that fills the context is scored as a prompt, and vLLM requires room for one token after a prompt.
         "max_model_len": model.context_length + 1,
         "trust_remote_code": model.trust_remote_code,

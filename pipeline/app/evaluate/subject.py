@@ -264,7 +264,7 @@ def _initial(spec: ModelSpec) -> Checkpoint:
 
 def _fingerprint(folder: Path) -> str:
     """Hash of name, size, first and last MiB of each weight file; reading all of a large model would take minutes."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError(f"{folder}: no weights (*.safetensors); expected a model folder in Hugging Face layout.")
     digest = sha256()

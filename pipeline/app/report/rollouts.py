@@ -19,7 +19,7 @@ from components.models.load import resolve_model_path
 from pipeline.app.report.reasons import reasons
 from pipeline.app.report.source import RunSource, spread
 from pipeline.app.text import cut
-from pipeline.core.errors import CreditgraphError
+from pipeline.core.errors import CreditgraphError, DataError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import (
     Batch,
@@ -212,7 +212,7 @@ class _Collector:
             return True
         try:
             uids = read_table(file, ["uid"]).column("uid").to_pylist()
-        except (pa.ArrowException, OSError, KeyError):
+        except (pa.ArrowException, OSError, KeyError, DataError):
             return False  # reading all of it will note the error
         return bool(uids) and all(u in known for u in uids)
 

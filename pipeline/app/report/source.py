@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from pipeline.core.errors import CreditgraphError, RunError, did_you_mean
+from pipeline.core.errors import CreditgraphError, RunError, did_you_mean, ranges
 from pipeline.core.graph import Graph
-from pipeline.run.metrics import read_lines, read_metrics
-from pipeline.run.recording import KEY, from_arrow, read_table
+from pipeline.run.metrics import read_lines, read_metrics, unreadable_lines
+from pipeline.run.recording import KEY, from_arrow, read_table, recorded_sums
 from pipeline.run.run_directory import lock_holder
 from pipeline.run.timeline.files import trace_files
 
@@ -127,6 +127,13 @@ def read_run(path: Path) -> RunSource:
     run = RunSource(path)
     run.config = _guarded(run, "config.yaml", lambda p: _mapping(yaml.safe_load(_text(p)))) or {}
     run.rows = _guarded(run, "metrics.jsonl", read_metrics) or []
+    for name in ("metrics.jsonl", "rejected.jsonl"):
+        damaged = _guarded(run, name, unreadable_lines)
+        if damaged:
+            run.note(f"{name}: {len(damaged)} lines cannot be read (line {ranges(damaged)[:80]}) and are left out")
+    lost = sorted(n for n in recorded_sums(path / "record") if not (path / "record" / n).exists())
+    if lost:
+        run.note(f"{len(lost)} recorded files are missing, first record/{lost[0]}")
     run.rejected = _guarded(run, "rejected.jsonl", read_lines) or []
     run.card = _guarded(run, "data_card.json", lambda p: _mapping(json.loads(_text(p)))) or {}
     run.traces = trace_files(path)

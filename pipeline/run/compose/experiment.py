@@ -190,7 +190,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import build_graph
     from pipeline.core.settings import build_config
-    from pipeline.run.recording import chosen_outputs
+    from pipeline.run.recorder import chosen_outputs
     from pipeline.run.run_settings import RunSettings
 
     spec, problems = graph_dict(values)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.payloads import Batch
-from pipeline.run.checkpoint import Encoded, decode, encode
 
 
 def pack(value: Any) -> Tensor:
-    """A value (see `pipeline.run.checkpoint`) as uint8 [bytes].
+    """A value (see `pipeline.core.encoding`) as uint8 [bytes].
 
     The length of the header in 8 bytes, the header, then the tensors; every part begins at a multiple of 8.
 

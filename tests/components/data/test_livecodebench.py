@@ -106,6 +106,8 @@ def test_rows_of_livecodebench():
         ),
         ({"private_test_cases": "[1]"}, "private_test_cases: a test without text"),
         ({"metadata": "{"}, "metadata: not JSON"),
+        ({"metadata": "[" * 100_000}, "metadata: not JSON"),
+        ({"public_test_cases": "[" * 100_000}, "public_test_cases: maximum recursion depth"),
     ],
 )
 def test_rows_without_usable_tests_say_why(change, reason):

@@ -35,6 +35,30 @@ def test_tests_and_choices_reach_the_verifier(tmp_path, toolbox):
     assert context.rejected == []
 
 
+def test_tests_that_cannot_be_run_reject_their_row(tmp_path, toolbox):
+    deep = "[" * 100_000 + "]" * 100_000
+    tests = {
+        "sound": [{"input": "1", "output": "2"}],
+        "nested": deep,
+        "arguments": {"inputs": [deep], "outputs": ["1"], "fn_name": "f"},
+        "many": [{"input": "1", "output": "2"}] * 10_001,
+    }
+    rows, context = load(
+        tmp_path,
+        toolbox,
+        [{"question": name, "io": value} for name, value in tests.items()],
+        answer="",
+        answer_kind="code",
+        metadata={"tests": "io"},
+    )
+    assert [row.metadata["question"].split()[0] for row in rows] == ["sound"]
+    assert [rejected["reason"][:44] for rejected in context.rejected] == [
+        "the prompt's tests are nested deeper than 10",
+        "a test of the prompt cannot be read (maximum",
+        "the prompt has 10001 tests; at most 10000 ar",
+    ]
+
+
 def test_truth_values_become_words_and_numbers_text(tmp_path, toolbox):
     rows, _ = load(
         tmp_path,

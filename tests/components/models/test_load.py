@@ -108,6 +108,26 @@ def test_folder_without_config_or_weights(folder):
         load_causal_lm(ModelSpec(path=str(folder)))
 
 
+def test_weights_in_a_pickle_are_refused(folder):
+    torch.save({"w": torch.zeros(1)}, folder / "pytorch_model.bin")
+    load_causal_lm(ModelSpec(path=str(folder)))  # safetensors are there too
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        DataError,
+        match=r"^model folder .*: expected weights as \*\.safetensors, got pytorch_model\.bin, a pickle, which can run "
+        r"code when it is read\. Convert it where you trust it, with save_pretrained\.$",
+    ):
+        load_causal_lm(ModelSpec(path=str(folder)))
+
+
+def test_an_index_of_pickles_is_not_followed(folder):
+    model = folder / "model.safetensors"
+    model.rename(folder / "other.safetensors")
+    torch.save({"w": torch.zeros(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match="its weights cannot be loaded"):
+        load_causal_lm(ModelSpec(path=str(folder)))
+
+
 def test_damaged_weights(folder):
     (folder / "model.safetensors").write_bytes(b"\x10" + b"\0" * 40)
     with pytest.raises(DataError, match="its weights cannot be loaded"):

@@ -9,10 +9,10 @@ import torch
 from components.sampler.chains import Chains
 from components.sampler.partial import Carry, Partial
 from pipeline.core.component import Ranks
+from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.handles import Completions, Policy, Scores
 from pipeline.core.jagged import Jagged
-from pipeline.run.checkpoint import decode, encode
 
 
 class Letters(Policy):

@@ -1,120 +1,53 @@
 """Programs that attack: none succeeds, each is wrong for the reason in the table, and honest programs do not notice."""
 
-import dataclasses
+import json
 import os
 import re
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from components.sandbox.isolation import INSTALL
-from components.sandbox.limits import Limits
-from components.verifier.base import Item
-from components.verifier.code import Code
+from tests.components.sandbox.attacks import LIMITS, WORKERS, host_of_canaries, read_attacks, run_attacks
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("bwrap") is None, reason=f"bubblewrap is not installed. {INSTALL}"),
     pytest.mark.xdist_group("sandbox"),  # the attacks run once, not in every worker
 ]
-WORKERS = 8  # attacks mostly wait for their time limit
-LIMITS = Limits(seconds=1.0, memory_mb=192, processes=12, files_mb=8, output_kb=256)
-HONEST = "print(int(input()) ** 2)"
-
-
-def read_attacks():
-    text = (Path(__file__).parent / "attacks.txt").read_text()
-    return [
-        (*heading.split(" :: ", 1), body)
-        for heading, _, body in (part.partition("\n") for part in text.split("\n=== ")[1:])
-    ]
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    """What the attacks are after."""
-    folder = tmp_path_factory.mktemp("host")
-    (folder / "secret").write_text("canary")
-    tcp, unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
-    abstract = socket.socket(socket.AF_UNIX)
-    path = f"/tmp/canary-{os.getpid()}.sock"
-    unix.bind(path)
-    unix.listen()
-    abstract.bind(f"\0creditgraph-canary-{os.getpid()}")
-    victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    os.environ["CREDITGRAPH_CANARY"] = "canary"
-    yield {
-        "@FILE@": str(folder / "secret"),
-        "@PORT@": str(tcp.getsockname()[1]),
-        "@SOCKET@": path,
-        "@VICTIM@": str(victim.pid),
-        "@PARENT@": str(os.getpid()),
-        "@ABSTRACT@": f"creditgraph-canary-{os.getpid()}",
-    } | {"victim": victim}
-    del os.environ["CREDITGRAPH_CANARY"]
-    victim.kill()
-    victim.wait()
-    for one in (tcp, unix, abstract):
-        one.close()
-    os.unlink(path)
-
-
-def _item(program, function):
-    tests = (
-        {"inputs": [[7]], "outputs": [49], "fn_name": "solve"} if function else {"inputs": ["7\n"], "outputs": ["49\n"]}
-    )
-    return Item(text=f"```python\n{program}\n```", answer="", metadata={"tests": tests, "template": "plain"})
+def host():
+    with host_of_canaries() as canaries:
+        yield canaries
 
 
 @pytest.fixture(scope="module")
-def verdicts(host, toolbox):
-    """All attacks in one batch, an honest program after every fourth."""
-    items, names = [], []
-    for k, (name, _, program) in enumerate(read_attacks()):
-        for old, new in host.items():
-            if old.startswith("@"):
-                program = program.replace(old, new)
-        names.append(name)
-        items.append(_item(program, name.startswith("[function]")))
-        if k % 4 == 3:
-            names.append("")
-            items.append(_item(f"{HONEST}  # {k}", False))
-    started = time.monotonic()
-    results = toolbox.start(Code, limits=LIMITS, workers=WORKERS).verdicts(items)
-    seconds = time.monotonic() - started
-    # On a busy host a program may reach the limit before its attack fails; those get more time.
-    reasons = {name: reason for name, reason, _ in read_attacks()} | {"": "^$"}
-    slow = [i for i, v in enumerate(results) if "timed out" in v.detail and not re.search(reasons[names[i]], v.detail)]
-    patient = toolbox.start(Code, limits=dataclasses.replace(LIMITS, seconds=20.0), workers=2)
-    for i, verdict in zip(slow, patient.verdicts([items[i] for i in slow]), strict=True):
-        results[i] = verdict
-    return list(zip(names, results, strict=True)), seconds, len(slow)
+def outcomes(host, isolation):
+    return run_attacks(read_attacks(), host[0], isolation)
 
 
-def test_no_attack_succeeds_and_each_has_its_reason(verdicts):
-    reasons = {name: reason for name, reason, _ in read_attacks()}
-    assert len(reasons) >= 60
-    assert len(reasons) == len(read_attacks())
-    attacks = {name: v for name, v in verdicts[0] if name}
-    assert [name for name, v in attacks.items() if v.correct or v.value > 0] == []
-    assert [name for name, v in attacks.items() if not v.valid] == []
-    unexpected = {name: v.detail for name, v in attacks.items() if not re.search(reasons[name], v.detail)}
+def test_no_attack_succeeds_and_each_has_its_reason(outcomes):
+    attacks = [(attack, detail) for attack, detail in outcomes[0] if attack.name]
+    assert len({attack.name for attack, _ in attacks}) == len(attacks) >= 170
+    assert [attack.name for attack, detail in attacks if detail == ""] == []
+    unexpected = {attack.name: detail for attack, detail in attacks if not re.search(attack.reason, detail)}
     assert unexpected == {}
 
 
-def test_honest_programs_beside_them_are_right(verdicts):
-    honest = [v for name, v in verdicts[0] if not name]
-    assert len(honest) >= 20
-    assert [v.detail for v in honest if not v.correct] == []
+def test_honest_programs_beside_them_are_right(outcomes):
+    honest = [detail for attack, detail in outcomes[0] if not attack.name]
+    assert len(honest) >= 40
+    assert [detail for detail in honest if detail] == []
 
 
-def test_the_host_is_as_it_was(verdicts, host):
-    assert host["victim"].poll() is None
-    assert Path(host["@FILE@"]).read_text() == "canary"
+def test_the_host_is_as_it_was(outcomes, host):
+    canaries, victim = host
+    assert victim.poll() is None
+    assert Path(canaries["@FILE@"]).read_text() == "canary"
     # The kernel takes a moment to bury what was killed.
     deadline = time.monotonic() + 20
     while (left := still_running()) and time.monotonic() < deadline:
@@ -135,7 +68,27 @@ def still_running():
     return left
 
 
-def test_the_batch_costs_no_more_than_its_time_limits(verdicts):
+def test_the_batch_costs_no_more_than_its_time_limits(outcomes):
     # Every attack that hangs may use its limit once; starting them is what the rest takes.
-    hanging = sum("timed out" in v.detail for _, v in verdicts[0]) + verdicts[2]
-    assert verdicts[1] < hanging * (LIMITS.seconds + 1.0) / WORKERS + 90
+    batch, seconds, again = outcomes
+    hanging = sum("timed out" in detail for _, detail in batch) + again
+    assert seconds < hanging * (LIMITS.seconds + 1.0) / WORKERS + 90
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(),
+    reason="needs root, to become an ordinary user, and /usr/bin/python3",
+)
+def test_attacks_as_an_ordinary_user():
+    """Every third, in a user namespace."""
+    user = [shutil.which("setpriv"), "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    script = Path(__file__).with_name("attacks.py")
+    command = [*user, os.path.realpath("/usr/bin/python3"), "-B", str(script), "--every", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
+    if "cannot isolate" in done.stderr:
+        pytest.skip(f"this host gives ordinary users no namespaces: {done.stderr.strip().splitlines()[-1]}")
+    figures = json.loads(done.stdout)
+    assert (figures["user_namespace"], figures["succeeded"], figures["other_reason"]) == (True, [], {}), done.stderr
+    assert figures["tried"] == figures["held"] >= 55
+    assert figures["honest"] == figures["honest_right"]
+    assert done.returncode == 0

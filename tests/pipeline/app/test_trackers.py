@@ -18,7 +18,7 @@ from pipeline.app.trackers import TensorBoard, Wandb, _as_text
 from pipeline.core.errors import ConfigError, RunError
 from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.metrics import TableSettings, WandbSettings, read_metrics
-from pipeline.run.recording import RecordSettings
+from pipeline.run.recorder import RecordSettings
 
 pytestmark = pytest.mark.xdist_group("trackers")
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import math
@@ -9,10 +10,29 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Rewards, TrainReport, Weights
-from pipeline.run.checkpoint import FORMAT, Checkpoints, CheckpointSettings, decode, encode, load
+from pipeline.run.checkpoint import (
+    FORMAT,
+    Checkpoints,
+    CheckpointSettings,
+    check_shards,
+    load,
+    manifest_checksum,
+    sum_shards,
+)
+
+
+def sign(folder, **changes):
+    """Writes checksums that fit the files and the manifest, as another version would."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    for name, entry in (manifest["files"] if "files" not in changes else {}).items():
+        raw = (folder / name).read_bytes()
+        entry.update(bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    manifest = manifest | {"sha256": manifest_checksum(manifest)} | changes
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def through(tmp_path, state):
@@ -133,7 +153,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, damage
     assert result.iteration == 4
     assert result.groups["a"]["w"][0] == 4
     assert "000005" in caplog.text
-    assert "Skipping it and using the previous one" in caplog.text
+    assert "It is skipped; the previous one is tried." in caplog.text
     with pytest.raises(RunError, match="000005"):
         load(newest)
     store.save(5, {"a": encode({"w": torch.zeros(1)}, "a")})  # the repeated iteration replaces the damaged one
@@ -158,13 +178,103 @@ def test_another_version_s_checkpoint_ends_the_run_and_does_not_start_it_again(t
     text = changed.read_text()
     assert old in text
     changed.write_text(text.replace(old, new))
-    if file == "state.json":
-        manifest = tmp_path / "000005" / "manifest.json"
-        entry = json.loads(manifest.read_text())
-        entry["files"][file] = {"bytes": changed.stat().st_size}
-        manifest.write_text(json.dumps(entry))
+    sign(tmp_path / "000005")
     with pytest.raises(RunError, match=re.escape(sentence)):
         store.latest()
+
+
+@pytest.fixture
+def pair(tmp_path):
+    store = Checkpoints(tmp_path)
+    for iteration in (5, 7):
+        store.save(iteration, {"a": encode({"w": torch.full((50,), float(iteration))}, "a")})
+    return store
+
+
+def test_no_bit_of_a_manifest_can_be_flipped(pair):
+    file = pair.path / "000007" / "manifest.json"
+    raw = file.read_bytes()
+    parsed = json.loads(raw)
+    silent = 0
+    for bit in range(len(raw) * 8):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        try:
+            load(file.parent)
+        except RunError:
+            continue
+        assert json.loads(changed) == parsed  # white space became other white space
+        silent += 1
+    assert silent < len(raw) / 4
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]", "null", '"x"', "7", "", "{}", "[" * 100_000, '{"a":' * 100_000, "\x00" * 50,
+        {"files": None}, {"files": []}, {"files": {}}, {"files": {"state.json": 3}}, {"iteration": "seven"},
+        {"iteration": None}, {"iteration": 7.0}, {"iteration": True}, {"iteration": 5}, {"format": "3"}, {"logs": None},
+        {"files": {"../000005/state.json": {"bytes": 1, "sha256": "0"}}}, {"sha256": None}, {"sha256": "0" * 64},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_ill_typed_manifest_is_damage_and_the_older_checkpoint_is_used(pair, caplog, content, signed):
+    folder = pair.path / "000007"
+    file = folder / "manifest.json"
+    if isinstance(content, str):
+        file.write_text(content)
+    elif signed:
+        sign(folder, **content)
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | content))
+    with caplog.at_level(logging.WARNING, "creditgraph"):
+        assert pair.latest(rename=True).iteration == 5
+    assert [record.getMessage().count("\n") for record in caplog.records] == [0]
+    assert "set aside as damaged-000007; the previous one is tried." in caplog.text
+    assert sorted(p.name for p in pair.path.iterdir()) == ["000005", "damaged-000007"]
+
+
+def test_damaged_ones_never_take_the_place_of_new_ones(pair, caplog):
+    for name in ("000005", "000007"):
+        os.truncate(pair.path / name / "tensors.safetensors", 10)
+    assert pair.latest() is None  # a reader renames nothing
+    assert sorted(p.name for p in pair.path.iterdir()) == ["000005", "000007"]
+    with caplog.at_level(logging.WARNING, "creditgraph"):
+        assert pair.latest(rename=True) is None
+    assert "no sound checkpoint is left; a run that continues here starts from its first iteration." in caplog.text
+    for iteration in (1, 2, 3):
+        pair.save(iteration, {"a": encode({}, "a")})
+    pair.clean()
+    assert pair.latest().iteration == 3
+    assert sorted(p.name for p in pair.path.iterdir()) == ["000002", "000003", "damaged-000005", "damaged-000007"]
+    (pair.path / "000009").write_text("a file")
+    (pair.path / "damaged-000009").mkdir()
+    assert pair.latest(rename=True).iteration == 3
+    assert (pair.path / "damaged-000009-2").is_file()
+
+
+def test_the_checkpoint_of_another_iteration_is_damage(pair):
+    (pair.path / "000007").rename(pair.path / "000009")
+    with pytest.raises(RunError, match=r"expected iteration 9, as the folder is named, got 7"):
+        load(pair.path / "000009")
+
+
+def test_shards_have_checksums_from_all_ranks(tmp_path):
+    def shards(folder):
+        for rank in range(3):
+            (folder / f"{rank}.pt").write_bytes(bytes([rank]) * 100)
+        for rank in range(2):
+            sum_shards(folder, rank, 2)
+
+    path = Checkpoints(tmp_path).save(3, {"a": encode({}, "a")}, shards)
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "shards", "state.json", "tensors.safetensors"]
+    for rank in range(2):
+        check_shards(path, rank, 2)
+    (path / "shards" / "1.pt").write_bytes(b"\1" * 99 + b"\0")
+    check_shards(path, 0, 2)
+    with pytest.raises(RunError, match=r"shards/1\.pt: its checksum differs from the manifest"):
+        check_shards(path, 1, 2)
 
 
 def test_a_failed_write_leaves_the_earlier_ones_and_no_rubbish(tmp_path, monkeypatch):

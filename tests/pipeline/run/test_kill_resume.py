@@ -153,7 +153,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, whole, capl
     with caplog.at_level(logging.WARNING, "creditgraph"):
         assert toy.train(path, ITERATIONS, delay=2).status == "finished"
     assert (
-        "000008/tensors.safetensors: its checksum differs from the manifest; the checkpoint is damaged. Skipping it"
-        in caplog.text
+        "000008/tensors.safetensors: its checksum differs from the manifest; the checkpoint is damaged. It is skipped, "
+        "set aside as damaged-000008; the previous one is tried." in caplog.text
     )
+    assert len(caplog.records) == 1
+
     assert_same(path, whole)

@@ -1,10 +1,13 @@
+import hashlib
 import json
+import logging
 import math
+import os
 
 import pytest
 
 from pipeline.core.errors import RunError
-from pipeline.run.metrics import JsonLines, read_metrics
+from pipeline.run.metrics import JsonLines, read_lines, read_metrics, unreadable_lines
 
 
 def test_lines_are_there_at_once_and_nan_is_null(tmp_path):
@@ -26,6 +29,65 @@ def test_opening_cuts_later_iterations_and_a_half_line(tmp_path):
     assert len(read_metrics(path)) == 2
     JsonLines(path).close()
     assert path.read_text() == ""
+
+
+def test_a_flipped_byte_costs_no_other_row_and_is_reported(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    sink = JsonLines(path)
+    for i in range(1000):
+        sink.log(i, {"a": i / 7})
+    mark = sink.mark()
+    assert mark == {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    sink.log(1000, {"a": 0.0})
+    sink.close()
+    raw = bytearray(path.read_bytes())
+    assert raw.split(b"\n")[3].startswith(b'{"iter')
+    raw[raw.index(b"\n", raw.index(b'"iteration": 2')) + 1] ^= 1  # the bracket of row 3
+    path.write_bytes(raw)
+    assert unreadable_lines(path) == [4]
+    with caplog.at_level(logging.INFO, "creditgraph"):
+        JsonLines(path, 999, mark).close()
+    assert [r["iteration"] for r in read_metrics(path)] == [i for i in range(1000) if i != 3]
+    assert path.read_bytes() == raw[: mark["bytes"]]
+    assert [r.getMessage().removeprefix(f"{path}: ") for r in caplog.records] == [
+        "damaged since the checkpoint that the run continues from (its bytes differ). What can be read is kept.",
+        "lines that are not as they were written: 1 (line 4); they are kept. Compare them with a copy.",
+        "rows after iteration 999 are removed and run again: 1.",
+    ]
+
+
+def test_unreadable_lines_among_removed_rows_are_kept_and_a_later_number_removes_no_row(tmp_path):
+    path = tmp_path / "m.jsonl"
+    rows = [json.dumps({"iteration": i}) + "\n" for i in range(6)]
+    rows[1] = json.dumps({"iteration": 9}) + "\n"  # was 1
+    rows[4] = '{"iteration" 4}\n'
+    path.write_text("".join(rows) + '{"iteration": 6')
+    JsonLines(path, 3).close()
+    assert path.read_text() == "".join(rows[:4]) + rows[4]
+    JsonLines(path, 3).close()
+    assert path.read_text() == "".join(rows[:4]) + rows[4]
+
+
+@pytest.mark.parametrize(("keep", "sentence"), [(0, "its last 34 bytes"), (20, "its last 14 bytes"), (34, "")])
+def test_a_lost_or_shortened_file_is_reported(tmp_path, caplog, keep, sentence):
+    path = tmp_path / "m.jsonl"
+    sink = JsonLines(path)
+    sink.write([{"iteration": 0}, {"iteration": 1}])
+    mark = sink.mark()
+    sink.close()
+    os.truncate(path, keep)
+    if not keep:
+        path.unlink()
+    JsonLines(path, 1, mark).close()
+    assert sentence in caplog.text
+    assert bool(caplog.text) == bool(sentence)
+
+
+def test_a_line_separator_in_a_text_ends_no_row(tmp_path):
+    sink = JsonLines(tmp_path / "m.jsonl")
+    sink.write([{"iteration": 0, "text": "a\u2028b\x85c"}])
+    sink.close()
+    assert read_lines(tmp_path / "m.jsonl") == [{"iteration": 0, "text": "a\u2028b\x85c"}]
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):

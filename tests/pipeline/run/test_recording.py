@@ -14,7 +14,8 @@ from pipeline.core.errors import ConfigError, DataError, RunError
 from pipeline.core.graph import Graph, Node
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Batch, Credit, Prompts, Rewards, TrainReport, Weights
-from pipeline.run.recording import Recorder, RecordSettings, from_arrow, read_payload, to_arrow, write_payload
+from pipeline.run.recorder import Recorder, RecordSettings
+from pipeline.run.recording import from_arrow, read_payload, to_arrow, write_payload
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,207 @@
+"""The writer that records chosen outputs of a run, and the check of what it wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.encoding import class_name
+from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.graph import Graph
+from pipeline.core.handles import Handle
+from pipeline.core.payloads import Weights
+from pipeline.core.trace import NO_TRACE, Trace
+from pipeline.run.checkpoint import checksum
+from pipeline.run.metrics import JsonLines
+from pipeline.run.recording import record_problem, recorded_sums, write_payload
+from pipeline.run.run_directory import CHECKSUMS, write_aside, writing
+from pipeline.run.timeline.spans import BRIEF
+
+logger = logging.getLogger("creditgraph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """Which outputs are written to the run directory."""
+
+    every: int = 1
+    """iterations between records; 0 records nothing"""
+    outputs: list[str] | str = "all"
+    """outputs as node.output, or "all" """
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every {self.every}: expected 0 (nothing) or more.")
+        if isinstance(self.outputs, str) and self.outputs != "all":
+            raise ValueError(f"outputs {self.outputs!r}: expected a list such as [sampler.trajectories], or 'all'.")
+
+
+def chosen_outputs(settings: RecordSettings, graph: Graph) -> set[str]:
+    """The outputs ("node.output") that are recorded; raises ConfigError for one that the graph does not have."""
+    everything = {f"{n.name}.{output}" for n in graph.nodes for output in n.sockets.outputs}
+    chosen = everything if settings.outputs == "all" else set(settings.outputs)
+    for name in sorted(chosen - everything):
+        raise ConfigError(f"run.record.outputs: no output '{name}' in this graph.{did_you_mean(name, everything)}")
+    return chosen
+
+
+class Recorder:
+    """Writes chosen outputs to record/<node>.<output>/<iteration>.parquet in a separate thread.
+
+    An error of the writer is raised by the next call. Handles (Policy, Verifier) and Weights leave a small JSON note
+    instead.
+    """
+
+    def __init__(self, path: Path, settings: RecordSettings, graph: Graph, trace: Trace = NO_TRACE) -> None:
+        self._path = path
+        self._trace = trace
+        self._every = settings.every
+        self._chosen = chosen_outputs(settings, graph)
+        self._error: BaseException | None = None
+        # Bounded, so that a slow disk slows the run down instead of filling the memory.
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=64)
+        self._thread: threading.Thread | None = None
+        self._sums: JsonLines | None = None
+        self._written: dict[tuple[int, str], str] = {}  # (iteration, file) → SHA-256, until it is listed
+        self._audit: RecordAudit | None = None
+
+    def resume(self, last_iteration: int, marks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues after an iteration; only the rank that writes calls it.
+
+        Records up to it that are damaged are reported while the run goes on.
+
+        Args:
+            last_iteration: the last iteration that does not run again.
+            marks: those of the checkpoint; that of checksums.jsonl is among them.
+        """
+        self._sums = JsonLines(self._path / CHECKSUMS, last_iteration, marks.get(f"{self._path.name}/{CHECKSUMS}"))
+        self._audit = RecordAudit(self._path, last_iteration)
+
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint keeps for `resume`, by file of the run directory; call `flush` before."""
+        return {f"{self._path.name}/{CHECKSUMS}": self._sums.mark()} if self._sums else {}
+
+    def wants(self, node: str, output: str, iteration: int) -> bool:
+        """Whether an output of this iteration is recorded."""
+        return self._every > 0 and iteration % self._every == 0 and f"{node}.{output}" in self._chosen
+
+    def put(self, node: str, output: str, iteration: int, value: Any) -> None:
+        """Queues a value for the writer, if it is to be recorded."""
+        name = f"{node}.{output}"
+        if not self.wants(node, output, iteration):
+            return
+        self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+            self._thread.start()
+        with self._trace.span("recording", "recording", iteration, BRIEF):  # waits when the writer is too slow
+            self._queue.put(lambda: self._write(name, iteration, value))
+
+    def flush(self, iteration: int | None = None) -> None:
+        """Waits until all queued values are written, and lists the files up to `iteration` (of all) in checksums.jsonl.
+
+        With overlapping lanes there may be files of later iterations. They are listed later, so that the list is in the
+        order of iterations.
+        """
+        self._queue.join()
+        self._check()
+        self._list(iteration)
+
+    def close(self) -> None:
+        """Writes the remaining values and ends the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._audit is not None:
+            self._audit.finish()
+        self._list()
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
+        self._check()
+
+    def _list(self, iteration: int | None = None) -> None:
+        due = sorted(file for file in self._written if iteration is None or file[0] <= iteration)
+        if self._sums is not None and due:
+            self._sums.write(
+                [{"iteration": i, "file": name, "sha256": self._written.pop((i, name))} for i, name in due]
+            )
+            self._sums.sync()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            error = self._error
+            self._error = None
+            raise error
+
+    def _write(self, name: str, iteration: int, value: Any) -> None:
+        path = self._path / name / f"{iteration:06d}.parquet"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._trace.span(name, "recording", iteration):
+            if isinstance(value, Handle | Weights):
+                version = getattr(value, "version", None)
+                note = {"class": class_name(type(value)), "iteration": iteration, "version": version}
+                path = path.with_suffix(".json")
+                write_aside(path, json.dumps(note))
+            else:
+                write_payload(path, value)
+            self._written[iteration, f"{name}/{path.name}"] = checksum(path)
+
+
+class RecordAudit:
+    """Compares a run's records with their checksums in a thread and logs a warning for each damaged one.
+
+    Args:
+        folder: a record/ folder.
+        last_iteration: later records are left out.
+    """
+
+    def __init__(self, folder: Path, last_iteration: int) -> None:
+        self._folder = folder
+        self._sums = recorded_sums(folder)
+        there = {f"{p.parent.name}/{p.name}" for kind in ("parquet", "json") for p in folder.glob(f"*/*.{kind}")}
+        names = {n for n in there if Path(n).stem.isdecimal() and int(Path(n).stem) <= last_iteration}
+        unlisted = sorted(names - self._sums.keys())
+        if unlisted:
+            logger.warning(
+                "%s: %d records are not listed in %s (first %s), so damage of them would not be seen.",
+                folder, len(unlisted), CHECKSUMS, unlisted[0],
+            )  # fmt: skip
+        self._left = sorted(self._sums, reverse=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="record audit", daemon=True)
+        self._thread.start()
+
+    def finish(self, seconds: float = 10.0) -> None:
+        """Waits for the end of the comparison; after `seconds` it is ended."""
+        self._thread.join(seconds)
+        self._stop.set()
+        self._thread.join()
+        if self._left:
+            logger.warning("%s: %d records were not compared with their checksums.", self._folder, len(self._left))
+
+    def _work(self) -> None:
+        while self._left and not self._stop.is_set():
+            file = self._folder / self._left.pop()
+            problem = record_problem(file, self._sums)
+            if problem:
+                logger.warning("%s: %s. Restore it from a copy, or remove it.", file, problem)

@@ -1,0 +1,194 @@
+"""The judge over HTTP: a real server that answers, fails, hangs and talks nonsense; answers are asked for once."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from failures_by_hand import Reset, failure
+
+from pipeline.app.localization import judge
+from pipeline.app.localization.judge import JudgeSettings, judge_labels, request
+from pipeline.core.errors import ConfigError, RunError
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = body["messages"][0]["content"]
+        with self.server.lock:
+            self.server.requests.append((self.path, body, self.headers.get("Authorization")))
+            reply = next((text for part, text in self.server.replies.items() if part in content), self.server.reply)
+        if reply == "hang":
+            time.sleep(1.5)
+        completion = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+        data = {"busy": "busy", "html": "<html>"}.get(reply, completion).encode()
+        self.send_response(503 if reply == "busy" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        try:
+            self.wfile.write(data)
+        except OSError:
+            return
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.requests, http.replies, http.lock = [], {}, threading.Lock()
+    http.reply = "The sum is off, so \\boxed{2}"
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    http.settings = JudgeSettings(
+        url=f"http://127.0.0.1:{http.server_port}/v1/", model="big", seconds=0.5, retries=1, wait=0.01
+    )
+    yield http
+    http.shutdown()
+    http.server_close()
+
+
+@pytest.fixture
+def ask(server, tmp_path):
+    def call(failures, **changes):
+        return judge_labels(replace(server.settings, **changes), failures, tmp_path / "a" / "answers.jsonl", print)
+
+    return call
+
+
+def test_the_request(server, ask, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    labels = ask([failure(1, solution="Add them.")])
+    assert labels.step == {1: 2}
+    ((path, body, key),) = server.requests
+    assert (path, key) == ("/v1/chat/completions", "Bearer secret")
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("big", 0, 4096)
+    content = body["messages"][0]["content"]
+    assert "exactly one number in a box, \\boxed{N}: the number of that step, from 1 to 6" in content
+    assert "Problem: Problem 1?" in content
+    assert "Step 6: Step of problem 1, number 6" in content
+    assert "The right answer to the problem is: 7" in content
+    assert "A right solution:\nAdd them." in content
+    assert "right answer" not in request(failure(1, answer=""))
+
+
+def test_answers_that_name_no_step_are_no_label_and_are_counted_apart(server, ask):
+    server.replies = {
+        "Problem 1?": "\\boxed{4}",
+        "Problem 2?": "Step 3 breaks; the right value is \\boxed{42}",  # labelled, and also out of range
+        "Problem 3?": "\\boxed{42}",
+        "Problem 4?": "Step 0",
+        "Problem 5?": "I cannot tell.",
+        "Problem 6?": None,
+        "Problem 7?": " **5**.\n",
+        "Problem 8?": "-3",
+    }
+    labels = ask([failure(i) for i in range(1, 9)])
+    assert labels.step == {1: 4, 2: 3, 7: 5}
+    assert labels.out_of_range == 1
+    assert labels.unlabelled == {"out of range": 3, "no number": 2}
+    assert labels.notes == []
+
+
+def test_a_second_call_asks_nothing_and_another_model_asks_again(server, ask):
+    failures = [failure(i) for i in range(1, 6)]
+    assert len(ask(failures).step) == 5
+    assert len(server.requests) == 5
+    assert ask(failures, url="http://127.0.0.1:1/v1").step == dict.fromkeys(range(1, 6), 2)  # nobody listens there
+    assert len(server.requests) == 5
+    ask([*failures, failure(6)])
+    assert len(server.requests) == 6
+    ask(failures[:1], model="other")
+    ask(failures[:1], max_tokens=7)
+    ask([replace(failures[0], answer="8")])
+    assert len(server.requests) == 9
+
+
+def test_failed_requests_are_counted_and_sent_again_by_the_next_call(server, ask):
+    server.replies = {"Problem 2?": "busy", "Problem 3?": "hang", "Problem 4?": "html"}
+    failures = [failure(i) for i in range(1, 6)]
+    labels = ask(failures)
+    assert labels.step == {1: 2, 5: 2}
+    assert labels.unlabelled == {"request failed": 3}
+    for reason in ("HTTP 503 busy", "in 0.5 s", "the response is no chat completion"):
+        assert (
+            sum(note.startswith("requests to the judge that failed: 1 (") and reason in note for note in labels.notes)
+            == 1
+        )
+    # One request each, and one further try of those that may pass.
+    assert len(server.requests) == 5 + 2
+    server.replies = {}
+    assert ask(failures).step == dict.fromkeys(range(1, 6), 2)
+    assert len(server.requests) == 7 + 3
+
+
+def test_a_line_that_was_cut_off_is_asked_again_and_harms_no_other(server, ask, tmp_path):
+    failures = [failure(i) for i in range(1, 4)]
+    ask(failures)
+    cache = tmp_path / "a" / "answers.jsonl"
+    cache.write_bytes(cache.read_bytes()[:-20])
+    assert len(ask(failures).step) == 3
+    assert len(server.requests) == 4
+    assert len(ask(failures).step) == 3
+    assert len(server.requests) == 4
+    assert "secret" not in cache.read_text()
+
+
+def test_an_interrupted_call_keeps_its_answers(server, ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "REPORT_EVERY", 5)
+
+    def interrupt(line):
+        assert line == "judge: 5 of 40 requests"
+        raise KeyboardInterrupt
+
+    cache = tmp_path / "a" / "answers.jsonl"
+    failures = [failure(i) for i in range(40)]
+    with pytest.raises(KeyboardInterrupt):
+        judge_labels(replace(server.settings, concurrency=1), failures, cache, interrupt)
+    time.sleep(0.3)  # a request that was under way
+    sent = len(server.requests)
+    assert 5 <= sent < 40
+    assert len(cache.read_text().splitlines()) == 5
+    assert len(ask(failures).step) == 40
+    assert len(server.requests) == sent + 35
+
+
+def test_a_server_that_dies_is_given_up(server, ask, monkeypatch):
+    monkeypatch.setattr(judge, "GIVE_UP", 3)
+    server.replies = {"Problem 1?": "\\boxed{1}"}
+    server.reply = "busy"
+    labels = ask([failure(i) for i in range(1, 41)], retries=0, concurrency=1)
+    assert labels.step == {1: 1}
+    assert labels.unlabelled == {"request failed": 39}
+    assert any("given up after 3 failures in a row" in note for note in labels.notes)
+    assert len(server.requests) < 10
+
+
+def test_a_wrong_address_costs_one_request(server, ask):
+    server.reply = "busy"
+    with pytest.raises(RunError, match=r"the first of 9 requests failed \(.*HTTP 503 busy\).*model 'big'"):
+        ask([failure(i) for i in range(9)])
+    assert len(server.requests) == 2
+    for url in ("localhost:8000", "ftp://h/v1", "http://"):
+        with pytest.raises(ConfigError, match="expected the server's base URL"):
+            JudgeSettings(url=url, model="m")
+
+
+def test_the_command_with_a_judge(server, make_run, localization):
+    # The task is not the embedded one, so that only the judge knows. It names step 2 for both failures.
+    run = make_run([Reset(3, 2, (True, False)), Reset(3, 4, (False, None))], oracle=False)
+    judged = ["--judge", server.settings.url, "--judge-model", "big"]
+    code, result, _ = localization(run, *judged)
+    assert code == 0
+    assert result["truth"] == "judge big"
+    assert result["labelled"] == 2
+    assert result["deviations"] == {"0": 1, "2": 1}
+    asked = len(server.requests)
+    assert localization(run, *judged)[1] == result
+    assert len(server.requests) == asked
+    code, _, error = localization(run, "--judge", server.settings.url)
+    assert code == 2
+    assert "a judge also needs --judge-model" in error
