@@ -68,7 +68,7 @@ def swap_on_the_way(pair, monkeypatch):
 
     def wrong(method, args=(), **kwargs):
         if method == "creditgraph_load":
-            args = (args[0], {n: t.flip(0) for n, t in args[1].items()}, args[2])
+            args = (args[0], {n: t.flip(0) for n, t in args[1].items()})
         return call(method, args=args, **kwargs)
 
     monkeypatch.setattr(pair.vllm.backend.llm, "collective_rpc", wrong)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,15 +16,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from components.engine.folders import own_folder, remove_abandoned
 from components.engine.probe import Probe
 from components.engine.weight_files import (
     FAILED,
     FULL,
+    Checksum,
     buckets,
+    checksum_of,
     layout_of,
     overwrite_file,
-    sample_checksum,
-    sample_names,
     to_send,
     write_file,
 )
@@ -74,12 +73,11 @@ class Update:
 
     Attributes:
         version: number of learner iterations that led to them.
-        sample: names of the tensors that `checksum` covers, in order.
-        checksum: see `components.engine.weight_files.sample_checksum`.
+        checksum: that of all tensors, see `components.engine.weight_files.Checksum`; completes when all files are
+            written, or with the error of the writer.
         path: folder of `files`; "" if another process has published them.
         files: paths of safetensors files with Hugging Face names, in order, each a bucket of whole tensors.
-        written: completes when all files are written, or with the error of the writer; files appear one by one. None if
-            all files exist already.
+        written: whether all files exist already; else they appear one by one until `checksum` completes.
         adapter: name by which requests select the LoRA adapter that `path` holds in PEFT's layout; "" for whole
             weights.
         loaded: whether another process has published them and has servers load them; they are then only verified here.
@@ -88,15 +86,18 @@ class Update:
     """
 
     version: int
-    sample: tuple[str, ...]
-    checksum: str
+    checksum: Future[str]
     path: str = ""
     files: tuple[str, ...] = ()
-    written: Future[None] | None = None
+    written: bool = True
     adapter: str = ""
     loaded: bool = False
     probe: Probe | None = None
     expected: Future[list[float]] | None = None
+
+    def label(self) -> str:
+        """What a server reports as its weights version: version and checksum, so that no other weights have it."""
+        return f"{self.version}-{self.checksum.result()}"
 
 
 class FileChannel:
@@ -118,11 +119,12 @@ class FileChannel:
         self._dtype = dtype
         self._near = near
         self._versions: dict[int, Path] = {}
+        self._made = False
         self._spare: Path | None = None  # the version before the previous one, to be overwritten
         self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
-        self.folder = _own_folder(Path(settings.path))
+        self.folder = own_folder(Path(settings.path), PREFIX)
         """folder of the files, to be removed with the run"""
-        remove_abandoned(Path(settings.path))
+        remove_abandoned(Path(settings.path), PREFIX)
 
     def publish(self, weights: Weights) -> Update:
         """Writes the tensors of `weights`, each once, or those of an adapter; the files exist until `retire`.
@@ -142,22 +144,29 @@ class FileChannel:
         folder = self.folder / f"v{weights.version}"
         try:
             self._make_folder(folder, tensors)
+            checksum = Future[str]()
             if not later:
-                _write_parts(folder, parts, weights.adapter)
+                checksum.set_result(_write_parts(folder, parts, weights.adapter))
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise self._not_written(weights.version, tensors, error) from error
         self._versions[weights.version] = folder
-        return dataclasses.replace(
-            _describe(weights, tensors),
+        if later:
+            checksum = self._writer.submit(self._write_later, weights.version, folder, parts)
+        return Update(
+            version=weights.version,
+            checksum=checksum,
+            adapter="" if weights.adapter is None else f"{PREFIX}{weights.version}",
             path=str(folder),
             files=tuple(str(folder / name) for name in parts),
-            written=self._writer.submit(self._write_later, weights.version, folder, parts) if later else None,
+            written=not later,
         )
 
     def describe(self, weights: Weights) -> Update:
         """Describes the same weights as published by another process; writes nothing."""
-        return dataclasses.replace(_describe(weights, to_send(weights.tensors or {}, self._dtype)), loaded=True)
+        checksum = self._writer.submit(checksum_of, to_send(weights.tensors or {}, self._dtype))
+        adapter = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
+        return Update(version=weights.version, checksum=checksum, adapter=adapter, loaded=True)
 
     def retire(self, version: int) -> None:
         """Removes the files of all other versions, but keeps the newest of them for near servers."""
@@ -177,7 +186,10 @@ class FileChannel:
     def _make_folder(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Makes a folder with only hidden files to overwrite; raises OSError if there is no room."""
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if not self._made:
+            self.folder.mkdir(mode=0o700)  # never one that another user has made
+            self._made = True
         if self._spare is not None and self._spare.exists():
             self._spare.replace(folder)
             self._spare = None
@@ -190,9 +202,9 @@ class FileChannel:
         if room < _bytes(tensors):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _write_later(self, version: int, folder: Path, parts: Mapping[str, dict[str, Tensor]]) -> None:
+    def _write_later(self, version: int, folder: Path, parts: Mapping[str, dict[str, Tensor]]) -> str:
         try:
-            _write_parts(folder, parts, None)
+            return _write_parts(folder, parts, None)
         except OSError as error:
             with contextlib.suppress(OSError):
                 (folder / FAILED).touch()
@@ -207,14 +219,6 @@ class FileChannel:
             f"weights version {version}: expected room for two versions of {_bytes(tensors) / 1e6:.1f} MB, got too "
             f"little in {path} ({error.strerror}). Free space there, or set engine.channel.path to a folder with room."
         )
-
-
-def _describe(weights: Weights, tensors: Mapping[str, Tensor]) -> Update:
-    # An adapter is small: every tensor is in the checksum.
-    sample = sample_names(tensors) if weights.adapter is None else tuple(sorted(tensors))
-    name = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
-    checksum = sample_checksum(tensors, sample)
-    return Update(version=weights.version, sample=sample, checksum=checksum, adapter=name)
 
 
 def peft_config(adapter: Adapter) -> str:
@@ -233,7 +237,9 @@ def peft_config(adapter: Adapter) -> str:
     )
 
 
-def _write_parts(folder: Path, parts: Mapping[str, dict[str, Tensor]], adapter: Adapter | None) -> None:
+def _write_parts(folder: Path, parts: Mapping[str, dict[str, Tensor]], adapter: Adapter | None) -> str:
+    """Writes the files; returns the checksum of the tensors in memory, not of the files."""
+    checksum = Checksum()
     if adapter is not None:
         (folder / _ADAPTER_CONFIG).write_text(peft_config(adapter), encoding="utf-8")
     for name, tensors in parts.items():
@@ -244,30 +250,12 @@ def _write_parts(folder: Path, parts: Mapping[str, dict[str, Tensor]], adapter: 
             unfinished.unlink(missing_ok=True)
             write_file(unfinished, tensors)
         unfinished.replace(folder / name)
+        for tensor_name, tensor in tensors.items():
+            checksum.add(tensor_name, tensor)
     for leftover in folder.glob(".*"):
         leftover.unlink()
+    return checksum.result()
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _own_folder(parent: Path) -> Path:
-    # Host, process and its start time, so that another run that sees the folder can check whether its owner is alive.
-    return parent / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{_started(os.getpid())}-{os.urandom(3).hex()}"
-
-
-def _started(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "0"
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Removes weight folders of this host's runs that are gone."""
-    own = f"{PREFIX}{socket.gethostname()}-"
-    for folder in parent.glob(f"{own}*"):
-        pid, _, rest = folder.name.removeprefix(own).partition("-")
-        if pid.isdigit() and _started(int(pid)) != rest.partition("-")[0]:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,13 @@ from typing import Literal
 from components.engine.base import DIVERGED
 from pipeline.core.errors import CreditgraphError
 
+# Values computed in low precision may exceed their limits by rounding.
+ROUNDING = 1e-2
+# A token of probability e^-104 has none in float32 and is never drawn; the rest is room for columns without a token,
+# which are not drawn either but count in the softmax.
+LOWEST_SAMPLED = -1000.0
+LOWEST_SCORE = -1e7  # of given tokens: logits of some thousands over the lowest temperature
+LARGEST_ENTROPY = 16.7  # nats of a uniform draw among 2^24 tokens, more than any vocabulary has
 FinishReason = Literal["stop", "length", "eos", "abort"]
 
 
@@ -77,18 +84,20 @@ class ScoreResponse:
     """Log-probs [nats], one per token, and entropies or None where the engine gives none.
 
     Attributes:
-        version: version of the weights that scored, or None if the engine does not report it.
+        version: label of the weights that scored (`Update.label`), or None if the engine does not report it.
     """
 
     logprobs: list[float]
     entropies: list[float] | None
-    version: int | None = None
+    version: str | None = None
 
 
 def check_score(request: ScoreRequest, response: ScoreResponse) -> ScoreResponse:
     """Returns the response; raises BadResponse for one that is incomplete or not finite."""
-    check_lengths(f"score row {request.row}", len(request.tokens), response.logprobs, response.entropies)
-    check_finite(f"score row {request.row}", response.logprobs)
+    place = f"score row {request.row}"
+    check_lengths(place, len(request.tokens), response.logprobs, response.entropies)
+    check_logprobs(place, response.logprobs, LOWEST_SCORE)
+    check_entropies(place, response.entropies, LARGEST_ENTROPY)
     return response
 
 
@@ -100,7 +109,20 @@ def check_lengths(place: str, count: int, logprobs: list[float], entropies: list
         raise BadResponse(f"{place}: expected one entropy per token, got {len(entropies)} for {count} tokens.")
 
 
-def check_finite(place: str, logprobs: list[float]) -> None:
-    """Raises BadResponse for a NaN or infinite log-prob."""
+def check_logprobs(place: str, logprobs: list[float], lowest: float) -> None:
+    """Raises BadResponse for a NaN or infinite log-prob, or one above 0 or below `lowest`."""
     if not all(map(math.isfinite, logprobs)):
         raise BadResponse(f"{place}: expected finite log-probs, got one that is not. {DIVERGED}")
+    largest = max(logprobs, default=0.0)
+    if largest > ROUNDING:
+        raise BadResponse(f"{place}: expected log-probs of at most 0, got {largest:.4g}.")
+    smallest = min(logprobs, default=0.0)
+    if smallest < lowest:
+        raise BadResponse(f"{place}: expected log-probs of at least {lowest:g}, got {smallest:.4g}.")
+
+
+def check_entropies(place: str, entropies: list[float] | None, largest: float) -> None:
+    """Raises BadResponse for an entropy that is no number from 0 to `largest`."""
+    for value in entropies or ():
+        if not -ROUNDING <= value <= largest + ROUNDING:
+            raise BadResponse(f"{place}: expected entropies from 0 to {largest:.4g} nats, got {value:.4g}.")

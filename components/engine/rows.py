@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 import torch
 
 from components.engine.base import Limits
-from components.engine.messages import BadResponse, RowRequest, RowResponse, check_finite, check_lengths
+from components.engine.messages import (
+    LOWEST_SAMPLED,
+    BadResponse,
+    RowRequest,
+    RowResponse,
+    check_entropies,
+    check_lengths,
+    check_logprobs,
+)
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.handles import Completions, Requests
 from pipeline.core.jagged import Jagged
 from pipeline.core.streams import counter_seed
-
-# Log-probs computed in low precision may exceed 0 by rounding.
-_LARGEST_LOGPROB = 1e-2
 
 
 @dataclass(slots=True)
@@ -168,10 +173,14 @@ class Rows:
         for token in part.tokens:
             if not 0 <= token < self._vocab_size:
                 raise BadResponse(f"{place}: expected token ids from 0 to {self._vocab_size - 1}, got {token}.")
-        check_finite(place, part.logprobs)
-        largest = max(part.logprobs, default=0.0)
-        if largest > _LARGEST_LOGPROB:
-            raise BadResponse(f"{place}: expected log-probs of at most 0, got {largest:.4g}.")
+        check_logprobs(place, part.logprobs, LOWEST_SAMPLED)
+        check_entropies(place, part.entropies, math.log(self._vocab_size))
+        row = self._rows[index]
+        if len(row.tokens) + len(part.tokens) > row.limit:
+            raise BadResponse(
+                f"{place}: expected at most {row.limit - row.begun} tokens, got "
+                f"{len(row.tokens) + len(part.tokens) - row.begun}."
+            )
 
     def _push(self, row: _Row, token: int, logprob: float, entropy: float) -> bool:
         """Adds one token; sets the reason and returns True when the row ends there."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
+import stat
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from components.engine.served.settings import PoolSettings, ServerSettings
 from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
-from pipeline.run.run_directory import write_json
+from pipeline.run.run_directory import replacing
 
 ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
+UNIX = "unix:"  # begins the address of a server on a Unix socket
 BY_HAND = "by-hand"  # outside of jobs
+SHORTEST_KEY = 16  # characters
 SAY_SECONDS = 10.0  # between two lines about the same wait
 _POLL_SECONDS = 0.2
 
@@ -55,13 +59,14 @@ class Address:
     """The address of a server.
 
     Attributes:
-        url: "http://host:port"; "" for a server that is to be started.
+        url: "http://host:port" or "unix:PATH" of a socket; "" for a server that is to be started.
         identity: served model name that it must report, "" to accept any.
         name: name in messages, for example "server 1".
         log: its log file, "" if not known.
         pid: id of the process that guards it, 0 if not known.
         listed_in: rendezvous file that lists it, "" for none.
         gpus: CUDA_VISIBLE_DEVICES of a server that is to be started, "" to leave the variable unchanged.
+        key: the key without which it refuses requests, "" for one without; no message shows it.
     """
 
     url: str
@@ -71,6 +76,7 @@ class Address:
     pid: int = 0
     listed_in: str = ""
     gpus: str = ""
+    key: str = field(default="", repr=False)
 
 
 def wait_for_server(name: str, settings: PoolSettings, started: bool) -> Waiting:
@@ -97,7 +103,8 @@ def find_servers(
     if settings.rendezvous:
         return read_rendezvous(Path(settings.rendezvous), settings.pool.start_seconds)
     if settings.addresses:
-        return [_parse(text, n) for n, text in enumerate(settings.addresses)]
+        key = read_key(Path(settings.key_file)) if settings.key_file else ""
+        return [_parse(text, n, key) for n, text in enumerate(settings.addresses)]
     prefix = f"{replica}." if replica else ""
     return [
         Address(url="", name=f"server {prefix}{n}", gpus=",".join(gpus[n]) if gpus else "")
@@ -105,17 +112,56 @@ def find_servers(
     ]
 
 
-def _parse(text: str, index: int) -> Address:
+def _parse(text: str, index: int, key: str) -> Address:
+    if text.startswith(f"{UNIX}/"):
+        return Address(url=text, name=f"server {index}", key=key)
     url = text if "://" in text else f"http://{text}"
     host, colon, port = url.rstrip("/").partition("://")[2].rpartition(":")
     if not colon or not host or not port.isdigit():
-        raise ConfigError(f"engine.addresses: expected host:port, for example 127.0.0.1:8000, got '{text}'.")
-    return Address(url=url.rstrip("/"), name=f"server {index}")
+        raise ConfigError(
+            f"engine.addresses: expected host:port, for example 127.0.0.1:8000, or unix:/PATH, got '{text}'."
+        )
+    return Address(url=url.rstrip("/"), name=f"server {index}", key=key)
+
+
+def read_key(path: Path) -> str:
+    """The key in a file that only its owner may read; raises ConfigError for another one."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"engine.key_file: expected a file with the servers' key at {path}, which cannot be read ({error})."
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"engine.key_file: expected {path} to be readable for its owner only, got mode {mode:o}. "
+            f"Run: chmod 600 {path}"
+        )
+    if len(key) < SHORTEST_KEY or not key.isascii() or any(map(str.isspace, key)):
+        raise ConfigError(
+            f"engine.key_file: expected one line of at least {SHORTEST_KEY} ASCII characters without spaces in {path}. "
+            f"Make one with: (umask 077; openssl rand -hex 32 > {path})"
+        )
+    return key
+
+
+def with_keys(addresses: Sequence[Address]) -> list[Address]:
+    """The addresses with names, and with one new key for all servers that are to be started."""
+    key = secrets.token_hex(32)
+    return [
+        replace(address, name=address.name or f"server {n}", key=address.key if address.url else key)
+        for n, address in enumerate(addresses)
+    ]
 
 
 def write_rendezvous(path: Path, servers: Sequence[Address]) -> None:
-    """Writes `engines.json` in one step, for other processes to read."""
-    write_json(path, {"format": 1, "servers": [asdict(s) for s in servers]})
+    """Writes `engines.json` in one step, for other processes of this user to read: it holds the servers' keys."""
+    text = json.dumps({"format": 1, "servers": [asdict(s) for s in servers]}, indent=1)
+    with replacing(path) as aside:
+        aside.unlink(missing_ok=True)
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def read_rendezvous(path: Path, seconds: float) -> list[Address]:

@@ -7,7 +7,8 @@ server takes one class.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+LARGEST_RESPONSE = 1 << 30  # bytes; the log-probs of whole vocabularies are some hundred MB
 InFlight = Literal["finish", "abort"]
 
 Take = Callable[[RowResponse, bool], bool]
@@ -34,6 +36,10 @@ class ServerError(CreditgraphError):
 
 class RefusedError(ServerError):
     """A request that the server refuses (status 4xx): the request is wrong, not the server."""
+
+
+class WrongKeyError(RefusedError):
+    """A request that the server refuses for its key (status 401)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +74,27 @@ class Dialect(Protocol):
     the pool handles both. `take` may raise `BadResponse`, which is propagated.
     """
 
+    @property
+    def sockets(self) -> bool:
+        """Whether its servers can listen on Unix sockets."""
+        ...
+
     def launch(self, port: int, identity: str) -> Launch:
-        """Command and environment of a server on `port` of "{host}" that reports `identity` (its served model name)."""
+        """Command and environment of a server that reports `identity` (its served model name) and refuses requests
+        without its key; it listens on `port` of "{host}", or with 0 on the Unix socket "{scratch}/http"."""
         ...
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
         """Whether the server responds. `identity` "" takes any; raises ServerError for another server there."""
         ...
 
-    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """Samples one row and passes it to `take`; with `request.stream` in parts, until `take` needs no more.
 
         Closing the connection ends the request at the server.
 
         Returns:
-            The version of the weights that sampled all tokens, or None when the server does not report it.
+            The label of the weights that sampled all tokens, or None when the server does not report it.
         """
         ...
 
@@ -99,11 +111,11 @@ class Dialect(Protocol):
         ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights into a paused server, drops its caches, and sets its version."""
+        """Loads the weights into a paused server, drops its caches, and sets the label that responses carry."""
         ...
 
-    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """Version (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
+        """Label (None: none was set) and checksum (None: unknown) of the weights that the server holds."""
         ...
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
@@ -135,23 +147,59 @@ async def call(
     client: httpx.AsyncClient, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> Any:
     """Sends a JSON request; returns the JSON of a 200 response ({} for an empty one), otherwise raises ServerError."""
-    response = await client.request(method, path, json=body, params=query)
-    check_status(f"{method} {path}", response)
-    if not response.content:
+    what = f"{method} {path}"
+    async with client.stream(method, path, json=body, params=query) as response:
+        content = b"".join([part async for part in _limited(what, response)])
+    if response.status_code != 200:
+        raise _status_error(what, response.status_code, content.decode(errors="replace"))
+    if not content:
         return {}
     try:
-        return response.json()
-    except ValueError:
-        raise ServerError(f"{method} {path}: expected JSON, got: {_short(response.text)}") from None
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ServerError(f"{what}: expected JSON, got: {_short(content.decode(errors='replace'))}") from None
 
 
 def check_status(what: str, response: httpx.Response) -> None:
     """Raises RefusedError or ServerError, with its text, for a response (read) whose status is not 200."""
     if response.status_code != 200:
-        refused = 400 <= response.status_code < 500 and response.status_code not in (408, 429)
-        raise (RefusedError if refused else ServerError)(
-            f"{what}: status {response.status_code}: {_short(response.text)}"
-        )
+        raise _status_error(what, response.status_code, response.text)
+
+
+def _status_error(what: str, status: int, text: str) -> ServerError:
+    refused = 400 <= status < 500 and status not in (408, 429)
+    kind = WrongKeyError if status == 401 else RefusedError if refused else ServerError
+    return kind(f"{what}: status {status}: {_short(text)}")
+
+
+async def _limited(what: str, response: httpx.Response) -> AsyncIterator[bytes]:
+    """The parts of a response's body; raises ServerError for one that would fill the memory."""
+    size = 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > LARGEST_RESPONSE:
+            raise ServerError(f"{what}: expected at most {LARGEST_RESPONSE} bytes, got more.")
+        yield part
+
+
+def check_id(reported: object, request_id: str) -> None:
+    """Raises ServerError for a response to another request."""
+    if reported != request_id:
+        raise ServerError(f"expected the response to request '{request_id}', got that to '{str(reported)[:80]}'.")
+
+
+def token_id(value: object) -> int:
+    """A token id in a response; TypeError for anything but an integer, which `parsing` converts."""
+    if type(value) is not int:
+        raise TypeError(f"expected a token id, got {str(value)[:80]!r}")
+    return value
+
+
+def number(value: object) -> float:
+    """A number in a response; TypeError for a text or a truth value, which `parsing` converts."""
+    if type(value) is not float and type(value) is not int:
+        raise TypeError(f"expected a number, got {str(value)[:80]!r}")
+    return float(value)
 
 
 @contextmanager
@@ -161,7 +209,7 @@ def parsing(what: str) -> Iterator[None]:
         yield
     except CreditgraphError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ServerError(
             f"{what}: a response without the expected fields ({type(error).__name__}: {error})."
         ) from error
@@ -171,28 +219,30 @@ async def read_stream(
     client: httpx.AsyncClient,
     path: str,
     body: Mapping[str, Any],
-    read: Callable[[str], tuple[RowResponse, bool, int | None]],
+    read: Callable[[str], tuple[RowResponse, bool, str | None]],
     take: Take,
     end: Callable[[], Awaitable[None]],
-) -> int | None:
+) -> str | None:
     """Posts a request and passes the parts of its response, which are server-sent events, to `take`.
 
     A response that is ended early is still read to its last event, because only that shows that it was not cut off.
 
     Args:
         client, path, body: client, path and JSON body of the request.
-        read: an event (JSON text) as a part, whether it is the last, and the version of the weights.
+        read: an event (JSON text) as a part, whether it is the last, and the label of the weights.
         take: see `Take`.
         end: ends the request at the server.
 
     Returns:
-        The version in the last event.
+        The label in the last event.
     """
     more = True  # whether `take` needs more parts
     last = False
-    version: int | None = None
+    version: str | None = None
     async with aclosing(_events(client, path, body)) as events:
         async for event in events:
+            if last:
+                raise ServerError(f"POST {path}: expected no event after the last, got: {_short(event)}")
             part, last, version = read(event)
             if more and take(part, last):
                 more = False
@@ -208,9 +258,12 @@ async def _events(client: httpx.AsyncClient, path: str, body: Mapping[str, Any])
         if response.status_code != 200:
             await response.aread()
             check_status(f"POST {path}", response)
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                yield line.removeprefix("data: ")
+        rest = b""
+        async for chunk in _limited(f"POST {path}", response):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    yield line.removeprefix(b"data: ").decode(errors="replace")
 
 
 async def result_of(future: Future[T]) -> T:

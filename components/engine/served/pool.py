@@ -8,7 +8,6 @@ lost. A server gets requests only while it holds the newest weights of the pool.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 from collections import defaultdict, deque
@@ -30,7 +29,7 @@ from components.engine.messages import (
     ScoreResponse,
     check_score,
 )
-from components.engine.served.addresses import Address, write_rendezvous
+from components.engine.served.addresses import Address, with_keys, write_rendezvous
 from components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
 from components.engine.served.server import Interrupted, Server
 from components.engine.served.settings import PoolSettings
@@ -56,7 +55,7 @@ class _Task:
         undo: called with the row of a response that does not count.
     """
 
-    send: Callable[[httpx.AsyncClient, Any, str], Coroutine[Any, Any, int | None]]
+    send: Callable[[httpx.AsyncClient, Any, str], Coroutine[Any, Any, str | None]]
     done: Callable[[int], bool]
     undo: Callable[[int], None] = lambda row: None
 
@@ -98,10 +97,10 @@ class ServerPool:
                 remove=tuple(remove),
                 current=lambda: self._update,
                 changed=self._wake,
-                address=dataclasses.replace(address, name=address.name or f"server {n}"),
+                address=address,
                 own=not address.url,
             )
-            for n, address in enumerate(addresses)
+            for n, address in enumerate(with_keys(addresses))
         ]
         self.updates: list[tuple[str, float, float]] = []
         """server, begin and end (perf_counter) of the last weight update"""
@@ -152,7 +151,7 @@ class ServerPool:
                 ended.add(row)
             return row in ended
 
-        async def send(client: httpx.AsyncClient, request: RowRequest, request_id: str) -> int | None:
+        async def send(client: httpx.AsyncClient, request: RowRequest, request_id: str) -> str | None:
             return await self._dialect.generate(client, request, request_id, partial(take, request.row))
 
         def undo(row: int) -> None:
@@ -165,7 +164,7 @@ class ServerPool:
         """Sends requests until each has a valid response; returns the responses in order."""
         responses: dict[int, ScoreResponse] = {}
 
-        async def send(client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> int | None:
+        async def send(client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> str | None:
             response = await self._dialect.score(client, request, request_id)
             responses[request.row] = check_score(request, response)
             return response.version
@@ -234,7 +233,7 @@ class ServerPool:
         failures = await asyncio.gather(*(self._load(server, update) for server in usable), return_exceptions=True)
         if any(failures):
             # An error on this side is the cause, and would occur with every other server too.
-            pending: tuple[Future[Any] | None, ...] = (update.written, update.expected)
+            pending: tuple[Future[Any] | None, ...] = (update.checksum, update.expected)
             for work in pending:
                 if work is not None:
                     await result_of(work)
@@ -264,11 +263,11 @@ class ServerPool:
         wrong: list[Server] = []
         while True:
             server = await self._choose(request.group, homes, wrong)
-            version = server.version
+            label = server.label
             self._counters["requests"] += 1
             try:
                 reported = await server.request(lambda client, request_id: task.send(client, request, request_id))
-                self._check_version(server, reported, version)
+                self._check_label(server, reported, label)
             except Interrupted:
                 # The server was lost, not the request wrong, so this does not count towards `retries`.
                 self._counters["retries"] += 1
@@ -289,11 +288,11 @@ class ServerPool:
                 return
             self._counters["aborted"] += 1
 
-    def _check_version(self, server: Server, reported: int | None, at_start: int | None) -> None:
+    def _check_label(self, server: Server, reported: str | None, at_start: str | None) -> None:
         """Raises ServerError for a response by other weights than the server held when the request began or ended."""
-        if reported is None or reported in (at_start, server.version):
+        if reported is None or reported in (at_start, server.label):
             return
-        reason = f"expected a response by weights version {server.version}, got one by version {reported}"
+        reason = f"expected a response by weights version {server.label}, got one by version {reported}"
         if server.state == "ready":
             server.lose(reason, restart=False)
         raise ServerError(f"{server.name}: {reason}.")

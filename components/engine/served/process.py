@@ -12,9 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-GUARD = Path(__file__).with_name("guard.py")
+from components.engine.folders import abandoned, own_folder
+from components.engine.guard import clean
+
+GUARD = Path(__file__).parents[1] / "guard.py"
 STOP_SECONDS = 12.0
 LOG_LINES = 8
+KEY_VARIABLE = "CREDITGRAPH_SERVER_KEY"  # environment variable from which a server takes its key
+SOCKET = "http"  # name of the Unix socket in the scratch folder
+_SCRATCH = "creditgraph-"
+_LONGEST_TEMPORARY = 20  # characters; paths of sockets have 107 at most, of which a server takes 85
 _LOG_BYTES = 65536
 
 
@@ -23,9 +30,11 @@ class Launch:
     """Command and environment of a server process.
 
     Attributes:
-        command: argument list; a part "{host}" becomes the address to listen on.
-        environment: variables added to this process's own; None removes one. "{scratch}" in a value becomes a folder
-            with a short path that is removed with the server.
+        command: argument list; a part "{host}" becomes the address to listen on. A key has no place in it, because
+            every user of the host sees command lines.
+        environment: variables added to this process's own; None removes one. A value "{key}" becomes the server's key.
+
+    "{scratch}" in either becomes a folder of this user alone, with a short path, that is removed with the server.
     """
 
     command: list[str]
@@ -40,23 +49,30 @@ class ServerProcess:
         log: file to which its output is appended.
         remove: folders of the run that the guard removes should the run end without stopping the server.
         host: address to listen on, which replaces "{host}" in the command.
+        key: the server's key.
+
+    Attributes:
+        scratch: folder of the server's sockets and temporary files.
     """
 
-    def __init__(self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, launch: Launch, log: Path, remove: Sequence[Path] = (), host: str = "127.0.0.1", key: str = ""
+    ) -> None:
         self.log = log
-        # Servers put sockets here, whose paths must be short.
-        self.scratch = Path(tempfile.mkdtemp(prefix="creditgraph-"))
+        self.scratch = make_scratch()
         environment = dict(os.environ)
         for name, value in launch.environment.items():
             if value is None:
                 environment.pop(name, None)
             else:
-                environment[name] = value.replace("{scratch}", str(self.scratch))
+                environment[name] = key if value == "{key}" else value.replace("{scratch}", str(self.scratch))
         # Isolated, so that neither the user's folders nor ours hide a module of the standard library.
-        guard = [sys.executable, "-I", "-S", str(GUARD), "--parent", str(os.getpid()), "--remove", str(self.scratch)]
+        guard = [sys.executable, "-I", "-S", str(GUARD), "--run", str(os.getpid()), "--scratch", str(self.scratch)]
         for path in remove:
             guard += ["--orphaned", str(path)]
-        command = [host if part == "{host}" else part for part in launch.command]
+        command = [
+            host if part == "{host}" else part.replace("{scratch}", str(self.scratch)) for part in launch.command
+        ]
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
@@ -97,8 +113,6 @@ class ServerProcess:
     def stop(self) -> None:
         """Ends the server and everything it started; returns when they are gone."""
         if self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write(b"stop")
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         try:
@@ -106,6 +120,18 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def make_scratch() -> Path:
+    """A folder for one server, after those of dead runs of this user are removed with what their servers have left."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_TEMPORARY:
+        parent = Path("/tmp")
+    for folder in abandoned(parent, _SCRATCH):
+        clean(folder)
+    scratch = own_folder(parent, _SCRATCH)
+    scratch.mkdir(mode=0o700)
+    return scratch
 
 
 def read_log(log: Path, start: int = 0) -> str:

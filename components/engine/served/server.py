@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,9 +15,10 @@ import httpx
 
 from components.engine.channel import Update
 from components.engine.probe import compare_logprobs
-from components.engine.served.addresses import Address, Waiting, check_port, free_port, relocated, wait_for_server
-from components.engine.served.dialect import Dialect, InFlight, ServerError, parsing, result_of
-from components.engine.served.process import ServerProcess, last_lines, read_log
+from components.engine.served.addresses import UNIX, Address, Waiting, check_port, free_port, relocated, wait_for_server
+from components.engine.served.connection import LANE_REQUESTS, check_closed, new_client
+from components.engine.served.dialect import Dialect, InFlight, ServerError, WrongKeyError, parsing, result_of
+from components.engine.served.process import SOCKET, ServerProcess, last_lines, read_log
 from components.engine.served.settings import PoolSettings
 from pipeline.core.errors import CreditgraphError, RunError
 
@@ -30,14 +29,23 @@ Send = Callable[[httpx.AsyncClient, str], Coroutine[Any, Any, T]]
 """Sends a request of the given id over a client."""
 State = Literal["starting", "ready", "updating", "lost", "gone"]
 START_TRIES = 3  # another process may use the port between our check and the server's start
-LANE_REQUESTS = 8  # in one connection pool of httpx, whose work per request grows with its number of connections
 BREAKER = 3  # consecutive failures after which a server is taken out of the pool
 CHECK_SECONDS = 10.0  # for one health check or version query
 ABORT_SECONDS = 2.0
+LOOPBACK = "127.0.0.1"
 RETRY_SECONDS = 10.0  # longest wait between attempts to bring a server back
 _PORT_TAKEN = ("address already in use", "errno 98")
 _NOT_READY = (httpx.HTTPError, httpx.InvalidURL, ServerError, TimeoutError, OSError)
-_FAULTS = (*_NOT_READY, CreditgraphError, RuntimeError, KeyError, TypeError, ValueError)
+_FAULTS = (
+    *_NOT_READY,
+    CreditgraphError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 class Interrupted(Exception):
@@ -71,7 +79,7 @@ class Server:
     address: Address
     own: bool
     state: State = "starting"
-    version: int | None = None
+    label: str | None = None
     difference: float = 0.0
     reason: str = ""
     failures: int = 0
@@ -89,7 +97,7 @@ class Server:
     _watch: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.client = self._new_client()
+        self.client = new_client(self.address)
 
     @property
     def name(self) -> str:
@@ -124,15 +132,20 @@ class Server:
             if attempt == START_TRIES:
                 raise RunError(f"{self.name}: {ended}. Start the run again.")
             logger.warning("%s: %s; starting it once more.", self.name, ended)
+        await check_closed(self.address, self.name, self.own)
         self.failures = 0
-        self.version = None
+        self.label = None
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._check_health())
 
     async def _launch(self) -> None:
         await self._stop_process()
-        port = self.settings.port + self.index if self.settings.port else free_port(self.settings.host)
-        check_port(port, self.settings.host, "engine.pool.port")
+        host = self.settings.host or LOOPBACK
+        port = self.settings.port + self.index if self.settings.port else 0
+        on_socket = self.dialect.sockets and not self.settings.host and not port
+        if not on_socket:
+            port = port or free_port(host)
+            check_port(port, host, "engine.pool.port")
         self.starts += 1
         identity = f"creditgraph-{self.index}-{time.time_ns() & 0xFFFFFFFFFF:010x}"
         log = self.logs / f"engine-{self.address.name.removeprefix('server ')}.log"
@@ -140,10 +153,10 @@ class Server:
         if self.address.gpus:
             environment = {**launch.environment, "CUDA_VISIBLE_DEVICES": self.address.gpus}
             launch = replace(launch, environment=environment)
-        self.process = ServerProcess(launch, log, self.remove, self.settings.host)
+        self.process = ServerProcess(launch, log, self.remove, host, self.address.key)
         self.address = replace(
             self.address,
-            url=f"http://{self.settings.host}:{port}",
+            url=f"{UNIX}{self.process.scratch}/{SOCKET}" if on_socket else f"http://{host}:{port}",
             identity=identity,
             log=str(log),
             pid=self.process.pid,
@@ -152,21 +165,7 @@ class Server:
     async def _connect(self) -> None:
         await self._disconnect()
         lanes = -(-self.settings.max_in_flight // LANE_REQUESTS)
-        self.client, *self._lanes = (self._new_client() for _ in range(1 + lanes))
-
-    def _new_client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.address.url,
-            # No read timeout: a long response is no fault, and health checks detect servers that hang.
-            timeout=httpx.Timeout(None, connect=CHECK_SECONDS),
-            # Servers close idle connections after 5 s by default, counted from when they responded, which may be long
-            # before we read it.
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=2 * LANE_REQUESTS, keepalive_expiry=1.0
-            ),
-            trust_env=False,  # no proxy between us and our servers
-            verify=_certificates(),
-        )
+        self.client, *self._lanes = (new_client(self.address) for _ in range(1 + lanes))
 
     async def _disconnect(self) -> None:
         for client in (self.client, *self._lanes):
@@ -186,6 +185,10 @@ class Server:
             try:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
                     return ""
+            except WrongKeyError as error:
+                raise RunError(
+                    f"{self.name}: it refuses this run's key ({error}). Name the file with its key in engine.key_file."
+                ) from error
             except _NOT_READY as error:
                 last = _describe(error)
             if waiting.is_over(last):
@@ -230,24 +233,27 @@ class Server:
             raise RunError(f"{self.name}: failed while {stage}: {_describe(error)}{self.log_lines()}") from error
         if self._epoch != epoch or self.state != "updating":
             raise RunError(f"{self.name}: lost while it loaded weights version {update.version}: {self.reason}")
-        self.version = update.version
+        self.label = update.label()
         self.failures = 0
         self._become("ready")
 
     async def _verify(self, update: Update) -> None:
-        version, checksum = await self.dialect.reported(self.client, update)
-        if version != update.version:
-            raise ServerError(f"expected weights version {update.version}, the server reports {version}.")
-        if checksum is not None and checksum != update.checksum:
+        expected = await result_of(update.checksum)
+        label, checksum = await self.dialect.reported(self.client, update)
+        if checksum is not None and checksum != expected:
             raise ServerError(
-                f"expected checksum {update.checksum} of weights version {version}, the server reports {checksum}: "
+                f"expected checksum {expected} of weights version {update.version}, the server reports {checksum}: "
                 "the weights were changed on the way to it."
             )
+        if label != update.label():
+            raise ServerError(f"expected weights version {update.label()}, the server reports {label}.")
 
     async def _probe(self, update: Update) -> None:
         if update.probe is None or update.expected is None:
             return
         response = await self.dialect.score(self.client, update.probe.request, f"probe-{time.monotonic_ns()}")
+        if response.version not in (None, update.label()):
+            raise ServerError(f"expected a probe of weights version {update.label()}, got one of {response.version}.")
         expected = await result_of(update.expected)
         self.difference = compare_logprobs(response.logprobs, expected, update.probe.tolerance)
 
@@ -285,7 +291,7 @@ class Server:
         if self.state in ("lost", "gone"):
             return
         self.reason = reason
-        self.version = None
+        self.label = None
         self.lost_at = time.monotonic()
         self._epoch += 1
         self.losses += 1
@@ -388,12 +394,6 @@ class Server:
                 await asyncio.wait_for(self.dialect.abort(self.client, ids), ABORT_SECONDS)
         await self._stop_process()
         await self._disconnect()
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    # Shared: making one takes 20 ms, and a server has a client per lane.
-    return httpx.create_ssl_context(trust_env=False)
 
 
 def _describe(error: BaseException) -> str:

@@ -73,7 +73,7 @@ class Servers:
         else:
             update = self.channel.publish(weights)
         if probe is not None:
-            expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), update.written)
+            expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), update.checksum)
             update = dataclasses.replace(update, probe=probe, expected=expected)
         # The first replica changes the weights when none samples any more; the others then verify them.
         self._meet()
@@ -90,10 +90,9 @@ class Servers:
         self.channel.retire(weights.version)
 
     @staticmethod
-    def _expected(probe: Probe, threads: int, written: Future[None] | None) -> list[float]:
+    def _expected(probe: Probe, threads: int, written: Future[str]) -> list[float]:
         """Log-probs of the probe; computed in a thread while servers load, once the files they need are written."""
-        if written is not None:
-            wait([written])
+        wait([written])
         torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
         return probe.expected()
 

@@ -12,9 +12,9 @@ from components.engine.channel import PLACE, ChannelSettings
 class PoolSettings:
     """Time limits, back-pressure and retries of a pool of servers."""
 
-    host: str = "127.0.0.1"
-    """address that servers listen on; anyone who can reach it can change their weights, so use a private network
-    only"""
+    host: str = ""
+    """address that servers listen on, where each demands the run's key; "": a Unix socket in a folder that only this
+    user may enter, or for SGLang's servers, and with a port, 127.0.0.1"""
     port: int = 0
     """port of the first server, the others follow; 0 uses free ports"""
     start_seconds: float = 600.0
@@ -61,7 +61,9 @@ class ServerSettings:
     """server processes to start on this host; 0 with neither addresses nor rendezvous runs the engine in this
     process"""
     addresses: tuple[str, ...] = field(default=(), metadata=PLACE)
-    """host:port of running servers, instead of starting some"""
+    """host:port, or unix:/PATH of a socket, of running servers, instead of starting some"""
+    key_file: str = field(default="", metadata=PLACE)
+    """file of mode 0600 with the key of the servers in addresses; a rendezvous has the keys of its servers"""
     rendezvous: str = field(default="", metadata=PLACE)
     """engines.json with servers that are started elsewhere (SLURM steps, another run); the engine waits for the file"""
     tensor_parallel: int = 1

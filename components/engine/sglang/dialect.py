@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,11 +27,12 @@ from components.engine.served.dialect import (
     read_stream,
     result_of,
 )
-from components.engine.served.process import Launch
+from components.engine.served.process import KEY_VARIABLE, Launch
 from components.engine.sglang import wire
-from components.engine.sglang.checks import held_checksum, names_to_skip
+from components.engine.sglang.checks import expected_hashes, first_difference
 from components.engine.sglang.group import UpdateGroup, new_group_name
 from components.engine.sglang.settings import SGLangSettings
+from components.engine.weight_files import checksum_of
 from components.models.weights import read_file
 
 # Without CUDA: SGLang's own CPU engine, no compilation, plain attention.
@@ -50,6 +52,7 @@ _CPU_OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
 }
 _CPU_CACHE_TOKENS = 65536
+START = Path(__file__).with_name("start.py")
 # SGLang reserves two positions of the context; a row may fill all of ours.
 _CONTEXT_MARGIN = 8
 _POLL_SECONDS = 0.02
@@ -87,6 +90,8 @@ def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, 
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
         # No folder of the user may hide a module of SGLang's.
         "PYTHONSAFEPATH": "1",
+        KEY_VARIABLE: "{key}",
+        "TMPDIR": "{scratch}",  # SGLang leaves sockets there
     }
     if model.device == "cpu":
         variables |= {"OMP_NUM_THREADS": str(settings.process.threads), **_CPU_VARIABLES}
@@ -112,6 +117,13 @@ class SGLangDialect:
         self._top = model.vocab_size if self._entropies else 0
         self._groups: dict[str, UpdateGroup] = {}
         self._busy: set[str] = set()
+        # Of the newest update, once for all servers.
+        self._hashes: tuple[Update, asyncio.Future[tuple[str, dict[str, str]]]] | None = None
+
+    @property
+    def sockets(self) -> bool:
+        """SGLang 0.5.23 listens on TCP only."""
+        return False
 
     def launch(self, port: int, identity: str) -> Launch:
         """Command and environment of a server."""
@@ -124,7 +136,7 @@ class SGLangDialect:
             "log_level_http": "warning",
             **engine_options(self._settings, self._model),
         }
-        command = [process.python or sys.executable, "-m", "sglang.launch_server", *as_arguments(options)]
+        command = [process.python or sys.executable, str(START), *as_arguments(options)]
         return Launch(command=[*command, *process.arguments], environment=engine_variables(self._settings, self._model))
 
     async def ready(self, client: httpx.AsyncClient, identity: str) -> bool:
@@ -139,23 +151,24 @@ class SGLangDialect:
             raise ServerError(f"expected server '{identity}' at {url}, got one started as '{command[:200]}'.")
         return True
 
-    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """One row, as one response or as server-sent events."""
         body = wire.generate_body(request, request_id, self._top)
         async with self._ended(client, request_id):
             if request.stream:
                 return await self._stream(client, body, request_id, take)
             reply = await call(client, "POST", "/generate", body)
+            wire.check_request(reply, request_id)
             response, version = wire.read_generated(reply, self._entropies)
             take(response, True)
             return version
 
-    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], request_id: str, take: Take) -> int | None:
+    async def _stream(self, client: httpx.AsyncClient, body: dict[str, Any], request_id: str, take: Take) -> str | None:
         taken = 0
 
-        def read(event: str) -> tuple[RowResponse, bool, int | None]:
+        def read(event: str) -> tuple[RowResponse, bool, str | None]:
             nonlocal taken
-            part, last, version = wire.read_event(event, taken, self._entropies)
+            part, last, version = wire.read_event(event, taken, self._entropies, request_id)
             taken += len(part.tokens)
             return part, last, version
 
@@ -171,6 +184,7 @@ class SGLangDialect:
         """Teacher-forced log-probs."""
         async with self._ended(client, request_id):
             reply = await call(client, "POST", "/generate", wire.score_body(request, request_id, self._top))
+        wire.check_request(reply, request_id)
         return wire.read_scores(reply, request, self._entropies)
 
     @asynccontextmanager
@@ -198,20 +212,19 @@ class SGLangDialect:
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
         """Loads the weights from disk or by broadcast; either drops the prefix cache."""
-        if update.written is not None:
-            await result_of(update.written)
+        await result_of(update.checksum)
         url = str(client.base_url)
         self._busy.add(url)
         try:
             if self._settings.channel.kind == "file":
-                await _succeed(client, "/update_weights_from_disk", wire.disk_body(update.path, update.version))
+                await _succeed(client, "/update_weights_from_disk", wire.disk_body(update.path, update.label()))
                 return
             if url not in self._groups:
                 self._groups[url] = await self._join(client)
             await _succeed(client, "/begin_weight_update", {})
             try:
                 for n, file in enumerate(update.files, 1):
-                    await self._broadcast(client, file, update.version if n == len(update.files) else None)
+                    await self._broadcast(client, file, update.label() if n == len(update.files) else None)
             finally:
                 await _succeed(client, "/end_weight_update", {})
         except BaseException:
@@ -222,11 +235,11 @@ class SGLangDialect:
         finally:
             self._busy.discard(url)
 
-    async def _broadcast(self, client: httpx.AsyncClient, file: str, version: int | None) -> None:
+    async def _broadcast(self, client: httpx.AsyncClient, file: str, label: str | None) -> None:
         tensors = await asyncio.to_thread(lambda: dict(read_file(file)))
         group = self._groups[str(client.base_url)]
         posted = asyncio.create_task(
-            _succeed(client, "/update_weights_from_distributed", wire.broadcast_body(group.name, tensors, version))
+            _succeed(client, "/update_weights_from_distributed", wire.broadcast_body(group.name, tensors, label))
         )
         sent = asyncio.create_task(asyncio.to_thread(lambda: group.broadcast(wire.flat_bytes(tensors))))
         await _both(posted, sent)
@@ -246,21 +259,28 @@ class SGLangDialect:
         group: UpdateGroup = await _both(joined, opened)
         return group
 
-    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """Version, and the update's checksum if the server's own hashes are those of the update's files."""
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
+        """Label, and the update's checksum if the server's own hashes are those of the update's files."""
         info = await call(client, "GET", "/model_info")
-        version = wire.version_number(info.get("weight_version"))
+        label = str(info.get("weight_version"))
         if not update.files:
-            return version, None  # another process published them and compares
-        tensors = await asyncio.to_thread(lambda: {n: t for file in update.files for n, t in read_file(file)})
-        body = wire.checksum_body(names_to_skip(list(tensors), update.sample))
-        reply = await call(client, "POST", "/weights_checker", body)
+            return label, None  # another process published them and compares
+        reply = await call(client, "POST", "/weights_checker", wire.checksum_body())
         with parsing("POST /weights_checker"):
             ranks = [dict(rank["checksums"]) for rank in reply["ranks"]]
-        dtype = getattr(torch, self._model.dtype)
-        return version, await asyncio.to_thread(
-            held_checksum, update, tensors, ranks, dtype, self._model.device != "cpu"
-        )
+        if self._hashes is None or self._hashes[0] is not update:
+            self._hashes = (update, asyncio.ensure_future(asyncio.to_thread(self._read_files, update)))
+        in_files, expected = await asyncio.shield(self._hashes[1])
+        if in_files != update.checksum.result():
+            return label, f"{in_files} (in the files themselves)"
+        difference = first_difference(expected, ranks)
+        return label, None if difference is None else difference or in_files
+
+    def _read_files(self, update: Update) -> tuple[str, dict[str, str]]:
+        """Checksum of the files' tensors, and the hashes that a server reports that holds them."""
+        tensors = {name: tensor for file in update.files for name, tensor in read_file(file)}
+        dtype: torch.dtype = getattr(torch, self._model.dtype)
+        return checksum_of(tensors), expected_hashes(tensors, dtype, self._model.device != "cpu")
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
         """Decoding steps and prefilled tokens so far."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.dialect import ServerError, parsing
+from components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
 from pipeline.core.errors import ConfigError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -79,14 +79,20 @@ def _body(request_id: str, tokens: list[int], sampling: dict[str, Any], top_logp
     return body | {"top_logprobs_num": top_logprobs} if top_logprobs else body
 
 
-def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, int | None]:
+def check_request(reply: Any, request_id: str) -> None:
+    """Raises ServerError for the reply to another request."""
+    with parsing("POST /generate"):
+        check_id(reply["meta_info"]["id"], request_id)
+
+
+def read_generated(reply: Any, entropies: bool) -> tuple[RowResponse, str | None]:
     """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         return _response(reply, _reason(meta["finish_reason"]), 0, entropies), _version_of(meta)
 
 
-def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bool, int | None]:
+def read_event(event: str, taken: int, entropies: bool, request_id: str) -> tuple[RowResponse, bool, str | None]:
     """Reads an event (JSON) of a streamed reply: the part after `taken` tokens, whether it is the last, the version.
 
     Servers with --incremental-streaming-output send only what is new, others all so far. Raises ServerError as above.
@@ -94,6 +100,7 @@ def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bo
     with parsing(f"POST /generate, '{event[:200]}'"):
         reply = json.loads(event)
         meta = reply["meta_info"]
+        check_id(meta["id"], request_id)
         last = meta["finish_reason"] is not None
         start = taken if len(reply["output_ids"]) == meta["completion_tokens"] else 0
         reason = _reason(meta["finish_reason"]) if last else "stop"
@@ -102,9 +109,14 @@ def read_event(event: str, taken: int, entropies: bool) -> tuple[RowResponse, bo
 
 def _response(reply: Any, reason: FinishReason, start: int, entropies: bool) -> RowResponse:
     meta = reply["meta_info"]
+    tokens = [token_id(token) for token in reply["output_ids"][start:]]
+    entries = meta["output_token_logprobs"][start:]
+    for token, entry in zip(tokens, entries, strict=False):
+        if entry[1] != token:
+            raise ServerError(f"POST /generate: expected the log-prob of token {token}, got that of token {entry[1]}.")
     return RowResponse(
-        tokens=[int(token) for token in reply["output_ids"][start:]],
-        logprobs=_logprobs(meta["output_token_logprobs"][start:]),
+        tokens=tokens,
+        logprobs=_logprobs(entries),
         entropies=[_entropy(_logprobs(top)) for top in meta["output_top_logprobs"][start:]] if entropies else None,
         reason=reason,
     )
@@ -125,7 +137,10 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         count = len(request.tokens)
-        logprobs = _logprobs(meta["input_token_logprobs"][-count:])
+        entries = meta["input_token_logprobs"][-count:]
+        if [entry[1] for entry in entries] != request.tokens:
+            raise ServerError("POST /generate: expected the log-probs of the tokens to score, got those of others.")
+        logprobs = _logprobs(entries)
         entropies = None
         if top:
             temperature = request.temperature or 1.0
@@ -138,7 +153,7 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
 
 def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
     """The log-probs of entries, which have them first; SGLang's JSON has null for NaN."""
-    return [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+    return [math.nan if entry[0] is None else number(entry[0]) for entry in entries]
 
 
 def _entropy(logprobs: Sequence[float]) -> float:
@@ -151,20 +166,18 @@ def _log_sum(values: Sequence[float]) -> float:
     return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
-def version_number(text: object) -> int | None:
-    """A weight version as this package sets it; None for SGLang's own "default"."""
-    return int(text) if isinstance(text, str) and text.isdigit() else None
-
-
-def _version_of(meta: Mapping[str, Any]) -> int | None:
-    """Version of the weights that sampled; if it changed meanwhile, the first one, which the pool rejects."""
+def _version_of(meta: Mapping[str, Any]) -> str | None:
+    """Label of the weights that sampled; raises ServerError if it changed meanwhile."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-    return version_number(spans[0]["version"])
+    labels = {str(span["version"]) for span in spans}
+    if len(labels) != 1:
+        raise ServerError(f"POST /generate: expected a response by one weights version, got {sorted(labels)}.")
+    return labels.pop()
 
 
-def disk_body(path: str, version: int) -> dict[str, Any]:
+def disk_body(path: str, label: str) -> dict[str, Any]:
     """POST /update_weights_from_disk: all safetensors files of a folder; drops the prefix cache."""
-    return {"model_path": path, "weight_version": str(version), "flush_cache": True}
+    return {"model_path": path, "weight_version": label, "flush_cache": True}
 
 
 def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> 
     }
 
 
-def broadcast_body(name: str, tensors: Mapping[str, Tensor], version: int | None) -> dict[str, Any]:
+def broadcast_body(name: str, tensors: Mapping[str, Tensor], label: str | None) -> dict[str, Any]:
     """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor ordered by `in_order`."""
     ordered = in_order(tensors)
     body: dict[str, Any] = {
@@ -188,10 +201,10 @@ def broadcast_body(name: str, tensors: Mapping[str, Tensor], version: int | None
         "shapes": [list(tensor.shape) for _, tensor in ordered],
         "group_name": name,
         "load_format": "flattened_bucket",
-        "flush_cache": version is not None,
+        "flush_cache": label is not None,
     }
-    if version is not None:
-        body["weight_version"] = str(version)
+    if label is not None:
+        body["weight_version"] = label
     return body
 
 
@@ -210,6 +223,6 @@ def abort_body(request_id: str | None) -> dict[str, Any]:
     return {"rid": "", "abort_all": True} if request_id is None else {"rid": request_id}
 
 
-def checksum_body(skip: Sequence[str]) -> dict[str, Any]:
-    """POST /weights_checker: a hash per weight whose name holds none of the strings in `skip`."""
-    return {"action": "checksum", "skip_tensor_list": list(skip)}
+def checksum_body() -> dict[str, Any]:
+    """POST /weights_checker: a hash per weight."""
+    return {"action": "checksum"}

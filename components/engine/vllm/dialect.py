@@ -3,29 +3,27 @@
 Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
 those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
 safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
-need the server's development mode, which is why servers listen on 127.0.0.1 unless `pool.host` says otherwise.
+need the server's development mode, whose paths `components.engine.vllm.key` closes to those without the server's key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from components.engine.channel import PREFIX, Update
 from components.engine.messages import (
-    FinishReason,
     RowRequest,
-    RowResponse,
     ScoreRequest,
     ScoreResponse,
 )
@@ -38,11 +36,11 @@ from components.engine.served.dialect import (
     as_arguments,
     call,
     check_status,
-    parsing,
     read_stream,
     result_of,
 )
-from components.engine.served.process import Launch
+from components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
+from components.engine.vllm.replies import GENERATE, ID_PREFIX, read_event, read_response, read_scores
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError
@@ -53,10 +51,7 @@ if TYPE_CHECKING:
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
-_GENERATE = "/inference/v1/generate"
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_FLOOR = -9999.0  # vLLM's JSON has this instead of NaN and −∞ in log-probs of sampled tokens
-_REASONS: dict[str, FinishReason] = {"length": "length", "abort": "abort"}
 
 
 def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]:
@@ -118,10 +113,15 @@ class VllmDialect:
                 "engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast', which needs GPUs."
             )
 
+    @property
+    def sockets(self) -> bool:
+        """vLLM can; a broadcast needs the server's address."""
+        return not self._broadcasts
+
     def launch(self, port: int, identity: str) -> Launch:
         """The API server with worker extension and development mode."""
-        options = engine_options(self._settings, self._model)
-        options |= {"served_model_name": identity, "host": "{host}", "port": port}
+        options = engine_options(self._settings, self._model) | {"served_model_name": identity}
+        options |= {"host": "{host}", "port": port} if port else {"uds": f"{{scratch}}/{SOCKET}"}
         options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
         environment: dict[str, str | None] = {
             "VLLM_SERVER_DEV_MODE": "1",
@@ -130,7 +130,9 @@ class VllmDialect:
             "VLLM_NO_USAGE_STATS": "1",
             # A connection that the server closes just when it is reused would look like a fault.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+            KEY_VARIABLE: "{key}",
             "VLLM_RPC_BASE_PATH": "{scratch}",
+            "TMPDIR": "{scratch}",  # vLLM leaves files there
             # The extension is imported from here; a user's own folder `components` must not hide it.
             "PYTHONSAFEPATH": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -162,7 +164,7 @@ class VllmDialect:
                 raise ServerError(f"expected server '{identity}' at this address, got '{', '.join(names)}'.")
         return True
 
-    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> int | None:
+    async def generate(self, client: httpx.AsyncClient, request: RowRequest, request_id: str, take: Take) -> str | None:
         """One row, as one response or as server-sent events."""
         body = self.generate_body(request, request_id) | self._adapter(client)
         if request.stream:
@@ -172,17 +174,19 @@ class VllmDialect:
             async def end() -> None:
                 self._end_soon(client, request_id)
 
-            return await read_stream(client, _GENERATE, body, self.read_event, take, end)
-        response, version = self.read_response(await call(client, "POST", _GENERATE, body))
+            read = partial(read_event, request_id=request_id, eos=self._eos)
+            return await read_stream(client, GENERATE, body, read, take, end)
+        response, label = read_response(await call(client, "POST", GENERATE, body), request_id, self._eos)
         take(response, True)
-        return version
+        return label
 
     async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
         """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
         sampling = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": 1, "detokenize": False}
         body = {"request_id": request_id, "token_ids": request.context + request.tokens, "sampling_params": sampling}
         try:
-            return self.read_scores(await call(client, "POST", _GENERATE, body | self._adapter(client)), request)
+            reply = await call(client, "POST", GENERATE, body | self._adapter(client))
+            return read_scores(reply, request, request_id)
         except RefusedError as error:
             if "not JSON compliant" not in str(error):
                 raise
@@ -202,43 +206,6 @@ class VllmDialect:
         if request.temperature > 0:
             sampling |= {"top_p": request.top_p, "top_k": request.top_k}
         return {"request_id": request_id, "token_ids": request.tokens, "sampling_params": sampling}
-
-    def read_response(self, reply: Any) -> tuple[RowResponse, int | None]:
-        """Response and version in the reply to `generate_body`; raises ServerError for one of another form."""
-        with parsing(f"POST {_GENERATE}"):
-            (choice,) = reply["choices"]
-            return self._response(choice), _version(choice)
-
-    def read_event(self, event: str) -> tuple[RowResponse, bool, int | None]:
-        """Reads an event of a streamed reply: the next part, whether it is the last, and then the version."""
-        with parsing(f"POST {_GENERATE}, '{event[:200]}'"):
-            (choice,) = json.loads(event)["choices"]
-            last = choice.setdefault("finish_reason", None) is not None
-            return self._response(choice), last, _version(choice) if last else None
-
-    def _response(self, choice: Mapping[str, Any]) -> RowResponse:
-        tokens = [int(token) for token in choice["token_ids"]]
-        entries = (choice["logprobs"] or {"content": []})["content"] or []
-        ended: FinishReason = "eos" if tokens and tokens[-1] in self._eos else "stop"
-        return RowResponse(
-            tokens=tokens,
-            logprobs=[math.nan if entry["logprob"] <= _FLOOR else float(entry["logprob"]) for entry in entries],
-            entropies=[_entropy(entry) for entry in entries],
-            reason=_REASONS.get(choice["finish_reason"], ended),
-        )
-
-    @staticmethod
-    def read_scores(reply: Any, request: ScoreRequest) -> ScoreResponse:
-        """The scores in a reply; raises ServerError for one of another form."""
-        with parsing(f"POST {_GENERATE}"):
-            table = reply["prompt_logprobs"][len(request.context) :]
-            logprobs = []
-            entropies = []
-            for token, entry in zip(request.tokens, table, strict=True):
-                logprobs.append(float(entry[str(token)]["logprob"]))
-                (other,) = (value for key, value in entry.items() if key != str(token))
-                entropies.append(-float(other["logprob"]))
-            return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version(reply["choices"][0]))
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
         """Calls /pause, which also empties the prefix cache."""
@@ -263,25 +230,25 @@ class VllmDialect:
                 "creditgraph_load_files",
                 version=update.version,
                 files=update.files,
-                sample=update.sample,
-                wait_seconds=0.0 if update.written is None else self._settings.pool.update_seconds,
+                wait_seconds=0.0 if update.written else self._settings.pool.update_seconds,
             )
-        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+        await result_of(update.checksum)
+        await call(client, "POST", "/update_weight_version", {"new_version": update.label()})
         reset = await call(client, "POST", "/reset_prefix_cache")
         if isinstance(reset, Mapping) and reset.get("success") is False:
             raise ServerError("expected its prefix cache to be empty after an update, but requests are running.")
 
-    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[int | None, str | None]:
-        """vLLM's version number and the workers' checksum, once both agree; after a broadcast there is no checksum."""
-        version = _number(str((await call(client, "GET", "/weight_info"))["weight_version"]))
+    async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
+        """vLLM's label and the workers' checksum, once these agree; after a broadcast there is no checksum."""
+        label = str((await call(client, "GET", "/weight_info"))["weight_version"])
         self._known(client).adapter = update.adapter
         if self._broadcasts:
-            return version, None
+            return label, None
         states = await _workers(client, "creditgraph_state")
         held = {(int(state["version"]), str(state["checksum"])) for state in states}
-        if len(held) != 1 or next(iter(held))[0] != version:
-            raise ServerError(f"expected workers that hold weights version {version}, got {sorted(held)}.")
-        return next(iter(held))
+        if len(held) != 1 or next(iter(held))[0] != update.version:
+            raise ServerError(f"expected workers that hold weights version {update.version}, got {sorted(held)}.")
+        return label, next(iter(held))[1]
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
         """Tokens that went through the model."""
@@ -292,8 +259,7 @@ class VllmDialect:
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """/abort_requests."""
         if request_ids:
-            # The server prefixes the ids of requests with this.
-            names = [f"generate-tokens-{request_id}" for request_id in request_ids]
+            names = [ID_PREFIX + request_id for request_id in request_ids]
             await call(client, "POST", "/abort_requests", {"request_ids": names})
 
     def close(self) -> None:
@@ -342,10 +308,11 @@ class VllmDialect:
 
         if self._broadcaster is None:
             self._broadcaster = Broadcaster(self._settings.channel.bucket_mb << 20, self._settings.pool.update_seconds)
-        if update.written is not None:
-            await result_of(update.written)
+        await result_of(update.checksum)
         workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
-        await asyncio.to_thread(self._broadcaster.send, str(client.base_url).rstrip("/"), update.files, workers)
+        url = str(client.base_url).rstrip("/")
+        key = client.headers.get("Authorization", "").removeprefix("Bearer ")
+        await asyncio.to_thread(self._broadcaster.send, url, key, update.files, workers)
 
     async def _installed(self, client: httpx.AsyncClient) -> bool:
         try:
@@ -377,23 +344,3 @@ async def _post_text(client: httpx.AsyncClient, path: str, **body: str) -> None:
             "got one without this endpoint."
         )
     check_status(f"POST {path}", response)
-
-
-def _entropy(entry: Mapping[str, Any]) -> float:
-    (other,) = (top for top in entry["top_logprobs"] if top["token_id"] != entry["token_id"])
-    return -float(other["logprob"])
-
-
-def _version(choice: Mapping[str, Any]) -> int | None:
-    """Version of the weights that sampled a response; None for one that ended before its first token."""
-    versions = {str(span["version"]) for span in choice.get("weight_versions") or []}
-    if not versions and choice["finish_reason"] == "abort":
-        return None
-    if len(versions) != 1:
-        raise ServerError(f"expected a response by one weights version, got {sorted(versions)}.")
-    return _number(versions.pop())
-
-
-def _number(version: str) -> int:
-    """−1 for a version that is not ours ("default" before the first update)."""
-    return int(version) if version.isdigit() else -1

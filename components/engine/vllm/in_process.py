@@ -6,8 +6,11 @@ import contextlib
 import gc
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +20,10 @@ from components.engine.messages import RowRequest, RowResponse, ScoreRequest, Sc
 from components.engine.probe import Probe, ProbeError, compare_logprobs
 from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
+from components.engine.served.process import make_scratch
 from components.engine.vllm.dialect import engine_options
 from components.engine.vllm.settings import VllmSettings
-from components.engine.weight_files import sample_checksum, sample_names
+from components.engine.weight_files import checksum_of
 from pipeline.core.component import Context
 from pipeline.core.errors import RunError
 from pipeline.core.payloads import Weights
@@ -59,7 +63,8 @@ class InProcess:
         with _environment({**_VARIABLES, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}):
             from vllm import LLM
 
-            with _kernel_threads(self._threads):
+            self._scratch = make_scratch()
+            with _temporary_files(self._scratch), _kernel_threads(self._threads):
                 options = engine_options(settings, model)
                 self.llm: Any = LLM(**options, enable_sleep_mode=self._sleep, disable_log_stats=True)
         self.core = self.llm.llm_engine
@@ -109,9 +114,8 @@ class InProcess:
         """Loads whole weights; the checksum of what was sent, and the state of the worker after it."""
         self._adapter = None
         tensors = weights.tensors or {}
-        names = sample_names(tensors)
-        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors, names))
-        return sample_checksum(tensors, names), state
+        (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors))
+        return checksum_of(tensors), state
 
     def _load_adapter(self, weights: Weights) -> tuple[str, dict[str, Any]]:
         """Replaces the adapter by a new one, whose new id distinguishes them in the prefix cache."""
@@ -126,7 +130,7 @@ class InProcess:
         self.core.add_lora(self._adapter)
         (state,) = self.llm.collective_rpc("creditgraph_adapter", args=(weights.version,))
         self.channel.retire(weights.version)
-        return update.checksum, state
+        return update.checksum.result(), state
 
     def sample(self, rows: Rows) -> None:
         """Sends one request per row.
@@ -245,6 +249,7 @@ class InProcess:
         self.core = None
         self.llm = None
         cleanup_dist_env_and_memory()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         gc.collect()
 
 
@@ -275,6 +280,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _temporary_files(folder: Path) -> Iterator[None]:
+    """Has `tempfile` make files in `folder`; vLLM leaves one there."""
+    before = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager

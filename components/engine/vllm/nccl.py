@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -44,6 +45,20 @@ class FileSource(WeightSource):  # type: ignore[misc]
             yield from read_file(file)
 
 
+class KeyedClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """vLLM's client of a server's weight endpoints, which sends the server's key."""
+
+    def __init__(self, url: str, key: str, seconds: float) -> None:
+        super().__init__(url, timeout=seconds)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        response = httpx.post(
+            f"{self.base_url}/{path}", json=json, headers=self._headers, timeout=self.timeout, trust_env=False
+        )
+        response.raise_for_status()
+
+
 @dataclass
 class _Link:
     source: FileSource
@@ -63,11 +78,11 @@ class Broadcaster:
         self._seconds = seconds
         self._links: dict[str, _Link] = {}
 
-    def send(self, url: str, files: Sequence[str], workers: int) -> None:
-        """Sends the tensors of `files` to the `workers` processes of the server at `url`; blocks."""
+    def send(self, url: str, key: str, files: Sequence[str], workers: int) -> None:
+        """Sends the tensors of `files` to the `workers` processes of the server at `url` with `key`; blocks."""
         link = self._links.get(url)
         if link is None:
-            link = self._links[url] = self._open(url, files, workers)
+            link = self._links[url] = self._open(url, key, files, workers)
         link.source.files = files
         try:
             link.engine.send_weights()
@@ -79,7 +94,7 @@ class Broadcaster:
         """Forgets a server's group."""
         self._links.pop(url, None)
 
-    def _open(self, url: str, files: Sequence[str], workers: int) -> _Link:
+    def _open(self, url: str, key: str, files: Sequence[str], workers: int) -> _Link:
         host, _, port = url.partition("://")[2].rpartition(":")
         source = FileSource(f"cuda:{torch.cuda.current_device()}")
         source.files = files
@@ -91,5 +106,5 @@ class Broadcaster:
             packed=True,
             packed_buffer_size_bytes=self._bucket_bytes,
         )
-        client = HTTPVLLMWeightSyncClient(url, timeout=self._seconds)
+        client = KeyedClient(url, key, self._seconds)
         return _Link(source, NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source))

@@ -1,4 +1,6 @@
-"""`python -m components.engine.vllm.start …`: vLLM's API server; on a CPU it forks, so that imports happen once.
+"""`python -m components.engine.vllm.start …`: vLLM's API server with a key; on a CPU it forks, to import once.
+
+The key stands in the environment variable CREDITGRAPH_SERVER_KEY, because every user of a host sees arguments.
 
 vLLM spawns engine core and worker on CPUs, and each imports everything again: 40 to 80 s on two cores, compared with
 15 to 27 s forked. Forking is safe there because no thread or device has been started before. On GPUs vLLM's default is
@@ -12,6 +14,8 @@ import multiprocessing
 import runpy
 import sys
 from multiprocessing.context import BaseContext
+
+from components.engine.vllm.key import server_key
 
 _USERS = (
     "vllm.v1.engine.core",
@@ -44,6 +48,8 @@ def fork_everywhere() -> None:
 
 
 if __name__ == "__main__":
+    server_key()
+    sys.argv += ["--middleware", "components.engine.vllm.key.KeyMiddleware"]
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

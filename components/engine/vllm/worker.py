@@ -21,7 +21,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from components.engine.weight_files import sample_checksum, wait_for
+from components.engine.weight_files import Checksum, checksum_of, wait_for
 from components.models.weights import read_file
 
 _GREEDY = 1e-5  # vLLM samples greedily below this temperature
@@ -81,7 +81,7 @@ class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
     """vLLM's adapter, which records its id and the checksum of the tensors that it was last made of.
 
     Attributes:
-        last: id and `sample_checksum` over all tensors, as they were read from the file.
+        last: id and checksum of all tensors, as they were read from the file.
     """
 
     last: ClassVar[tuple[int, str]] = (0, "")
@@ -90,7 +90,7 @@ class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
     def from_lora_tensors(cls, lora_model_id: int, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """Makes an adapter of PEFT's tensors."""
         # Before vLLM scales some of them in place.
-        WitnessedAdapter.last = (lora_model_id, sample_checksum(tensors, sorted(tensors)))
+        WitnessedAdapter.last = (lora_model_id, checksum_of(tensors))
         return super().from_lora_tensors(lora_model_id, tensors, *args, **kwargs)
 
 
@@ -136,13 +136,11 @@ class WorkerExtension:
 
         runner._get_prompt_logprobs_dict = types.MethodType(each_at_its_temperature, runner)
 
-    def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor], sample: Sequence[str]) -> dict[str, Any]:
-        """Loads Hugging Face tensors; returns the state after it, with the checksum of the tensors `sample`."""
-        return self._creditgraph_load(version, iter(tensors.items()), sample)
+    def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Loads Hugging Face tensors; returns the state after it, with the checksum of all of them."""
+        return self._creditgraph_load(version, iter(tensors.items()))
 
-    def creditgraph_load_files(
-        self, version: int, files: Sequence[str], sample: Sequence[str], wait_seconds: float
-    ) -> dict[str, Any]:
+    def creditgraph_load_files(self, version: int, files: Sequence[str], wait_seconds: float) -> dict[str, Any]:
         """Loads safetensors files, each as soon as it exists, within `wait_seconds`; returns the state after it."""
         deadline = time.monotonic() + wait_seconds
 
@@ -151,28 +149,26 @@ class WorkerExtension:
                 wait_for(file, deadline)
                 yield from read_file(file)
 
-        return self._creditgraph_load(version, pairs(), sample)
+        return self._creditgraph_load(version, pairs())
 
-    def _creditgraph_load(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], sample: Sequence[str]
-    ) -> dict[str, Any]:
+    def _creditgraph_load(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Any]:
         self.creditgraph_loaded = (-1, "")  # until the last tensor is loaded
-        arrived: dict[str, Tensor] = {}
+        checksum = Checksum()
+        forms: dict[str, tuple[Any, ...]] = {}
 
         def passing() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
-                if name in sample:
-                    arrived[name] = tensor
+                forms[name] = (tensor.shape, tensor.dtype)
+                checksum.add(name, tensor)
                 yield name, tensor
 
         self.creditgraph_reload(passing())
-        # Tensors that the engine holds under the same name and shape are the better evidence; fused and packed ones are
+        # Tensors that the engine holds under the same name and form are the better evidence; fused and packed ones are
         # not kept under their names.
         for name, parameter in self.model_runner.model.named_parameters():
-            tensor = arrived.get(name)
-            if tensor is not None and (tensor.shape, tensor.dtype) == (parameter.shape, parameter.dtype):
-                arrived[name] = parameter.data
-        self.creditgraph_loaded = (version, sample_checksum(arrived, sample))
+            if forms.get(name) == (parameter.shape, parameter.dtype):
+                checksum.add(name, parameter.data)
+        self.creditgraph_loaded = (version, checksum.result())
         return self.creditgraph_state()
 
     def creditgraph_state(self) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Weight files: exact, bounded, atomic, and gone when they should be."""
 
 import errno
+import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import resource
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel, remove_abandoned
-from components.engine.weight_files import buckets, sample_checksum, sample_names, wait_for
+from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.folders import remove_abandoned
+from components.engine.weight_files import buckets, checksum_of, wait_for
 from components.models.weights import read_file
 from pipeline.core.errors import CreditgraphError, RunError
 from pipeline.core.payloads import Weights
@@ -33,6 +37,15 @@ def channel(tmp_path):
     for one in made:
         one.close()
     assert not list(tmp_path.glob("creditgraph-weights-*"))
+
+
+@pytest.fixture(scope="module")
+def fake_vllm():
+    """The test server, which computes checksums without torch."""
+    spec = importlib.util.spec_from_file_location("fake_vllm", Path(__file__).parent / "served/fake_vllm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def weights(version=1, **tensors):
@@ -81,19 +94,42 @@ def test_only_the_newest_version_stays(channel):
     assert Path(second.files[0]).exists()
 
 
-def test_the_checksum_sees_values_names_forms_and_order():
-    tensors = {f"t{n:02d}": torch.full((3, 2), float(n)) for n in range(20)}
-    names = sample_names(tensors)
-    assert (len(names), names[0], names[-1]) == (8, "t00", "t19")
-    base = sample_checksum(tensors, names)
-    assert sample_checksum(dict(reversed(tensors.items())), names) == base
+def test_the_checksum_sees_every_bit_of_every_tensor():
+    draw = torch.Generator().manual_seed(0)
+    tensors = {f"t{n:02d}": torch.randn(3, 2, generator=draw) for n in range(20)}
+    tensors["odd"] = torch.arange(70_001, dtype=torch.int16)[1:]  # two blocks of words, which begin within a word
+    base = checksum_of(tensors)
+    assert checksum_of(dict(reversed(tensors.items()))) == base
+    for name, place, bit in (("t00", 0, 0), ("t07", 5, 31), ("t13", 3, 12), ("t19", 2, 22)):
+        flipped = tensors[name].clone()
+        flipped.view(torch.int32).reshape(-1)[place] ^= torch.tensor(1 << bit).to(torch.int32)
+        assert checksum_of({**tensors, name: flipped}) != base
+    swapped = tensors["odd"].clone()
+    swapped[:65536], swapped[4464:] = tensors["odd"][4464:], tensors["odd"][:65536]
     for change in (
-        {"t00": tensors["t00"] + 1e-7},
         {"t19": tensors["t19"].reshape(2, 3)},
-        {"t19": tensors["t19"].to(torch.bfloat16)},
+        {"t19": tensors["t19"].view(torch.int32)},
         {"t00": tensors["t19"], "t19": tensors["t00"]},
+        {"t00": -tensors["t00"]},
+        {"odd": swapped},
+        {"another": torch.zeros(0)},
     ):
-        assert sample_checksum({**tensors, **change}, names) != base
+        assert checksum_of({**tensors, **change}) != base
+
+
+def test_the_checksum_is_the_plain_sum(fake_vllm):
+    """By a loop over words in Python's integers, on both sides of a block's end."""
+    draw = torch.Generator().manual_seed(1)
+    for count in (0, 1, 3, 4, 262_143, 262_144, 262_149):
+        raw = torch.randint(0, 256, (count,), generator=draw, dtype=torch.uint8)
+        line = f"a torch.uint8 ({count},) {fake_vllm.sum_of_words(raw.numpy().tobytes()):016x}"
+        assert checksum_of({"a": raw}) == hashlib.sha256(line.encode()).hexdigest()[:32]
+
+
+def test_no_other_user_may_enter_the_folder(channel):
+    files = channel()
+    files.publish(weights(a=torch.zeros(2)))
+    assert stat.S_IMODE(files.folder.stat().st_mode) == 0o700
 
 
 def in_child(work):
@@ -152,9 +188,8 @@ def test_files_for_near_servers_come_one_by_one_and_are_those_of_a_whole_version
         assert sorted(dict(read_file(file))) == [f"t{i}" for i in range(2 * n, min(5, 2 * n + 2))], (
             "whole when its name appears"
         )
-    assert update.written.result() is None
     plain = channel(bucket_mb=1).publish(weights(4, **sent))
-    assert (update.sample, update.checksum) == (plain.sample, plain.checksum)
+    assert update.label() == plain.label()
     arrived = read(update)
     assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
     assert sorted(p.name for p in Path(update.path).iterdir()) == [Path(f).name for f in update.files], (
@@ -176,14 +211,14 @@ def test_a_version_for_near_servers_overwrites_the_last_but_one(channel):
         if version == 5:
             sent["a"] = sent["a"].reshape(5, 3)
         update = files.publish(weights(version, **sent))
-        update.written.result()
+        update.checksum.result()
         files.retire(version)
         arrived = read(update)
         assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
         seen.append([Path(file).stat().st_ino for file in update.files])
         assert len(list(Path(update.path).parent.iterdir())) <= 2
     again = files.publish(weights(4, a=torch.zeros(3, 5), b=torch.zeros(1 << 18), c=torch.tensor([4])))
-    again.written.result()
+    again.checksum.result()
     assert float(read(again)["b"].sum()) == 0.0, "a version that comes once more"
     assert seen[2] == seen[0]
     assert seen[3] == seen[1]
@@ -192,7 +227,7 @@ def test_a_version_for_near_servers_overwrites_the_last_but_one(channel):
 def test_waiting_for_a_file_ends_when_it_does_not_come(channel, monkeypatch):
     files = channel(bucket_mb=1, near=True)
     update = files.publish(weights(1, a=torch.zeros(4)))
-    update.written.result()
+    update.checksum.result()
     missing = Path(update.path) / "bucket-00009.safetensors"
     with pytest.raises(CreditgraphError, match=r"bucket-00009\.safetensors: expected it .*, which is late"):
         wait_for(missing, time.monotonic())
@@ -205,7 +240,7 @@ def test_waiting_for_a_file_ends_when_it_does_not_come(channel, monkeypatch):
     with pytest.raises(
         RunError, match=r"version 2: expected room .* of 4\.2 MB.*set engine\.channel\.path to a folder"
     ):
-        update.written.result()
+        update.checksum.result()
     with pytest.raises(
         CreditgraphError, match="could not be written; see the error of the process that publishes weights"
     ):
@@ -221,7 +256,7 @@ def test_folders_of_dead_runs_are_removed_and_those_of_living_ones_stay(tmp_path
     living.publish(weights(a=torch.zeros(1)))
     assert in_child(die) == -signal.SIGKILL
     assert len(list(tmp_path.glob("creditgraph-weights-*"))) == 2
-    remove_abandoned(tmp_path)
+    remove_abandoned(tmp_path, "creditgraph-weights-")
     assert list(tmp_path.glob("creditgraph-weights-*")) == [living.folder]
     living.close()
 

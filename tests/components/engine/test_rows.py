@@ -203,10 +203,18 @@ def test_a_bad_response_is_refused_and_the_row_can_be_requested_again(response, 
 
 
 def test_tokens_after_the_end_of_a_row_are_dropped(start):
+    rows = rows_of(start()[0], requests(max_tokens=5))
+    rows.start()
+    assert rows.feed(0, dataclasses.replace(good(5), tokens=[7, 7, 1, 7, 7]), last=True)
+    assert rows.completions().tokens.to_lists() == [[7, 7, 1]]
+
+
+def test_more_tokens_than_requested_are_no_response(start):
     rows = rows_of(start()[0], requests(max_tokens=3))
     rows.start()
-    assert rows.feed(0, good(5), last=True)
-    assert rows.completions().tokens.to_lists() == [[7, 7, 7]]
+    assert not rows.feed(0, good(2), last=False)
+    with pytest.raises(BadResponse, match="row 0: expected at most 3 tokens, got 5"):
+        rows.feed(0, good(3), last=True)
 
 
 def test_an_aborted_row_begins_again(start):

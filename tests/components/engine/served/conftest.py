@@ -14,10 +14,10 @@ import torch
 
 from components.engine.base import Limits
 from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.guard import descendants
 from components.engine.rows import Rows
 from components.engine.served.addresses import Address
 from components.engine.served.dialect import ServedModel
-from components.engine.served.guard import descendants
 from components.engine.served.pool import ServerPool
 from components.engine.served.process import Launch
 from components.engine.served.settings import PoolSettings
@@ -55,11 +55,13 @@ class FakeDialect(VllmDialect):
         super().__init__(VllmSettings(stream_tokens=3), model)
         self.folder, self.options = folder, list(options)
 
+    sockets = False
+
     def launch(self, port: int, identity: str) -> Launch:
         index = identity.split("-")[1]
         own = ["--fault", str(self.folder / f"fault-{index}.json"), "--record", str(self.folder / "record.jsonl")]
         command = [sys.executable, "-S", "-E", str(FAKE), "--port", str(port), "--served-model-name", identity]
-        return Launch(command=[*command, *own, *self.options])
+        return Launch(command=[*command, *own, *self.options], environment={"CREDITGRAPH_SERVER_KEY": "{key}"})
 
 
 class Fleet:
@@ -128,9 +130,15 @@ class Fleet:
         file = self.folder / "record.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def key_file(self) -> str:
+        file = self.folder / "key"
+        file.touch(mode=0o600)
+        file.write_text(self.pool.servers[0].address.key + "\n")
+        return str(file)
+
     def pid(self, index: int) -> int:
-        """Of the server itself, below its guard."""
-        return descendants(self.pool.servers[index].process.pid)[0]
+        """Of the server itself, below its keeper and guard."""
+        return descendants(self.pool.servers[index].process.pid)[1]
 
     def kill(self, index: int, number=signal.SIGKILL) -> None:
         os.kill(self.pid(index), number)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 VOCABULARY = 50
+MASK = (1 << 64) - 1
+SPREAD = 0x9E3779B97F4A7C15
 
 
 def token_at(seed: int, place: int) -> int:
@@ -34,9 +37,23 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def checksum_of(files: list[str], names: list[str]) -> str:
-    """`components.engine.weight_files.sample_checksum` without torch."""
-    tensors = {}
+def factor(n: int) -> int:
+    """The n-th number of SplitMix64, made odd."""
+    z = (n + 1) * SPREAD & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return (z ^ z >> 31) | 1
+
+
+def sum_of_words(data: bytes) -> int:
+    words = struct.unpack(f"<{-(-len(data) // 4)}i", data + bytes(-len(data) % 4))
+    total = sum(word * factor(n % 65536) * (2 * (n // 65536) * SPREAD + 1) for n, word in enumerate(words))
+    return total & MASK
+
+
+def checksum_of(files: list[str]) -> str:
+    """`components.engine.weight_files.Checksum` of all tensors, as a plain loop."""
+    lines = {}
     for file in files:
         raw = Path(file).read_bytes()
         length = int.from_bytes(raw[:8], "little")
@@ -44,14 +61,9 @@ def checksum_of(files: list[str], names: list[str]) -> str:
             if name != "__metadata__":
                 start, end = entry["data_offsets"]
                 dtype = {"F32": "torch.float32", "BF16": "torch.bfloat16"}[entry["dtype"]]
-                tensors[name] = (dtype, tuple(entry["shape"]), raw[8 + length :][start:end])
-    digest = hashlib.sha256()
-    for name in names:
-        dtype, shape, data = tensors[name]
-        digest.update(f"{name} {dtype} {shape}".encode())
-        digest.update(data[: 1 << 20])
-        digest.update(data[-(1 << 20) :])
-    return digest.hexdigest()[:32]
+                data = raw[8 + length :][start:end]
+                lines[name] = f"{name} {dtype} {tuple(entry['shape'])} {sum_of_words(data):016x}"
+    return hashlib.sha256("\n".join(lines[name] for name in sorted(lines)).encode()).hexdigest()[:32]
 
 
 class State:
@@ -101,6 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         query = {k: v[0] for k, v in parse_qs(url.query).items()}
         fault = state.fault().get("kind", "")
         path = url.path
+        if self.headers.get("Authorization") != f"Bearer {os.environ.get('CREDITGRAPH_SERVER_KEY')}":
+            return self.reply({"error": "Unauthorized"}, 401)
         if path == "/health":
             return self.reply({})
         if path == "/v1/models":
@@ -110,7 +124,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/weight_info":
             return self.reply({"weight_version": state.reported})
         if path == "/update_weight_version":
-            state.reported = str(int(body["new_version"]) - 1) if fault == "old version" else body["new_version"]
+            state.reported = (
+                "0-" + body["new_version"].partition("-")[2] if fault == "old version" else body["new_version"]
+            )
             return self.reply({"success": True})
         if path == "/reset_prefix_cache":
             return self.reply({"success": True})
@@ -166,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
                         return self.reply({"error": "no more files"}, 500)
                     time.sleep(0.001)
             state.version = arguments["version"]
-            state.checksum = checksum_of(arguments["files"], arguments["sample"])
+            state.checksum = checksum_of(arguments["files"])
             state.log(loaded=state.version)
         return self.reply(
             {"results": [{"version": state.version, "checksum": state.checksum, "installed": state.installed}]}
@@ -180,7 +196,13 @@ class Handler(BaseHTTPRequestHandler):
                 {str(t): {"logprob": logprob_at(state.version, t)}, "-1": {"logprob": -1.0}} for t in ids[1:]
             ]
             spans = [{"version": state.reported, "start": 0, "end": 1}]
-            return self.reply({"prompt_logprobs": table, "choices": [{"weight_versions": spans}]})
+            return self.reply(
+                {
+                    "prompt_logprobs": table,
+                    "choices": [{"weight_versions": spans}],
+                    "request_id": f"generate-tokens-{name}",
+                }
+            )
         request: dict = {}
         with state.changed:
             state.changed.wait_for(lambda: not state.paused)
@@ -225,7 +247,12 @@ class Handler(BaseHTTPRequestHandler):
         with state.changed:
             state.tokens += count
         state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
-        return self.reply({"choices": [] if fault == "no completions" else [choice]})
+        return self.reply(
+            {
+                "request_id": f"generate-tokens-{body['request_id']}",
+                "choices": [] if fault == "no completions" else [choice],
+            }
+        )
 
     def choice(self, tokens, reason, fault, version, reported, count):
         """`count`: tokens in all, or None for a part that is not the last."""
@@ -261,8 +288,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
 
+        name = f"generate-tokens-{body['request_id']}"
+
         def event(choices):
-            data = json.dumps({"choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
+            data = json.dumps({"request_id": name, "choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
             try:
                 self.wfile.write(f"data: {data}\n\n".encode())
                 self.wfile.flush()

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from components.engine.served.guard import descendants
+from components.engine import guard
+from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.guard import descendants
 from components.engine.served.pool import AllServersLost
+from components.engine.served.process import Launch, ServerProcess
 from pipeline.core.errors import CreditgraphError, RunError
 
 
@@ -27,7 +32,9 @@ def test_one_of_three_killed_while_it_generates(fleet):
     assert counted["servers_lost"] == 1
     assert counted["retries"] > 0
     run.until(lambda: run.states() == ["ready"] * 3)
-    assert run.pool.servers[1].version == 1, "a server that comes back holds the weights before it gets requests"
+    assert run.pool.servers[1].label.startswith("1-"), (
+        "a server that comes back holds the weights before it gets requests"
+    )
     assert run.pool.servers[1].starts == 2
     run.generate(version=1)
 
@@ -149,7 +156,7 @@ def test_a_server_without_the_new_weights_is_not_asked(fleet, kind):
     run.generate(version=2)
     run.fault(0)
     run.until(lambda: run.states() == ["ready"] * 2, 30)
-    assert run.pool.servers[0].version == 2
+    assert run.pool.servers[0].label.startswith("2-")
 
 
 def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
@@ -160,8 +167,7 @@ def test_weights_changed_on_their_way_are_caught(fleet, monkeypatch):
     write = channel.write_file
 
     def corrupted(file, tensors):
-        tensors["layer.0"] = tensors["layer.0"] + 1
-        return write(file, tensors)
+        return write(file, {**tensors, "layer.0": tensors["layer.0"] + 1})
 
     monkeypatch.setattr(channel, "write_file", corrupted)
     with pytest.raises(
@@ -250,10 +256,10 @@ def test_closing_ends_processes_and_frees_memory(fleet):
     run = fleet(2, options=["--child"])
     run.load(1)
     guards = [s.process.pid for s in run.pool.servers]
-    trees = [pid for guard in guards for pid in (guard, *descendants(guard))]
+    trees = [pid for keeper in guards for pid in (keeper, *descendants(keeper))]
     memory = memory_of(run.folder)
     scratch = [s.process.scratch for s in run.pool.servers]
-    assert len(trees) >= 6, "guard, server and its child, twice"
+    assert len(trees) >= 8, "keeper, guard, server and its child, twice"
     assert all(file.exists() for file in [*memory, *scratch, run.channel.folder])
     run.close()
     assert not [pid for pid in trees if Path(f"/proc/{pid}").exists()]
@@ -266,6 +272,50 @@ def memory_of(folder):
     return [Path("/dev/shm", re.search(r"memory (psm_\w+)", log)[1]) for log in logs]
 
 
+def started_run(tmp_path, end):
+    """A process with two servers that have children with shared memory: it, its weights, trees, scratch, memory."""
+    script = textwrap.dedent(RUN).format(here=str(Path(__file__).parent), folder=str(tmp_path / "run"), end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    channel, *listed = process.stdout.readline().split()
+    trees = [[keeper, *descendants(keeper)] for keeper in map(int, listed[:2])]
+    return process, Path(channel), trees, list(map(Path, listed[2:])), memory_of(tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["keeper", "guard"])
+def test_nothing_outlives_a_run_that_is_killed_with_its_guards(tmp_path, place):
+    process, channel, trees, scratch, memory = started_run(tmp_path, "")
+    places = [channel, *scratch, *memory]
+    assert all(map(Path.exists, places))
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (channel, *scratch))
+    for pid in (process.pid, *(tree[place] for tree in trees)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    pids = [pid for tree in trees for pid in tree]
+    deadline = time.monotonic() + 20
+    while any(guard.started(pid) != "0" for pid in pids) or any(map(Path.exists, places)):
+        assert time.monotonic() < deadline, [str(place) for place in places if place.exists()]
+        time.sleep(0.05)
+
+
+def test_the_next_server_removes_what_a_run_left_that_was_killed_with_everything(tmp_path):
+    process, channel, trees, scratch, memory = started_run(tmp_path, "")
+    time.sleep(guard._LOOK_SECONDS + 1.0)  # the guard has listed its tree
+    for pid in (process.pid, *(pid for tree in trees for pid in tree[:2])):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    assert all(map(Path.exists, [channel, *scratch, *memory])), "nobody was left to remove them"
+    following = ServerProcess(Launch(command=["true"]), tmp_path / "next.log")
+    following._process.wait(20)
+    FileChannel(ChannelSettings(path=str(channel.parent)), torch.float32).close()
+    assert not any(map(Path.exists, [channel, *scratch, *memory]))
+    time.sleep(0.5)
+    assert not [pid for tree in trees for pid in tree if guard.started(pid) != "0"]
+
+
 @pytest.mark.parametrize("end", ["exception", "SIGKILL"])
 def test_no_process_and_no_memory_outlives_a_run(tmp_path, end):
     script = textwrap.dedent(RUN).format(here=str(Path(__file__).parent), folder=str(tmp_path / "run"), end=end)
@@ -274,10 +324,10 @@ def test_no_process_and_no_memory_outlives_a_run(tmp_path, end):
     )
     channel, *listed = process.stdout.readline().split()
     guards, scratch = listed[:2], listed[2:]
-    trees = [pid for guard in map(int, guards) for pid in (guard, *descendants(guard))]
+    trees = [pid for keeper in map(int, guards) for pid in (keeper, *descendants(keeper))]
     memory = memory_of(tmp_path / "run")
     if end.startswith("SIG"):
-        assert len(trees) >= 6, "guard, server and its child, twice"
+        assert len(trees) >= 8, "keeper, guard, server and its child, twice"
         assert all(file.exists() for file in memory)
         process.send_signal(getattr(signal, end))
     process.wait(30)

@@ -1,5 +1,6 @@
 """Routing, back-pressure and weight updates of a pool of real processes."""
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_servers_that_are_running_are_found_by_their_rendezvous_file(fleet):
 
 def test_another_server_at_an_address_is_refused(fleet):
     first = fleet(1)
-    taken = Address(url=first.pool.servers[0].address.url, identity="creditgraph-0-somebody", name="server 0")
+    taken = dataclasses.replace(first.pool.servers[0].address, identity="creditgraph-0-somebody")
     with pytest.raises(
         RunError, match=r"expected server 'creditgraph-0-somebody' at this address, got 'creditgraph-0-"
     ):

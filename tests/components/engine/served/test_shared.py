@@ -29,6 +29,7 @@ class Replica:
         context = Context(node="engine", model=spec, ranks=ranks, run_dir=folder, all_sum=all_sum)
         settings = ServerSettings(
             addresses=tuple(s.address.url for s in keeper.pool.servers),
+            key_file=keeper.key_file(),
             pool=PoolSettings(start_seconds=60.0, update_seconds=60.0, hang_seconds=30.0),
             channel=ChannelSettings(path=str(keeper.folder / "shm")),
         )

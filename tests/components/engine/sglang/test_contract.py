@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
@@ -15,10 +16,9 @@ from components.engine.channel import Update
 from components.engine.messages import RowRequest, ScoreRequest
 from components.engine.served.dialect import ServedModel, ServerError
 from components.engine.sglang import wire
-from components.engine.sglang.checks import hash_on_cpu, hash_on_gpu, held_checksum, names_to_skip, parts_of
+from components.engine.sglang.checks import expected_hashes, first_difference, hash_on_cpu, hash_on_gpu, parts_of
 from components.engine.sglang.dialect import SGLangDialect
 from components.engine.sglang.settings import SGLangSettings
-from components.engine.weight_files import sample_checksum, sample_names
 from pipeline.core.errors import ConfigError
 
 # One process of SGLang for all of these tests.
@@ -47,17 +47,17 @@ GOOD = {
     "streamed": ("/generate", wire.streamed(wire.generate_body(ROW, "r", 54), 8)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
-    "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", 7)),
+    "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", "7-ab")),
     "group": ("/init_weights_update_group", wire.group_body("g-1", "127.0.0.1", 8123, "gloo", 2)),
     "begin": ("/begin_weight_update", {}),
     "broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, None)),
-    "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, 7)),
+    "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, "7-ab")),
     "end": ("/end_weight_update", {}),
     "pause": ("/pause_generation", {"mode": "abort"}),
     "resume": ("/continue_generation", {"torch_empty_cache": False}),
     "abort": ("/abort_request", wire.abort_body("r")),
     "abort all": ("/abort_request", wire.abort_body(None)),
-    "checksum": ("/weights_checker", wire.checksum_body(["model.norm.weight"])),
+    "checksum": ("/weights_checker", wire.checksum_body()),
 }
 # What the check must refuse, so that its acceptance means something.
 BAD = {
@@ -130,7 +130,7 @@ def generated(**changes):
 
 def test_responses():
     response, version = wire.read_generated(generated(), True)
-    assert (response.tokens, response.reason, version) == ([4, 1], "eos", 3)
+    assert (response.tokens, response.reason, version) == ([4, 1], "eos", "3")
     # One certain token: 0; two equal ones: log 2.
     assert response.entropies == pytest.approx([0.0, math.log(2)])
     for finish, reason in (
@@ -146,7 +146,7 @@ def test_responses():
     assert math.isnan(response.logprobs[1])
     # SGLang's own word for weights that nobody numbered.
     unnumbered = generated(weight_versions=[{"version": "default", "start": 0, "end": 2}])
-    assert wire.read_generated(unnumbered, False)[1] is None
+    assert wire.read_generated(unnumbered, False)[1] == "default"
 
 
 def test_a_response_without_its_fields_is_a_server_error():
@@ -169,19 +169,19 @@ def test_events_of_a_stream_add_up(incremental):
     tokens, logprobs, seen, taken = [7, 3, 9, 4], [-0.1, -0.2, -0.3, -0.4], [], 0
     for begin, end, finish in ((0, 1, None), (1, 3, None), (3, 4, {"type": "length"}), (4, 4, {"type": "abort"})):
         start = begin if incremental else 0
-        meta = {"finish_reason": finish, "completion_tokens": end, "weight_version": "5"}
+        meta = {"id": "r", "finish_reason": finish, "completion_tokens": end, "weight_version": "5"}
         meta["output_token_logprobs"] = [[logprobs[i], tokens[i], None] for i in range(start, end)]
         meta["output_top_logprobs"] = [[[0.0, 1, None]]] * (end - start)
         event = {"output_ids": tokens[start:end], "meta_info": meta}
-        part, last, version = wire.read_event(json.dumps(event), taken, True)
+        part, last, version = wire.read_event(json.dumps(event), taken, True, "r")
         taken += len(part.tokens)
         seen += zip(part.tokens, part.logprobs, part.entropies, strict=True)
-        assert (last, version) == (finish is not None, 5)
+        assert (last, version) == (finish is not None, "5")
         assert finish is None or part.reason == finish["type"]
     assert seen == list(zip(tokens, logprobs, [0.0] * 4, strict=True))
     for text in ("{", '{"error": {"message": "no"}}'):
         with pytest.raises(ServerError, match="a response without the expected fields"):
-            wire.read_event(text, 0, True)
+            wire.read_event(text, 0, True, "r")
 
 
 def test_scores_at_another_temperature():
@@ -208,7 +208,7 @@ def test_flat_bucket_is_aligned():
     # 24 + 16 bytes of float32 first, then 6 of bfloat16, although bfloat16 lies between them.
     assert [name for name, _ in wire.in_order(TENSORS)] == ["a.weight", "c.weight", "b.bias"]
     assert wire.flat_bytes(TENSORS).numel() == 46
-    body = wire.broadcast_body("g", TENSORS, 7)
+    body = wire.broadcast_body("g", TENSORS, "7-ab")
     assert body["names"] == ["a.weight", "c.weight", "b.bias"]
     assert body["dtypes"] == ["float32", "float32", "bfloat16"]
     assert body["shapes"] == [[2, 3], [4], [3]]
@@ -238,26 +238,18 @@ def held(weights, hashed):
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_hashes_of_a_server_are_compared(weights, cuda):
-    names = sample_names(weights)
-    update = Update(version=1, sample=names, checksum=sample_checksum(weights, names))
+    expected = expected_hashes(weights, torch.float32, cuda)
     hashed = hash_on_gpu if cuda else hash_on_cpu
-    assert held_checksum(update, weights, [held(weights, hashed)], torch.float32, cuda) == update.checksum
-    for name in names:
+    assert first_difference(expected, [held(weights, hashed)]) == ""
+    for name in weights:
         changed = {**weights, name: weights[name] + 1e-6}
-        reported = held_checksum(update, weights, [held(changed, hashed)], torch.float32, cuda)
+        reported = first_difference(expected, [held(changed, hashed)])
         assert reported is not None
         assert f"for '{parts_of(name)[0]}'" in reported
-        # A file that changed after it was published.
-        assert "in the files themselves" in str(
-            held_checksum(update, changed, [held(changed, hashed)], torch.float32, cuda)
-        )
-    assert held_checksum(update, weights, [{"other": "0"}], torch.float32, cuda) is None
-
-
-def test_weights_outside_the_sample_are_not_hashed(weights):
-    skipped = names_to_skip(list(weights), ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight"])
-    others = ["layers.0.self_attn.o_proj", "layers.0.self_attn.qkv_proj", "layers.1.self_attn.o_proj"]
-    assert skipped == ["model.embed_tokens.weight", *(f"model.{name}.weight" for name in others)]
+    assert first_difference(expected, [{"other": "0"}]) is None
+    norm = {"model.norm.weight": expected["model.norm.weight"]}
+    assert first_difference(expected, [norm, norm]) == ""
+    assert str(first_difference(expected, [norm, {}])).startswith("None for 'model.norm.weight'"), "one rank lacks it"
 
 
 def test_weights_that_another_process_publishes_are_compared_there():
@@ -269,6 +261,6 @@ def test_weights_that_another_process_publishes_are_compared_there():
             dialect = SGLangDialect(
                 SGLangSettings(), ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
             )
-            return await dialect.reported(client, Update(version=4, sample=("a",), checksum="c", loaded=True))
+            return await dialect.reported(client, Update(version=4, checksum=Future(), loaded=True))
 
-    assert asyncio.run(scene()) == (4, None)
+    assert asyncio.run(scene()) == ("4", None)

@@ -58,7 +58,12 @@ class Pair:
         self.sglang = SGLangEngine(SGLangEngine.Config(process=PROCESS, pool=PoolSettings(restarts=0)))
         with contextlib.chdir(users_folder):
             self.sglang.setup(Context(node="engine", run_dir=folder))
-        self.address = json.loads((folder / "engines.json").read_text())["servers"][0]["url"]
+        server = json.loads((folder / "engines.json").read_text())["servers"][0]
+        self.address = server["url"]
+        self.headers = {"Authorization": f"Bearer {server['key']}"}
+        self.key_file = folder / "key"
+        self.key_file.touch(mode=0o600)
+        self.key_file.write_text(server["key"])
         self.version = -1
         self.load(self.sglang)
 
@@ -79,7 +84,7 @@ class Pair:
 
     def connected(self, **settings):
         """Another engine on the same server."""
-        fields = {"servers": 0, "addresses": (self.address,), **settings}
+        fields = {"servers": 0, "addresses": (self.address,), "key_file": str(self.key_file), **settings}
         engine = SGLangEngine(SGLangEngine.Config(**fields))
         engine.setup(Context(node="engine"))
         return engine
@@ -183,7 +188,7 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
         update = publish(channel, weights)
         file = Path(update.files[0])
         tensors = load_file(file)
-        tensors[update.sample[3]] += 1e-3
+        tensors[sorted(tensors)[3]] += 1e-3
         if where == "file":
             save_file(tensors, file)
             return update
@@ -232,7 +237,9 @@ def test_pausing(pair, in_flight):
         return responses[0]
 
     async def scene():
-        async with httpx.AsyncClient(base_url=pair.address, timeout=60.0, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=pair.address, headers=pair.headers, timeout=60.0, trust_env=False
+        ) as client:
             running = [asyncio.create_task(generate(client, r, "pausing")) for r in requests]
             while not await dialect._requests(client) and not all(task.done() for task in running):
                 await asyncio.sleep(0.01)
@@ -258,7 +265,9 @@ def test_pausing(pair, in_flight):
 @needs_sglang
 def test_another_server_at_the_address_is_noticed(pair):
     async def scene():
-        async with httpx.AsyncClient(base_url=pair.address, timeout=60.0, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=pair.address, headers=pair.headers, timeout=60.0, trust_env=False
+        ) as client:
             dialect = pair.sglang.backend.pool._dialect
             assert await dialect.ready(client, "")
             with pytest.raises(ServerError, match=r"expected server 'creditgraph-9-ab' at .*, got one started as"):
@@ -269,7 +278,9 @@ def test_another_server_at_the_address_is_noticed(pair):
 
 @needs_sglang
 def test_endpoints_exist(pair):
-    paths = httpx.get(f"{pair.address}/openapi.json", timeout=60.0, trust_env=False).json()["paths"]
+    paths = httpx.get(f"{pair.address}/openapi.json", headers=pair.headers, timeout=60.0, trust_env=False).json()[
+        "paths"
+    ]
     endpoints = [("post", path) for path in POSTED] + [
         ("get", path) for path in ("/health", "/server_info", "/model_info", "/v1/loads")
     ]
@@ -289,8 +300,11 @@ def test_training(pair, tmp_path):
     ]
     settings.append("prompts.batch=4")
     address = f"engine.addresses=['{pair.address.removeprefix('http://')}']"
+    key = f"engine.key_file={pair.key_file}"
     assert (
-        main(["train", "recipe=toy_srpo", "engine=sglang", f"run.root={tmp_path}", "run.name=r", *settings, address])
+        main(
+            ["train", "recipe=toy_srpo", "engine=sglang", f"run.root={tmp_path}", "run.name=r", *settings, address, key]
+        )
         == 0
     )
     rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()][:2]

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from components.engine.guard import descendants
 from components.engine.served.addresses import check_port, free_port
-from components.engine.served.guard import descendants
 from components.engine.served.settings import PoolSettings
 from components.engine.vllm.engine import VllmEngine
 from components.engine.vllm.settings import AdapterSettings
@@ -31,6 +31,9 @@ class Real:
         self.keeper.run(weights=Weights(version=0))
         self.servers = self.keeper.backend.pool.servers
         self.addresses = [server.address.url.removeprefix("http://") for server in self.servers]
+        self.key_file = folder / "key"
+        self.key_file.touch(mode=0o600)
+        self.key_file.write_text(self.servers[0].address.key)
 
     def context(self, folder=None):
         return Context(node="engine", model=ModelSpec(path="tiny", max_context=CONTEXT), run_dir=folder)
@@ -38,7 +41,12 @@ class Real:
     def settings(self, root, name, iterations, servers=2):
         """Of a training run on the first servers."""
         addresses = ",".join(f"'{a}'" for a in self.addresses[:servers])
-        where = [f"engine.addresses=[{addresses}]", "engine.pool.start_seconds=400", "engine.pool.hang_seconds=10"]
+        where = [
+            f"engine.addresses=[{addresses}]",
+            f"engine.key_file={self.key_file}",
+            "engine.pool.start_seconds=400",
+            "engine.pool.hang_seconds=10",
+        ]
         small = ["prompts.batch=4", "evaluator.num_problems=4", "evaluator.every=0", f"model.max_context={CONTEXT}"]
         run = [f"run.root={root}", f"run.name={name}", f"run.iterations={iterations}"]
         return ["train", "recipe=toy_srpo", "engine=vllm", *run, *where, *small]
@@ -46,13 +54,15 @@ class Real:
     def engine(self, first=0, servers=2, pool=(), **settings):
         """An engine on some of the servers."""
         addresses = tuple(self.addresses[first : first + servers])
-        config = VllmEngine.Config(addresses=addresses, pool=PoolSettings(**POOL | dict(pool)), **settings)
+        config = VllmEngine.Config(
+            addresses=addresses, key_file=str(self.key_file), pool=PoolSettings(**POOL | dict(pool)), **settings
+        )
         engine = VllmEngine(config)
         engine.setup(self.context())
         return engine
 
     def signal(self, index, number):
-        for pid in descendants(self.servers[index].process.pid):
+        for pid in descendants(self.servers[index].process.pid)[1:]:  # without the guard
             os.kill(pid, number)
 
     def until_ready(self, server, starts=0, seconds=200.0):

@@ -113,10 +113,10 @@ def test_weights_that_do_not_take_effect_are_caught_by_the_probe(connected, monk
     served.run(weights=changed(served, 6))
 
     async def pretended(self, client, update):
-        await call(client, "POST", "/update_weight_version", {"new_version": str(update.version)})
+        await call(client, "POST", "/update_weight_version", {"new_version": update.label()})
 
     async def reported(self, client, update):
-        return update.version, update.checksum
+        return update.label(), update.checksum.result()
 
     monkeypatch.setattr(VllmDialect, "update", pretended)
     monkeypatch.setattr(VllmDialect, "reported", reported)
