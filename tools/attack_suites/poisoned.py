@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from attack_suites import answers
 
+from attack_suites import answers
 from components.engine.base import Limits
 from components.engine.channel import Update
 from components.engine.messages import ScoreRequest
