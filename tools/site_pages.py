@@ -9,7 +9,7 @@ import mkdocs_gen_files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pipeline.app import draw
+from pipeline.app.drawing import draw
 from pipeline.core.graph import build_graph
 from pipeline.core.registry import BUILTIN
 from pipeline.run.compose.choices import list_choices, read_yaml

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from components.engine.messages import ScoreRequest
 from pipeline.core.component import ModelSpec
-from pipeline.core.errors import CreditgraphError
-from pipeline.core.extras import extra
+from pipeline.core.errors import CreditgraphError, extra
 
 # Nats by which engine and reference may differ at equal weights. bfloat16 keeps 8 bits, and the two round in another
 # order.

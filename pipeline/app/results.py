@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.progress import ACCURACY, REWARD, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS, duration
-from pipeline.core.errors import ConfigError
-from pipeline.core.extras import extra
+from pipeline.core.errors import ConfigError, extra
 from pipeline.run.metrics import read_metrics
 from pipeline.run.run_directory import replacing, write_json
 

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from pipeline.app import draw
+from pipeline.app.drawing import draw
 from pipeline.app.rollout_table import COLUMNS, RolloutTables
-from pipeline.core.errors import RunError
-from pipeline.core.extras import extra, find_package
+from pipeline.core.errors import RunError, extra, find_package
 from pipeline.core.graph import Graph
 from pipeline.run.checkpoint import numbered
 from pipeline.run.metrics import Sink, WandbSettings

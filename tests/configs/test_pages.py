@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.app.draw import mermaid
+from pipeline.app.drawing.draw import mermaid
 from pipeline.core.graph import build_graph
 from pipeline.run.compose.choices import CONFIG_DIR, list_choices, read_yaml
 

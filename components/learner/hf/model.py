@@ -14,7 +14,7 @@ from components.learner.hf.settings import Lora, Recompute
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
 from components.learner.packing.pack import PackedBatch, pack
-from pipeline.core.extras import extra
+from pipeline.core.errors import extra
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
 

@@ -14,7 +14,7 @@ from pipeline.app.bench.credit_report import cell
 from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
 from pipeline.app.bench.statistics import Floats, mean_sd
 from pipeline.app.text import markdown_table
-from pipeline.core.extras import extra
+from pipeline.core.errors import extra
 
 MOST_LINES = 7  # of a large panel
 PER_ROW = 7  # small panels

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.app.text import markdown_table
-from pipeline.core.extras import extra
+from pipeline.core.errors import extra
 
 # Column head, place of the number in an entry. Gradient columns carry a standard error, the others a standard deviation
 # over seeds.

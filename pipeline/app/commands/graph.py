@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     experiment = build_experiment(
         compose(options.overrides, options.config_dir), " ".join(options.overrides) or "graph"
     )
-    from pipeline.app import draw
+    from pipeline.app.drawing import draw
 
     output = Path(options.output) if options.output else None
     if output is None:

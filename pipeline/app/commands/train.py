@@ -102,7 +102,7 @@ def train(experiment: Experiment, team: Team | None = None) -> int:
     """Runs or continues an experiment, on this rank of a team when one is given; returns the exit code of `Outcome`."""
     import torch
 
-    from pipeline.app import draw
+    from pipeline.app.drawing import draw
     from pipeline.app.results import write_results
     from pipeline.run.distributed.team import Team
     from pipeline.run.run_directory import RunDirectory, write_aside

@@ -11,7 +11,7 @@ from pipeline.app.localization.gradient_signal import BINS, Signal
 from pipeline.app.localization.labels import Labels
 from pipeline.app.localization.study import Share, Study, bin_names
 from pipeline.app.text import markdown_table, visible
-from pipeline.core.extras import extra
+from pipeline.core.errors import extra
 
 CLEAN = "#2b6cb0"
 EXACT = "#1a365d"

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from pipeline.app.draw import settings_of, summary_of, svg
+from pipeline.app.drawing.draw import settings_of, summary_of, svg
 from pipeline.app.report.source import RunSource, spread
 from pipeline.app.results import as_table, summarise
 from pipeline.app.text import cut

@@ -20,7 +20,7 @@ from pipeline.app.report.rollouts import collect
 from pipeline.app.report.source import RunSource
 from pipeline.app.report.timelines import timeline
 from pipeline.app.text import visible
-from pipeline.core.extras import extra
+from pipeline.core.errors import extra
 from pipeline.run.run_directory import write_aside
 
 ASSETS = Path(__file__).parent / "assets"

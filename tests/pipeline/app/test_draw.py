@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.app.draw import mermaid, settings_of, svg
-from pipeline.app.draw_layout import lay_out, separate
+from pipeline.app.drawing.draw import mermaid, settings_of, svg
+from pipeline.app.drawing.layout import lay_out, separate
 from pipeline.core.graph import build_graph
 
 Nodes = dict[str, Any]

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.app.cli import main
 from pipeline.app.report.page import vega_bundle
-from pipeline.core.errors import ConfigError
-from pipeline.core.extras import extra, find_package
+from pipeline.core.errors import ConfigError, extra, find_package
 
 OPTIONAL = ("matplotlib", "peft", "tensorboard", "vl_convert", "wandb")
 TOY = ["recipe=toy_grpo", "prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=2", "run.device=cpu"]
@@ -27,7 +26,7 @@ def bare(monkeypatch):
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.setattr("pipeline.core.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.core.errors.find_spec", lambda name: None)
     vega_bundle.cache_clear()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from pipeline.app.draw_layout import Place, lay_out
+from pipeline.app.drawing.layout import Place, lay_out
 from pipeline.core.graph import Graph, Node, Wire
 
 # Keywords of mermaid's grammar.
