@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from components.learner.objective.base import Objective
@@ -77,10 +77,6 @@ class ObjectiveSettings:
             raise SettingsError([f"use: importing '{self.use}' failed with {type(error).__name__}: {error}"]) from error
         config, problems = build_config(objective.Config, self.config, "config")
         if problems:
-            others = {f.name for use in OBJECTIVES for f in fields(load_objective(use).Config)}
-            if set(self.config) & others - {f.name for f in fields(objective.Config)}:
-                # A graph or a recipe may have set them for the objective that an override of `use` replaced.
-                problems[-1] += " learner.objective.config=null drops the settings of another objective."
             raise SettingsError(problems)
         object.__setattr__(self, "config", config)
         self.entropy_mask.check(self.use, objective.has_trace)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -20,11 +20,14 @@ _ALIAS = re.compile(rb"[\s\[{,:-]\*\w")
 
 
 def chooses_component(key: str, is_group: bool, nodes: Any) -> bool:
-    """Whether an override chooses a node's component: "learner.use", "nodes.learner.use", or the group of that name."""
+    """Whether an override chooses a component: "learner.use", "nodes.learner.use", or the group of that name.
+
+    So does one that chooses a part of a component, such as "learner.objective.use".
+    """
     parts = key.removeprefix("nodes.").split(".")
     if not isinstance(nodes, Mapping) or parts[0] not in nodes:
         return False
-    return parts[1:] == ["use"] or (is_group and len(parts) == 1)
+    return parts[-1] == "use" or (is_group and len(parts) == 1)
 
 
 def drop_replaced(values: dict[str, Any], before: Mapping[str, Any], given: Sequence[str]) -> list[str]:
@@ -60,12 +63,49 @@ def drop_replaced(values: dict[str, Any], before: Mapping[str, Any], given: Sequ
                 dropped[setting] = value
                 replaced = old
         if dropped:
-            listed = ", ".join(f"{setting}={_short(value)}" for setting, value in dropped.items())
-            notes.append(
-                f"{name}.use={use}: dropped {listed}, set by files for {replaced}; {use} has no such setting"
-                f"{'s' if len(dropped) > 1 else ''}."
-            )
+            notes.append(_note(f"{name}.use", use, dropped, replaced))
+        notes += _drop_parts(name, use, (section, spec.get("config")), before, given)
     return notes
+
+
+def _note(place: str, use: str, dropped: Mapping[str, Any], replaced: str) -> str:
+    listed = ", ".join(f"{setting}={_short(value)}" for setting, value in dropped.items())
+    plural = "s" if len(dropped) > 1 else ""
+    return f"{place}={use}: dropped {listed}, set by files for {replaced}; {use} has no such setting{plural}."
+
+
+def _drop_parts(
+    name: str, use: Any, holders: Sequence[Any], before: Mapping[str, Any], given: Sequence[str]
+) -> Iterator[str]:
+    """The same for a node's parts with a choice of their own, {use, config}, such as a learner's objective."""
+    section, spec = holders
+    of_files = (_mapping(before.get(name)), _mapping(_mapping(_mapping(before.get("nodes")).get(name)).get("config")))
+    for part, choices in _parts(use).items():
+        uses = [_mapping(_mapping(holder).get(part)).get("use") for holder in (section, spec)]
+        chosen = uses[0] or uses[1]
+        known = _fields(choices.get(chosen, chosen), default=("*",))
+        declared = _mapping(of_files[1].get(part)).get("use")
+        # Settings of a section were written for the section's own choice, or for that of the graph.
+        olds = (_mapping(of_files[0].get(part)).get("use") or declared, declared)
+        for holder, old in zip((section, spec), olds, strict=True):
+            config = _mapping(_mapping(holder).get(part)).get("config")
+            if old in (None, chosen) or known == ("*",) or not isinstance(config, dict):
+                continue
+            typed = tuple(f"{name}.{part}.config.{setting}" for setting in config)
+            kept = {t for t in typed if any(key == t or key.startswith(f"{t}.") for key in given)}
+            wrong = [s for s, t in zip(list(config), typed, strict=True) if s not in known and t not in kept]
+            if wrong:
+                yield _note(f"{name}.{part}.use", chosen, {setting: config.pop(setting) for setting in wrong}, old)
+
+
+def _parts(use: Any) -> Mapping[str, Mapping[str, str]]:
+    """Settings of a component that choose a class by name → its choices, from `choices` of the setting's class."""
+    try:
+        config = load_class(use).Config
+        hints = get_type_hints(config)
+    except Exception:  # reported by the graph's check
+        return {}
+    return {name: hint.choices for name, hint in hints.items() if isinstance(getattr(hint, "choices", None), dict)}
 
 
 def _settings_of_files(name: str, before: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

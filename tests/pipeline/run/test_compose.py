@@ -155,3 +155,19 @@ def test_a_file_without_its_first_line_is_named(group, tmp_path):
     (tmp_path / group / "mine.yaml").write_text("nodes: {prompts: {use: prompts.dataset}}\n")
     with pytest.raises(ConfigError, match=rf"^{group}/mine.yaml: .*'# @package _global_' the first line"):
         compose([f"{group}=mine"], [tmp_path])
+
+
+def test_settings_of_files_for_a_replaced_objective_are_dropped_with_a_line(caplog):
+    values = compose(["recipe=toy_gspo", "learner.objective.use=reinforce"])
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("learner.objective.use=reinforce: dropped clip_")
+    assert caplog.messages[0].endswith("set by files for gspo; reinforce has no such settings.")
+    (learner,) = (node for node in build_experiment(values).graph.nodes if node.name == "learner")
+    assert learner.config.objective.use == "reinforce"
+    # What both have stays, and so does what is typed, even where it is wrong.
+    kept = compose(["recipe=toy_gspo", "learner.objective.use=ppo_clip"])
+    assert kept["nodes"]["learner"]["config"]["objective"]["config"]["clip_low"] == 3e-4
+    with pytest.raises(GraphError, match=r"learner\.objective\.config\.clip_low: unknown setting"):
+        build_experiment(
+            compose(["recipe=toy_gspo", "learner.objective.use=reinforce", "learner.objective.config.clip_low=1"])
+        )
