@@ -25,7 +25,15 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve_model_path(path: str) -> str:
-    """Returns the embedded model's folder for "tiny"; existing folders and hub names are returned unchanged."""
+    """Returns the embedded model's folder for "tiny"; existing folders, and hub names that exist, are unchanged."""
+    resolved = _named(path)
+    if not Path(resolved).is_dir():
+        _check_hub(path)
+    return resolved
+
+
+def _named(path: str) -> str:
+    """`resolve_model_path` without a question to the hub."""
     folder = EMBEDDED[path] if path in EMBEDDED else Path(path).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -37,7 +45,6 @@ def resolve_model_path(path: str) -> str:
             f"model.path '{path}': expected an existing folder, a hub name 'owner/name', or 'tiny', but {folder} does "
             "not exist."
         )
-    _check_hub(path)
     return path
 
 
@@ -112,7 +119,7 @@ def chat_template_at_hand(spec: ModelSpec) -> str | None:
     """The chat template of a model folder, or of a hub model in the local cache; None where neither has one."""
     from huggingface_hub import try_to_load_from_cache
 
-    folder = Path(resolve_model_path(spec.path))
+    folder = Path(_named(spec.path))
     for name in _TEMPLATE_FILES:
         file = folder / name if folder.is_dir() else try_to_load_from_cache(spec.path, name)
         if not isinstance(file, str | Path) or not Path(file).is_file():

@@ -82,7 +82,7 @@ def _drop_parts(
     of_files = (_mapping(before.get(name)), _mapping(_mapping(_mapping(before.get("nodes")).get(name)).get("config")))
     for part, choices in _parts(use).items():
         uses = [_mapping(_mapping(holder).get(part)).get("use") for holder in (section, spec)]
-        chosen = uses[0] or uses[1]
+        chosen = str(uses[0] or uses[1])
         known = _fields(choices.get(chosen, chosen), default=("*",))
         declared = _mapping(of_files[1].get(part)).get("use")
         # Settings of a section were written for the section's own choice, or for that of the graph.

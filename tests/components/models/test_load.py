@@ -17,6 +17,7 @@ from components.models.load import (
 from components.text import chains
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError
+from pipeline.run.compose.experiment import build_experiment, compose
 
 
 @pytest.fixture
@@ -179,3 +180,11 @@ def test_the_hub_is_asked_once_and_a_missing_model_is_one_sentence(monkeypatch):
         with pytest.raises(DataError, match=r"^model 'owner/typo': .*\(Repository Not Found\)\. Check the name, .*$"):
             function(ModelSpec(path="owner/typo"))
     assert asked == [("owner/typo", load.HUB_SECONDS)] * 3
+
+
+def test_the_check_of_a_configuration_asks_no_hub(monkeypatch):
+    def refuse(name):
+        raise AssertionError(f"asked for {name}")
+
+    monkeypatch.setattr("components.models.load._check_hub", refuse)
+    assert build_experiment(compose(["recipe=s_trace_qwen3_4b"])).model.path == "Qwen/Qwen3-4B"
