@@ -187,7 +187,7 @@ def cases() -> list[Case]:
 def _whole_checkpoints() -> list[Case]:
     both = [f"{folder}/tensors.safetensors" for folder in (OLDER, NEWEST)]
     manifests = [f"{folder}/manifest.json" for folder in (OLDER, NEWEST)]
-    last = "no sound checkpoint is left"
+    last = "no valid checkpoint is left"
     older, newest = (f"{folder}/" for folder in (OLDER, NEWEST))
     return [
         Case("newest checkpoint: a file in its place", lambda p: (_gone(p / NEWEST), (p / NEWEST).touch()), "000008"),
@@ -283,7 +283,7 @@ def run(case: Case) -> tuple[bool, str]:
     if case.refused:
         return False, "the run continued; expected a refusal"
     problems = [] if toy_runs.state(path) == toy_runs.state(toy_runs.finished(toy_runs.ITERATIONS)) else ["other state"]
-    if "no sound checkpoint" not in case.mentions and before - {str(row) for row in _rows(path)}:
+    if "no valid checkpoint" not in case.mentions and before - {str(row) for row in _rows(path)}:
         problems.append("rows of metrics are lost")
     if case.mentions and not any(case.mentions in text for text in said):
         problems.append(f"no warning names {case.mentions}")

@@ -242,7 +242,7 @@ def test_damaged_ones_never_take_the_place_of_new_ones(pair, caplog):
     assert sorted(p.name for p in pair.path.iterdir()) == ["000005", "000007"]
     with caplog.at_level(logging.WARNING, "creditgraph"):
         assert pair.latest(rename=True) is None
-    assert "no sound checkpoint is left; a run that continues here starts from its first iteration." in caplog.text
+    assert "no valid checkpoint is left; a run that continues here starts from its first iteration." in caplog.text
     for iteration in (1, 2, 3):
         pair.save(iteration, {"a": encode({}, "a")})
     pair.clean()
