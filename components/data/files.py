@@ -205,7 +205,8 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
 
 def _csv_rows(path: Path) -> Iterator[RawRow]:
     csv.field_size_limit(1 << 30)  # the default refuses answers of 128 kB
-    reader = csv.DictReader(_lines(path, newline=""))
+    # Strict: a quote that is never closed would put all following rows into one cell.
+    reader = csv.DictReader(_lines(path, newline=""), strict=True)
     while True:
         try:
             row = next(reader)
@@ -225,7 +226,8 @@ def _columnar_rows(path: Path, columns: list[str]) -> Iterator[RawRow]:
             yield from _batch_rows(batch)
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise DataError(
-            f"data file {path} cannot be read as {path.suffix[1:]} ({error}). Write it again or correct the path."
+            f"data file {path} cannot be read as {path.suffix[1:]} ({' '.join(str(error).split())}). Write it again or "
+            "correct the path."
         ) from error
 
 

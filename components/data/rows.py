@@ -191,7 +191,7 @@ def _choices(value: Any, column: str) -> tuple[list[str], list[str]]:
     """(texts, labels in the dataset), read from a list, {"text": […], "label": […]}, or either as JSON."""
     try:
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{column} is text that is not JSON, expected a list") from None
     texts = value.get("text") if isinstance(value, dict) else value
     labels = value.get("label") if isinstance(value, dict) else None

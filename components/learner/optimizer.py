@@ -39,6 +39,8 @@ class OptimizerSettings:
             )
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"expected two betas in [0, 1), got {self.betas}.")
+        if self.eps < 0:
+            raise ValueError(f"expected eps ≥ 0, got {self.eps}.")
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:

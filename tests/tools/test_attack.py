@@ -1,15 +1,22 @@
-"""tools/attack: its command, and a part of the suites of kills and damage."""
+"""tools/attack: its command, a part of every suite, and malformed data files."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attack_suites import damage, kill, toy_runs
+from attack_suites import damage, data, kill, sandbox, settings, toy_runs
 
 ROOT = Path(__file__).resolve().parents[2]
+SUITES = ("damage", "data", "kill", "sandbox", "settings")
 SOME = damage.cases()[3::13]
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory):
+    data.use(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_suites_are_as_large_as_promised_and_name_each_attack_once():
-    for suite, least in ((damage, 60), (kill, 100)):
+    for suite, least in ((damage, 60), (data, 71), (kill, 100), (sandbox, 120), (settings, 200)):
         names = [str(case) for case in suite.cases()]
         assert len(names) >= least
         assert len(set(names)) == len(names)
@@ -30,6 +37,19 @@ def test_the_suites_are_as_large_as_promised_and_name_each_attack_once():
 def test_damage(folder, case):
     held, detail = damage.run(case)
     assert held, detail
+
+
+@pytest.mark.parametrize("case", data.cases(), ids=str)
+def test_data(data_folder, case):
+    held, detail = data.run(case)
+    assert held, detail
+
+
+def test_the_suite_of_data_notices_lost_rows_and_wrong_reasons(data_folder):
+    lost = data.Case("lost", "a.jsonl", b'{"question": "<solve> 1", "answer": "1"}\n{}\n', ("1",))
+    assert data.run(lost) == (False, "used ('1',), rejected (('no question', 1),), 0")
+    assert not data.run(replace(lost, name="reason", rejected=1, reason="^no answer"))[0]
+    assert data.run(replace(lost, name="right", rejected=1, reason="^no question"))[0]
 
 
 def test_a_suite_notices_what_does_not_hold(folder):
@@ -47,9 +67,13 @@ def test_the_command_counts_and_returns_1_when_something_does_not_hold(tmp_path)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done, json.loads((tmp_path / "found").read_text()) if done.returncode < 2 else None
 
-    done, rows = attack("kill", "--quick")
-    assert done.returncode == 0, done.stderr
-    assert [(row["suite"], row["tried"], row["held"]) for row in rows] == [("kill", 3, 3)]
+    done, rows = attack("--quick")
+    assert {row["suite"] for row in rows} >= set(SUITES)
+    assert all(row["tried"] >= 3 for row in rows)
+    lost = [result for row in rows for result in row["attacks"] if not result["held"]]
+    assert done.returncode == bool(lost), done.stderr
+    # A host may lack bubblewrap, or give ordinary users no namespaces.
+    assert [result for result in lost if "cannot isolate" not in result["detail"]] == []
     assert done.stdout.splitlines()[0].split() == ["suite", "tried", "held", "seconds"]
     done, _ = attack("kil")
     assert done.returncode == 2

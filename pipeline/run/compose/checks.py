@@ -14,6 +14,7 @@ import yaml
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.registry import load_class
 from pipeline.core.settings import settings_named
+from pipeline.run.compose.overrides import Override
 
 MAX_VALUES = 100_000  # values of a YAML file after its aliases are followed
 _ALIAS = re.compile(rb"[\s\[{,:-]\*\w")
@@ -134,6 +135,39 @@ def _fields(use: Any, default: Sequence[str] = ()) -> Sequence[str]:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def check_last_word(values: Mapping[str, Any], given: Iterable[Override]) -> None:
+    """Raises ConfigError for an override below `nodes` that has no effect, because the node's section differs."""
+    for override in given:
+        root, _, rest = override.key.partition(".")
+        name, _, rest = rest.partition(".")
+        part, _, setting = rest.partition(".")
+        if root != "nodes" or override.text.startswith("~") or part not in ("use", "config"):
+            continue
+        path = ["use"] if part == "use" else [s for s in setting.split(".") if s]
+        section: Any = values.get(name)
+        composed: Any = _mapping(_mapping(values.get("nodes")).get(name)).get(part)
+        for key in path:
+            section = _mapping(section).get(key)
+            composed = _mapping(composed).get(key) if part == "config" else composed
+        try:
+            written = yaml.safe_load(override.value)
+        except yaml.YAMLError:
+            written = override.value
+        if (path or isinstance(written, Mapping)) and _overruled(written, composed, section):
+            short = ".".join([name, *path])
+            raise ConfigError(
+                f"override '{override.text}': no effect, because the section '{name}' has the last word: {short}="
+                f"{_short(section)}. Expected an override of that; write {short}={override.value}."
+            )
+
+
+def _overruled(given: Any, composed: Any, section: Any) -> bool:
+    """Whether a value that was given differs from the section's, where that has one."""
+    if isinstance(given, Mapping) and isinstance(section, Mapping):
+        return any(_overruled(given[k], _mapping(composed).get(k), section[k]) for k in given if k in section)
+    return section is not None and composed != section
 
 
 def section_hint(section: str, settings: Any, nodes: Mapping[str, Any], reserved: Iterable[str]) -> str:

@@ -26,6 +26,7 @@ from pipeline.core.registry import build_component
 from pipeline.core.settings import place_settings
 from pipeline.run.compose.checks import (
     check_aliases,
+    check_last_word,
     chooses_component,
     composing_error,
     drop_replaced,
@@ -77,6 +78,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     parsed = parse_overrides(overrides, dirs)
     check_aliases(d for d in dirs if d != CONFIG_DIR)
     values = _composed(parsed, dirs)
+    check_last_word(values, parsed)
     kept = [o for o in parsed if not chooses_component(o.key, o.is_group, values.get("nodes"))]
     before = values if kept == parsed else _composed(kept, dirs)
     for note in drop_replaced(values, before, [o.key for o in kept]):
@@ -155,7 +157,8 @@ def graph_dict(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             own = dict(settings)
             if "use" in own:
                 spec["use"] = own.pop("use")
-            spec["config"] = deep_merge(spec.get("config") or {}, own)
+            if isinstance(spec.get("config") or {}, dict):  # otherwise the graph's check says what is wrong with it
+                spec["config"] = deep_merge(spec.get("config") or {}, own)
     _use_verifier_of_data(merged, values)
     return {"nodes": merged}, problems
 

@@ -1,57 +1,40 @@
 """A user's mistake gets one sentence, quickly, and leaves no file."""
 
-import re
-import time
-
 import pytest
-from settings_cases import FILES, MISTAKES
+from attack_suites import settings
 
 from pipeline.app.cli import main
 from pipeline.app.sweep import build_all
-from pipeline.core.errors import CreditgraphError
-
-SECONDS = 2.0  # of CPU; composing takes .2, and a test machine may be slow
-
-
-def sentence_of(overrides: list[str], folders: tuple[str, ...] = ()) -> str:
-    began = time.process_time()
-    with pytest.raises(CreditgraphError) as raised:
-        build_all([overrides], folders)
-    assert time.process_time() - began < SECONDS
-    problems = getattr(raised.value, "problems", [str(raised.value)])
-    assert len(problems) == 1, problems
-    return problems[0]
-
-
-def fits(sentence: str, expected: str) -> bool:
-    """Whether a sentence is the expected one, in which "…" stands for any text."""
-    pattern = ".*".join(re.escape(part) for part in expected.split("…"))
-    return re.fullmatch(pattern, sentence) is not None  # "." is no line break
+from pipeline.core.errors import ConfigError
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """The imports of components are not part of the time of the first mistake."""
-    build_all([["recipe=toy_grpo"]])
+def folder(tmp_path_factory) -> None:
+    settings.use(tmp_path_factory.mktemp("settings"))
 
 
-@pytest.mark.parametrize(("override", "expected"), MISTAKES, ids=[override for override, _ in MISTAKES])
-def test_a_mistaken_setting_gets_one_sentence(override: str, expected: str) -> None:
-    sentence = sentence_of(["recipe=toy_grpo", override])
-    assert fits(sentence, expected), sentence
+def test_the_table_is_as_large_as_promised_and_names_each_mistake_once() -> None:
+    names = [str(case) for case in settings.cases()]
+    assert len(names) == len(set(names)) >= 200
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_mistaken_file_gets_one_sentence(name: str, tmp_path) -> None:
-    text, expected = FILES[name]
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
-    sentence = sentence_of([f"recipe={name}"], (str(tmp_path),))
-    assert fits(sentence, expected), sentence
+@pytest.mark.parametrize("case", settings.cases(), ids=str)
+def test_a_mistake_gets_one_sentence_and_leaves_no_file(case: settings.Case) -> None:
+    held, detail = settings.run(case)
+    assert held, detail
+
+
+def test_what_is_accepted_is_noticed() -> None:
+    assert settings.run(settings.Case("run.seed=1", "…")) == (False, "0 problems: it is accepted")
+    held, detail = settings.run(settings.Case("run.seed=1", "…", starts=True))
+    assert not held
+    assert detail.startswith("train returned 0, left ['runs'")
 
 
 def test_a_long_name_is_cut() -> None:
-    assert len(sentence_of(["recipe=toy_grpo", f"sampler.{'a' * 5000}=1"])) < 200
+    with pytest.raises(ConfigError) as raised:
+        build_all([["recipe=toy_grpo", f"sampler.{'a' * 5000}=1"]])
+    assert len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize(
