@@ -171,6 +171,7 @@ def search_master_keys(
     seconds: float = 60.0,
     answers: int = 3000,
     max_keys: int = 5,
+    given: Sequence[str] | None = None,
 ) -> Search:
     """Grades odd answers against references, and stops after `seconds`, or when `max_keys` keys are found.
 
@@ -180,16 +181,18 @@ def search_master_keys(
         seconds: limit of wall time; the batch that is graded then is finished.
         answers: number of answers; each is a boxed and a free response.
         max_keys: keys after which to stop.
+        given: grade these answers, against all references, in place of the odd ones.
     """
     search = Search()
     started = time.monotonic()
     draw = random.Random(0)
     unique = list({(item.answer, _tests(item)): item for item in references}.values())
     judge = _Judge(verdicts, unique, search)
-    stream = odd_answers([item.answer for item in unique], draw)
+    stream = odd_answers([item.answer for item in unique], draw) if given is None else iter(given)
+    sample_size = len(unique) if given is not None else min(SAMPLE, len(unique))
     responses = (response for answer in islice(stream, answers) for response in _responses(answer))
     while chunk := list(islice(responses, 2 * _CHUNK)):
-        samples = [draw.sample(range(len(unique)), min(SAMPLE, len(unique))) for _ in chunk]
+        samples = [draw.sample(range(len(unique)), sample_size) for _ in chunk]
         pairs = [(row, response) for response, sample in zip(chunk, samples, strict=True) for row in sample]
         right = [response for (_, response), correct in zip(pairs, judge.grade(pairs), strict=True) if correct]
         for response in dict.fromkeys(right):
