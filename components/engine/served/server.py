@@ -186,9 +186,12 @@ class Server:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
                     return ""
             except WrongKeyError as error:
-                raise RunError(
-                    f"{self.name}: it refuses this run's key ({error}). Name the file with its key in engine.key_file."
-                ) from error
+                if self.process is None:
+                    raise RunError(
+                        f"{self.name}: it refuses this run's key ({error}). Name the file with its key in "
+                        "engine.key_file."
+                    ) from error
+                last = _describe(error)  # another server took the port, and ours is about to end
             except _NOT_READY as error:
                 last = _describe(error)
             if waiting.is_over(last):

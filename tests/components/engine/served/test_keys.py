@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def ask(app, path, headers=(), kind="http"):
         sent.append(message)
 
     scope = {"type": kind, "path": path, "method": "POST", "headers": list(headers)}
-    asyncio.run(app(scope, None, send))
+    # In a thread of its own: a browser of other tests leaves an event loop running in this one.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, app(scope, None, send)).result()
     return sent
 
 

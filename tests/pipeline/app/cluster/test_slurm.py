@@ -172,7 +172,7 @@ def test_clocks_that_differ_confuse_neither_status_nor_logs(slurm, folder, capsy
     assert main(["submit", *RUN, *ONE, f"run.root={folder}", "run.name=skewed", LATER]) == 0
     run, job = folder / "skewed", slurm.job(folder / "skewed")
     metrics = run / "metrics.jsonl"
-    metrics.write_text('{"iteration": 4}\n')
+    metrics.write_text('{"iteration": 0}\n')
     now = metrics.stat().st_mtime
     for start, written in ((0, now + 7200), (1, now - 7200)):  # the newer start on the node whose clock is behind
         log = run / "logs" / f"learner-{job}-{start}-node{start}.log"
@@ -182,7 +182,7 @@ def test_clocks_that_differ_confuse_neither_status_nor_logs(slurm, folder, capsy
     capsys.readouterr()
     assert main(["status", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "iteration 4 done (" in said
+    assert "iteration 0 done" in said
     assert "; its file is dated 7" in said
     assert "s in the future: compare clocks with `creditgraph doctor --shared" in said
     assert main(["status", str(run), "--logs"]) == 0
