@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 
-from components.advantage.explanations import INVALID, decimal, lines_of_segments, minus, signed
+from components.advantage.explanations import decimal, lines_of_changed_credit, minus, signed
 from components.advantage.group import Outputs
 from components.rollouts.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
@@ -57,18 +57,8 @@ class AdditiveAdvantage(Component):
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The gain of each segment, in numbers, beside the credit that arrived."""
-        rewards: Rewards = inputs["rewards"]
-        arrived: Credit = inputs["credit"]
-        values = inputs["values"].values
-        ends = inputs["segments"].ends
-        last_token = (ends.values + arrived.advantage.offsets[:-1][ends.row_ids] - 1).tolist()
-        before = (ends.positions + values.offsets[:-1][ends.row_ids]).tolist()
 
-        def line(place: int) -> str:
-            given = float(arrived.advantage.values[last_token[place]])
-            result = float(outputs["credit"].advantage.values[last_token[place]])
-            gain = minus(float(values.values[before[place] + 1]), float(values.values[before[place]]))
-            return f"{decimal(given)} + {decimal(self.config.alpha)}·({gain}) = {signed(result)}"
+        def line(before: float, after: float, arrived: float, result: float) -> str:
+            return f"{decimal(arrived)} + {decimal(self.config.alpha)}·({minus(after, before)}) = {signed(result)}"
 
-        texts = lines_of_segments(ends, "A + α (v(after) − v(before))", line)
-        return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]
+        return lines_of_changed_credit("A + α (v(after) − v(before))", inputs, outputs["credit"], line)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
 from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Credit
 
 MOST_REWARDS = 32  # of a group that are listed
 MOST_SEGMENTS = 60  # of a response that are listed
@@ -70,3 +72,30 @@ def lines_of_segments(segments: Jagged, head: str, line: Callable[[int], str]) -
         rest = [f"… {end - begin - MOST_SEGMENTS} more segments"] if end - begin > MOST_SEGMENTS else []
         texts.append("\n".join([head, *(f"segment {p - begin + 1}: {line(p)}" for p in shown), *rest]))
     return texts
+
+
+def lines_of_changed_credit(
+    head: str, inputs: Mapping[str, Any], left: Credit, line: Callable[[float, float, float, float], str]
+) -> list[str]:
+    """`lines_of_segments` of a component that changes the credit of each segment by its values; invalid rows say so.
+
+    Args:
+        head: the formula.
+        inputs: the component's rewards, values, segments and credit, by name.
+        left: its output.
+        line: text from the value before a segment, the value after it, the credit that arrived and the credit that
+            left, both of the segment's last token.
+    """
+    values = inputs["values"].values
+    arrived = inputs["credit"].advantage
+    ends = inputs["segments"].ends
+    last_token = (ends.values + arrived.offsets[:-1][ends.row_ids] - 1).tolist()
+    first_value = (ends.positions + values.offsets[:-1][ends.row_ids]).tolist()
+
+    def numbers(place: int) -> str:
+        before, after = values.values[first_value[place] : first_value[place] + 2].tolist()
+        token = last_token[place]
+        return line(before, after, float(arrived.values[token]), float(left.advantage.values[token]))
+
+    lines = lines_of_segments(ends, head, numbers)
+    return [text if ok else INVALID for text, ok in zip(lines, inputs["rewards"].valid.tolist(), strict=True)]

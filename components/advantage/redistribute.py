@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import INVALID, decimal, lines_of_segments, minus, signed
+from components.advantage.explanations import decimal, lines_of_changed_credit, minus, signed
 from components.advantage.group import Outputs
 from components.rollouts.segments import check_segments, increments, segment_of_token
 from pipeline.core.component import Component, same_rows
@@ -220,21 +220,12 @@ class Redistribute(Component):
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The gain of each segment and the factor on the credit that arrived, in numbers."""
-        rewards: Rewards = inputs["rewards"]
-        arrived: Credit = inputs["credit"]
-        values = inputs["values"].values
-        ends = inputs["segments"].ends
-        last_token = (ends.values + arrived.advantage.offsets[:-1][ends.row_ids] - 1).tolist()
-        before = (ends.positions + values.offsets[:-1][ends.row_ids]).tolist()
 
-        def line(place: int) -> str:
-            given = float(arrived.advantage.values[last_token[place]])
-            result = float(outputs["credit"].advantage.values[last_token[place]])
-            after, at = float(values.values[before[place] + 1]), float(values.values[before[place]])
-            gain = f"value {minus(after, at)} = {signed(after - at)}"
+        def line(before: float, after: float, arrived: float, result: float) -> str:
             # The factor is the quotient of what left and what arrived, whatever form of the shares made it.
-            return f"{gain}; {signed(given)} × {decimal(result / given) if given else '1'} = {signed(result)}"
+            factor = decimal(result / arrived) if arrived else "1"
+            gain = f"value {minus(after, before)} = {signed(after - before)}"
+            return f"{gain}; {signed(arrived)} × {factor} = {signed(result)}"
 
         head = f"gain of value; A × its share of the credit ({self.config.head}) over its share of the tokens"
-        texts = lines_of_segments(ends, head, line)
-        return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]
+        return lines_of_changed_credit(head, inputs, outputs["credit"], line)

@@ -185,15 +185,12 @@ class Server:
             try:
                 if await asyncio.wait_for(self.dialect.ready(self.client, self.address.identity), CHECK_SECONDS):
                     return ""
-            except WrongKeyError as error:
-                if self.process is None:
-                    raise RunError(
-                        f"{self.name}: it refuses this run's key ({error}). Name the file with its key in "
-                        "engine.key_file."
-                    ) from error
-                last = _describe(error)  # another server took the port, and ours is about to end
             except _NOT_READY as error:
                 last = _describe(error)
+                # A server of ours knows the key: then another one has taken its port, and ours is about to end.
+                if isinstance(error, WrongKeyError) and self.process is None:
+                    step = "Name the file with its key in engine.key_file."
+                    raise RunError(f"{self.name}: it refuses this run's key ({error}). {step}") from error
             if waiting.is_over(last):
                 raise RunError(
                     f"{self.name}: expected it ready within {waiting.seconds:g} s, got no response ({last}). Raise "
