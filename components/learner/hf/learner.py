@@ -46,7 +46,12 @@ class HFLearner(PolicyLearner):
         model = load_causal_lm(context.model, context.device)
         max_context = check_context(context.model, model.config)
         self.model = LearnerModel(
-            model, self.config.lora, self.config.recompute, self.config.keeps_reference, seed=context.seed
+            model,
+            self.config.lora,
+            self.config.recompute,
+            self.config.keeps_reference,
+            seed=context.seed,
+            slow_attention=self.config.slow_attention,
         )
         self.optimizer = Optimizer(
             self.model.trainable(),

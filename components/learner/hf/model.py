@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from components.learner.hf.settings import Lora, Recompute
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
+from components.learner.packing.flash import check_fast, obstacle
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.errors import extra
 from pipeline.core.jagged import Jagged
@@ -30,6 +31,7 @@ class LearnerModel:
         recompute: activations recomputed in the backward pass; see `HFSettings`.
         keep_reference: whether to keep the initial weights for scoring.
         seed: random seed of the adapters' initial values.
+        slow_attention: whether to accept attention without flash kernels on a GPU; see `LearnerSettings`.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class LearnerModel:
         recompute: Recompute = "none",
         keep_reference: bool = False,
         seed: int = 0,
+        slow_attention: bool = False,
     ) -> None:
         lora = lora or Lora()
         model.config.use_cache = False
@@ -49,7 +52,7 @@ class LearnerModel:
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
-        self.packs = _packs(model)
+        self.packs = _packs(model, slow_attention)
         if self._reference is not None and self.packs:
             self._reference.set_attn_implementation(register())
         if not lora.rank:
@@ -158,8 +161,28 @@ def _is_tied(model: Any) -> bool:
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
-def _packs(model: Any) -> bool:
-    """Switches the model to packed attention and tests it on three rows; restores its own attention if that fails."""
+def _packs(model: Any, slow_attention: bool = False) -> bool:
+    """Switches the model to packed attention if it supports that.
+
+    On a GPU a model without it, and packed attention without flash kernels, are ConfigErrors unless `slow_attention`.
+    """
+    device = next(model.parameters()).device
+    reason = _unpackable(model)
+    if device.type == "cuda":
+        slow = f"{type(model).__name__} does not take packed sequences ({reason})" if reason else ""
+        check_fast(slow or _slow_reason(model, device), slow_attention)
+    if reason:
+        log.warning(
+            "%s does not take packed sequences (%s); rows go through it one by one", type(model).__name__, reason
+        )
+    return not reason
+
+
+def _unpackable(model: Any) -> str:
+    """Switches the model to packed attention and tests it on three rows.
+
+    If that fails it restores the model's own attention and returns the reason, else "".
+    """
     own = model.config._attn_implementation
     device = str(next(model.parameters()).device)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -176,13 +199,22 @@ def _packs(model: Any) -> bool:
         largest = separate_hidden.abs().max().clamp(min=1e-6)
         worst = float((packed_hidden - separate_hidden).abs().max() / largest)
         if worst <= tolerance:
-            return True
+            return ""
         reason = f"packed and separate sequences differ by {worst:.2g} of the largest hidden value"
     except (NotImplementedError, TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     model.set_attn_implementation(own)
-    log.warning("%s does not take packed sequences (%s); rows go through it one by one", type(model).__name__, reason)
-    return False
+    return reason
+
+
+def _slow_reason(model: Any, device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    windows = {getattr(module, "sliding_window", None) for module in model.modules()}
+    reasons = (obstacle(device, model.dtype, head_dim, window) for window in windows)
+    return next(filter(None, reasons), "")
 
 
 def _with_lora(model: Any, lora: Lora, seed: int) -> Any:

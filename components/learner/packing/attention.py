@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from components.learner.packing.flash import obstacle, varlen
 from components.learner.packing.prefix import bags
 from pipeline.core.jagged import Jagged
 
@@ -236,7 +237,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; without a layout, ordinary causal attention.
 
-    Soft caps and attention sinks raise an exception; the learner then computes one row after the other.
+    Soft caps and attention sinks raise an exception; the learner then computes one row after the other. Flash attention
+    where `obstacle` names none, else padded grids.
 
     Args:
         query: [1, H, total, D].
@@ -251,7 +253,8 @@ def packed_attention(
         packed = _whole_rows(query)
     batch, heads, length, dim = query.shape
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
-    attend = _flash if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _padded
+    fast = query.is_cuda and not obstacle(query.device, query.dtype, dim, sliding_window)
+    attend = _flash if fast else _padded
     return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
 
 
@@ -261,26 +264,12 @@ def _whole_rows(query: Tensor) -> PackedLayout:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     if layout.keys is not None:
         gather: Any = Gather.apply
         k, v = (gather(x, layout.keys, *layout.key_bags) for x in (k, v))
     # With fewer queries than keys the causal mask is aligned to the end, where a row's own tokens are.
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        layout.offsets,
-        layout.key_offsets,
-        layout.longest,
-        layout.longest_path,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    assert isinstance(out, Tensor)
-    return out
+    offsets = (layout.offsets, layout.key_offsets)
+    return varlen(q, k, v, offsets, (layout.longest, layout.longest_path), scaling, window)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, window: int | None) -> Tensor:

@@ -94,7 +94,7 @@ def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel,
         weights = merged(weights, experiment.model)
         if weights.tensors is not None:
             model.load_state_dict(weights.tensors, strict=False)  # a tied output head is not among them
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     return learner, Weights(version=0, tensors=learner.published())
 
 

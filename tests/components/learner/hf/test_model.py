@@ -1,7 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from components.learner.hf import model as hf_model
 from components.learner.hf.model import LearnerModel
+from pipeline.core.errors import ConfigError
 
 SMALL = {
     "vocab_size": 42,
@@ -15,7 +19,7 @@ SMALL = {
 
 
 def wrap(model):
-    return LearnerModel(model.eval())
+    return LearnerModel(model.eval(), slow_attention=True)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Olmo2", "Granite", "Mistral", "Cohere"])
@@ -40,3 +44,38 @@ def test_head_that_does_more_is_refused():
 
     with pytest.raises(ValueError, match="log-probs of Doubled from its output head differ from its own logits by"):
         wrap(Doubled(Qwen2Config(**SMALL)))
+
+
+class OnGPU:
+    """The part of a model that is read to choose its attention, on a GPU that is not there."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, **shape):
+        values = {"head_dim": 128, "hidden_size": 64, "num_attention_heads": 2, **shape}
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**values))
+
+    def parameters(self):
+        return iter([SimpleNamespace(device=torch.device("cuda:0"))])
+
+    def modules(self):
+        return [SimpleNamespace(sliding_window=None)]
+
+
+def test_on_a_gpu_no_rows_go_one_by_one_unless_accepted(monkeypatch, caplog):
+    monkeypatch.setattr(hf_model, "_unpackable", lambda model: "TypeError: no such argument")
+    text = r"OnGPU does not take packed sequences \(TypeError: no such argument\)\. .*learner\.slow_attention=true"
+    with pytest.raises(ConfigError, match=text):
+        hf_model._packs(OnGPU())
+    assert not hf_model._packs(OnGPU(), slow_attention=True)
+    assert "rows go through it one by one" in caplog.text
+
+
+def test_on_a_gpu_padded_grids_must_be_accepted(monkeypatch):
+    monkeypatch.setattr(hf_model, "_unpackable", lambda model: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert hf_model._packs(OnGPU())
+    wide = OnGPU(head_dim=320)
+    with pytest.raises(ConfigError, match="its heads have 320 numbers .*learner.slow_attention=true"):
+        hf_model._packs(wide)
+    assert hf_model._packs(wide, slow_attention=True)

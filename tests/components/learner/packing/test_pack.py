@@ -24,7 +24,7 @@ def rows(device):
 def test_packed_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     expected, wanted_entropy = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists(), 0.7)
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     assert learner.packs
     index = torch.tensor([2, 0, 3, 1], device=device)
     logprobs, entropies = learner.logprobs(pack(prompts, responses, index), 0.7)
@@ -37,7 +37,7 @@ def test_packed_gradient_equals_separate(model, reference, device):
     prompts, responses = rows(device)
     loss = torch.cat(reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())[0]).square().sum()
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     for a, b in zip(torch.autograd.grad(actual.values.square().sum(), list(model.parameters())), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
@@ -59,7 +59,7 @@ def test_sliding_window_equals_separate(reference, device):
     model = MistralForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
     expected, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     assert learner.packs
     actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     torch.testing.assert_close(actual.values, torch.cat(expected), rtol=1e-5, atol=1e-5)
@@ -84,7 +84,7 @@ def test_rows_go_one_by_one_through_a_model_that_refuses(reference, device, capl
     expected, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
     assert _packs(model) is False
     assert "does not take packed sequences" in caplog.text
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
     torch.testing.assert_close(actual.values, torch.cat(expected), rtol=1e-5, atol=1e-5)
 

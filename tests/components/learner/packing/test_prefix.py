@@ -82,7 +82,7 @@ def test_shared_equals_separate(reference, device, kind, rows, sort):
     )
     parameters = list(model.parameters())
     gradient = torch.autograd.grad((a * expected + b * wanted_entropy).sum(), parameters)
-    learner = LearnerModel(model)
+    learner = LearnerModel(model, slow_attention=True)
     order = Sorted.of(prompts.join(responses)).order if sort else torch.arange(len(prompts), device=device)
     batch = pack(prompts, responses, order, share=True)
     assert (batch.saved > 0) or not sort

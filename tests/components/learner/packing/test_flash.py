@@ -1,0 +1,101 @@
+"""torch's flash attention by every signature it has had, computed here by a loop over rows."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from components.learner.packing import attention, flash
+from components.learner.packing.attention import make_layout
+from pipeline.core.errors import ConfigError
+from pipeline.core.jagged import Jagged
+
+
+def rows_one_by_one(q, k, v, begin, key_begin, scale, window):
+    out = []
+    for i in range(len(begin) - 1):
+        own, keys = (slice(int(x[i]), int(x[i + 1])) for x in (begin, key_begin))
+        a, b, c = q[own].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1)
+        gap = torch.arange(a.shape[1])[:, None] - torch.arange(b.shape[1])[None] + b.shape[1] - a.shape[1]
+        mask = (gap >= 0) & (gap <= window) if window >= 0 else gap >= 0
+        out.append(F.scaled_dot_product_attention(a, b, c, mask, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(out)
+
+
+# Signatures of torch's sources (torch/nn/attention/varlen.py of the wheels of 2.10.0, 2.11.0 and 2.12.0).
+def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    assert is_causal
+    return rows_one_by_one(query, key, value, cu_seq_q, cu_seq_k, None, -1)
+
+
+def of_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):  # fmt: skip
+    assert window_size[1] == 0
+    return rows_one_by_one(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
+
+
+def of_2_12(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None
+):  # fmt: skip
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    return of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.fixture(params=[of_2_10, of_2_11, of_2_12], ids=["2.10", "2.11", "2.12"])
+def varlen_attn(request, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", request.param)
+    flash.parameters.cache_clear()
+    yield request.param
+    flash.parameters.cache_clear()
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_signature_gives_padded_attention(varlen_attn, shared, window, key_heads, scaling):
+    if window is not None and varlen_attn is of_2_10:
+        pytest.skip("torch 2.10 has no windows")
+    keys = Jagged.from_rows([[0, 1, 2, 3, 4], [0, 1, 5, 6], [7, 8]], torch.int64) if shared else None
+    layout = make_layout(torch.tensor([5, 2, 2]), keys)
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(9, heads, 8, generator=g) for heads in (4, key_heads, key_heads)]
+    results = []
+    for attend in (attention._flash, attention._padded):
+        q, k, v = (x.clone().requires_grad_() for x in given)
+        out = attend(q, k, v, layout, scaling, window).reshape(9, -1)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "window", "capability", "text"),
+    [
+        (torch.bfloat16, 128, 4, (9, 0), ""),
+        (torch.float32, 128, None, (9, 0), "the model's dtype is float32 (expected bfloat16)"),
+        (torch.bfloat16, 257, None, (9, 0), "its heads have 257 numbers (expected a multiple of 8 up to 256)"),
+        (torch.bfloat16, 36, None, (9, 0), "its heads have 36 numbers (expected a multiple of 8 up to 256)"),
+        (torch.float16, 64, None, (7, 5), "the GPU has compute capability 7.5 (expected 8.0 or newer)"),
+    ],
+)
+def test_what_stands_in_the_way_is_named(monkeypatch, dtype, head_dim, window, capability, text):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    flash.obstacle.cache_clear()
+    assert flash.obstacle(torch.device("cuda:0"), dtype, head_dim, window) == text
+    flash.obstacle.cache_clear()
+
+
+def test_windows_need_torch_2_11(monkeypatch):
+    monkeypatch.setattr(flash, "parameters", lambda: frozenset({"is_causal"}))
+    flash.obstacle.cache_clear()
+    reason = flash.obstacle(torch.device("cuda:0"), torch.bfloat16, 64, 4)
+    assert reason.endswith("has no sliding windows there (expected 2.11 or newer)")
+
+
+def test_a_slow_path_is_an_error_that_names_the_setting():
+    flash.check_fast("", slow_attention=False)
+    flash.check_fast("the model's dtype is float32", slow_attention=True)
+    with pytest.raises(ConfigError, match=r"the model's dtype is float32\. .* learner\.slow_attention=true"):
+        flash.check_fast("the model's dtype is float32", slow_attention=False)
