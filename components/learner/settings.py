@@ -37,8 +37,8 @@ class LearnerSettings:
     gradient. No effect for a model that does not support packed sequences"""
     slow_attention: bool = False
     """on a GPU, accept attention without flash kernels (float32, head sizes above 256, old GPUs) and, in learner.hf,
-    models that do not support packed sequences, whose rows are then computed one by one without shared prefixes. Without
-    it these are errors. No effect on a CPU, which has no flash kernels"""
+    models that do not support packed sequences, whose rows are then computed one by one without shared prefixes;
+    otherwise these are errors. No effect on a CPU, which has no flash kernels"""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """limits on the difference between log-probs of engine and learner"""
 

@@ -76,6 +76,6 @@ def test_on_a_gpu_padded_grids_must_be_accepted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert hf_model._packs(OnGPU())
     wide = OnGPU(head_dim=320)
-    with pytest.raises(ConfigError, match="its heads have 320 numbers .*learner.slow_attention=true"):
+    with pytest.raises(ConfigError, match=r"its heads have 320 numbers .*learner\.slow_attention=true"):
         hf_model._packs(wide)
     assert hf_model._packs(wide, slow_attention=True)
