@@ -39,6 +39,18 @@ make_environment() {
     printf '%s\n%s\n' "$wanted" "$extras" >"$stamp"
 }
 
+# transformer_engine_sources: TransformerEngine's Python modules (1 MB, any platform) without its compiled library, into
+# .venv/transformer-engine, which is on no path; tests check what learner.megatron passes to them.
+transformer_engine_sources() {
+    local pin folder=.venv/transformer-engine
+    pin="$(grep '^transformer-engine==' tools/constraints.txt)"
+    [[ -d "$folder/transformer_engine-${pin#*==}.dist-info" ]] && return 0
+    rm -rf "$folder"
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --only-binary :all: --target "$folder" "$pin" && return 0
+    rm -rf "$folder"
+    echo "creditgraph: pip could not download $pin (its Python sources, 1 MB); tests that read them are skipped." >&2
+}
+
 # need_packages command:package …: installs the Debian packages whose command is missing. Without root and sudo it says what to run;
 # tests that need them then skip with the reason.
 need_packages() {

@@ -65,7 +65,8 @@ class MegatronBackend(Backend):
     def _load(self, config: MegatronSettings) -> MegatronModel:
         spec = self.context.model
         path = resolve_model_path(spec.path)
-        model = MegatronModel.build(path, config, getattr(torch, spec.dtype), config.recompute, self.context.device)
+        dtype = getattr(torch, spec.dtype)
+        model = MegatronModel.build(path, config, dtype, config.recompute, self.context.device, layers=config)
         model.load(path)
         return model
 

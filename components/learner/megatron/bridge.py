@@ -18,6 +18,7 @@ from torch import Tensor
 
 from components.learner.megatron.attention import LayerRopeAttention, PackedAttention, PackedGPTModel, RMSNorm
 from components.learner.megatron.families import FAMILIES
+from components.learner.megatron.layers.parts import Parts
 from components.learner.megatron.weights import whole_shapes
 
 # The padded vocabulary is a multiple of this times the tensor-parallel ranks: whole tiles for tensor cores.
@@ -101,7 +102,7 @@ def rotary(config: Any, kind: str, parameters: dict[str, Any]) -> tuple[Tensor, 
     return inverse, float(scaling)
 
 
-def build_chunks(bridge: Any, virtual_pipeline: int, transformer_engine: bool) -> list[PackedGPTModel]:
+def build_chunks(bridge: Any, virtual_pipeline: int, parts: Parts) -> list[PackedGPTModel]:
     """This rank's GPTModels, weights undefined."""
     chunks = []
     for stage in range(virtual_pipeline):
@@ -109,7 +110,7 @@ def build_chunks(bridge: Any, virtual_pipeline: int, transformer_engine: bool) -
         place = {"ignore_virtual": False, **which} if which else {}
         chunk = PackedGPTModel(
             config=bridge.config,
-            transformer_layer_spec=_layer_spec(bridge, transformer_engine, stage if which else None),
+            transformer_layer_spec=_layer_spec(bridge, parts, stage if which else None),
             vocab_size=bridge.padded_vocab_size,
             max_sequence_length=bridge.hf_config.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(**place),
@@ -124,26 +125,24 @@ def build_chunks(bridge: Any, virtual_pipeline: int, transformer_engine: bool) -
     return chunks
 
 
-def _layer_spec(bridge: Any, transformer_engine: bool, stage: int | None) -> Any:
-    # TransformerEngine's fused layers are pre-norm.
-    fused = transformer_engine and bridge.family.pre_norm
+def _layer_spec(bridge: Any, parts: Parts, stage: int | None) -> Any:
+    fused = parts.transformer_engine
     spec = get_gpt_decoder_block_spec(
         bridge.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=stage
     )
-    if not fused:
-        spec.layer_norm = RMSNorm
+    spec.layer_norm = parts.norm
     for layer in spec.layer_specs:
-        parts = layer.submodules
-        attention = parts.self_attention.submodules
+        whole = layer.submodules
+        attention = whole.self_attention.submodules
         attention.core_attention = PackedAttention
         if len(bridge.inverse_frequencies) > 1:
-            parts.self_attention.module = LayerRopeAttention
+            whole.self_attention.module = LayerRopeAttention
         if not fused:
-            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            whole.input_layernorm = whole.pre_mlp_layernorm = RMSNorm
             for norm in ("q_layernorm", "k_layernorm"):
                 setattr(attention, norm, None if getattr(attention, norm) in (None, IdentityOp) else RMSNorm)
         if bridge.family.adapt is not None:
-            bridge.family.adapt(layer)
+            bridge.family.adapt(layer, parts)
     return spec
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,8 +18,9 @@ from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.layers.parts import chosen_parts
 from components.learner.megatron.parallel import check_layout
-from components.learner.megatron.settings import ParallelLayout, Recompute
+from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute
 from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
 from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config
@@ -64,6 +64,7 @@ class MegatronModel:
         recompute: Recompute = "none",
         device: str | torch.device = "cpu",
         hf_config: Any = None,
+        layers: LayerSettings | None = None,
     ) -> MegatronModel:
         """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
@@ -74,6 +75,7 @@ class MegatronModel:
             recompute: activations recomputed in the backward pass.
             device: device of the parameters.
             hf_config: a transformers configuration to use instead of the one at `path`.
+            layers: the library that computes them.
         """
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
@@ -91,10 +93,10 @@ class MegatronModel:
             **_uneven(layout.stages(hf_config.num_hidden_layers)),
             **RECOMPUTE[recompute],
         }
-        fused = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+        of_library = chosen_parts(layers or LayerSettings(), device)
         with megatron_on_cpu():
             bridge = make_bridge(hf_config, dtype, layout.tensor_parallel, settings)
-            chunks = build_chunks(bridge, layout.virtual_pipeline, fused)
+            chunks = build_chunks(bridge, layout.virtual_pipeline, of_library)
             for chunk in chunks:
                 chunk.to(device)
                 _mark(chunk)

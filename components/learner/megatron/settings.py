@@ -59,8 +59,17 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronSettings(LearnerSettings, ParallelLayout):
-    """Settings of `learner.megatron`: those of every learner, and how the model is sharded."""
+class LayerSettings:
+    """The library that computes the layers of the model."""
+
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    """matrices and norms: local, megatron-core's own; transformer_engine, its fused norms and matrices, on GPUs; auto,
+    TransformerEngine on a GPU where it is installed"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings(LearnerSettings, ParallelLayout, LayerSettings):
+    """Settings of `learner.megatron`: those of every learner, how the model is sharded, and what its layers are."""
 
     recompute: Recompute = "none"
     """activations computed again in the backward pass: none; selective, attention scores; full, all but the layers'

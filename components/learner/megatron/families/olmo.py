@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from mbridge.core.llm_bridge import LLMBridge
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -16,8 +15,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from components.learner.megatron.attention import RMSNorm
 from components.learner.megatron.families.family import Family
+from components.learner.megatron.layers.parts import Parts
 
 LAYER = "model.layers.{layer_number}."
 
@@ -44,27 +43,16 @@ class OlmoBridge(LLMBridge):  # type: ignore[misc]
         return self._build_base_config()
 
 
-def adapt(layer: Any) -> None:
-    """Turns a local layer specification into OLMo's."""
-    parts = layer.submodules
-    attention = parts.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+def adapt(layer: Any, parts: Parts) -> None:
+    """Turns a layer specification into OLMo's: no norm before a matrix, one after attention and after the MLP."""
+    whole = layer.submodules
+    attention = whole.self_attention.submodules
+    mlp = whole.mlp.submodules
+    whole.input_layernorm = whole.pre_mlp_layernorm = IdentityOp
+    attention.linear_qkv = mlp.linear_fc1 = parts.column
     attention.q_layernorm = QueryNorm
     attention.k_layernorm = KeyNorm
-    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
-
-
-class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """A matrix product followed by an RMS norm of its whole result."""
-
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.norm = RMSNorm(config, output_size, config.layernorm_epsilon)
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, D'] → [s, b, D]."""
-        out, bias = super().forward(input_)
-        return self.norm(out), bias
+    attention.linear_proj = mlp.linear_fc2 = parts.normed_row
 
 
 class HeadsNorm(nn.Module):
@@ -110,4 +98,4 @@ class KeyNorm(HeadsNorm):
 
 
 # The norm over all key heads needs each of them on one rank only.
-OLMO = Family(OlmoBridge, adapt, pre_norm=False, whole_key_heads=True)
+OLMO = Family(OlmoBridge, adapt, whole_key_heads=True)

@@ -64,6 +64,13 @@ def ranks() -> Any:
 
 
 @pytest.fixture(scope="session")
+def with_transformer_engine() -> Callable[..., Any]:
+    """with_transformer_engine(jobs, folder) → results by rank, with TransformerEngine's sources; see te_sources.py."""
+    pytest.importorskip("megatron.core", reason=REASON)
+    return _beside("te_sources").run
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """checkpoint(kind) → folder of a small random model: "tiny", "qwen2" (untied, padded vocabulary, one key-value
     head), "qwen2-tied", "qwen3" (its own head size), "llama" (scaled rotary angles), "olmo2" and "olmo3" (post-norm;

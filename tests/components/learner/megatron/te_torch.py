@@ -1,0 +1,95 @@
+"""TransformerEngine's layers computed by plain torch: their constructors, parameters and signatures are the real ones.
+
+Each replaced `forward` binds its arguments to the real signature first, so an unknown or missing one fails as on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+CALLS: list[tuple[str, dict[str, Any]]] = []
+"""(class, arguments) of the forward passes whose arguments tests look at"""
+
+
+def install(te: Any) -> None:
+    """Replaces what computes; call after `te_sources.load` and before megatron is imported."""
+    available = torch.cuda.is_available
+
+    def for_te() -> bool:
+        return sys._getframe(1).f_globals.get("__name__", "").startswith("transformer_engine.") or available()
+
+    torch.cuda.is_available = for_te
+    _replace(te.pytorch.Linear, _linear)
+    _replace(te.pytorch.LayerNormLinear, _norm_linear)
+    _replace(te.pytorch.RMSNorm, _norm)
+    _replace(te.pytorch.DotProductAttention, _attention)
+
+
+def _replace(owner: Any, compute: Callable[[Any, dict[str, Any]], Any]) -> None:
+    signature = inspect.signature(owner.forward)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        CALLS.append((owner.__name__, bound.arguments))
+        del CALLS[:-100]
+        return compute(self, bound.arguments)
+
+    owner.forward = forward
+
+
+def _norm(self: Any, given: dict[str, Any]) -> Any:
+    x = given["input"]
+    return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+def _linear(self: Any, given: dict[str, Any]) -> Any:
+    return _product(self, given["inp"])
+
+
+def _norm_linear(self: Any, given: dict[str, Any]) -> Any:
+    x = given["inp"]
+    return _product(self, F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps))
+
+
+def _product(self: Any, x: Any) -> Any:
+    from megatron.core.tensor_parallel import mappings
+
+    shared = {"group": self.tp_group} if self.tp_size > 1 else None
+    bias = self.bias if self.use_bias and not self.return_bias else None
+    if self.parallel_mode == "column":
+        if shared and self.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, **shared)
+        elif shared:
+            x = mappings.copy_to_tensor_model_parallel_region(x, **shared)
+    out = F.linear(x, self.weight, bias)
+    if self.parallel_mode == "row" and shared:
+        if self.sequence_parallel:
+            out = mappings.reduce_scatter_to_sequence_parallel_region(out, **shared)
+        else:
+            out = mappings.reduce_from_tensor_model_parallel_region(out, **shared)
+    return (out, self.bias) if self.return_bias else out
+
+
+def _attention(self: Any, given: dict[str, Any]) -> Any:
+    """Only what we ask it for: packed rows, causal."""
+    assert given["qkv_format"] == "thd"
+    assert given["attn_mask_type"] == "padding_causal"
+    q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
+    assert q.dim() == 3
+    begin = given["cu_seqlens_q"].tolist()
+    assert begin == given["cu_seqlens_kv"].tolist()
+    assert max(b - a for a, b in pairwise(begin)) == given["max_seqlen_q"] == given["max_seqlen_kv"]
+    outs = [
+        F.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=self.softmax_scale, enable_gqa=True
+        ).transpose(0, 1)
+        for a, b in pairwise(begin)
+    ]
+    return torch.cat(outs).flatten(1)
