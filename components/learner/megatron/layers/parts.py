@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,13 +32,12 @@ class Parts:
     row: type[Any]
     norm: type[Any]
 
-    @property
+    @cached_property
     def normed_row(self) -> type[Any]:
         """A row-parallel matrix followed by a norm, of families with norms after attention and MLP."""
         return _normed(self.row, self.norm)
 
 
-@cache
 def _normed(row: Any, norm: Any) -> type[Any]:
     class NormedRowParallelLinear(row):  # type: ignore[misc]
         """A matrix product followed by an RMS norm of its whole result."""

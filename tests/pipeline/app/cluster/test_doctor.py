@@ -25,7 +25,9 @@ EXTRAS = {
 @pytest.fixture
 def declared(monkeypatch):
     """What pyproject.toml says now, whatever it said when the project was installed."""
-    extras = [f'{text}; extra == "{name}"' for name, wanted in EXTRAS.items() for text in wanted]
+    extras = [
+        f'{text} {"and" if ";" in text else ";"} extra == "{name}"' for name, all_ in EXTRAS.items() for text in all_
+    ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: PROJECT["dependencies"] + extras)
 
 
