@@ -85,7 +85,7 @@ class Head:
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, head: Head, temperature: float = 1.0, chunk: int = 0
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float = 1.0, chunk: int = 0, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, softmax(logits / temperature).
 
@@ -95,6 +95,8 @@ def token_logprobs(
         head: the output head.
         temperature: above 0.
         chunk: tokens per chunk; 0 means `CHUNK_ELEMENTS` / V.
+        wide: whether products of 16-bit tensors are kept in float32: logits, and the weight's gradient, whose sum over
+            chunks then does not depend on their size. Otherwise products are rounded to the tensors' dtype.
 
     Returns:
         log-probs [N] and entropies [N] in nats, float32, equal on all ranks of a group; both carry gradients to
@@ -111,14 +113,17 @@ def token_logprobs(
         )
     size = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // len(head.weight))
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropies = apply(hidden, head.weight, head.bias, targets.long(), _Constants(head, temperature, size))
+    logprobs, entropies = apply(
+        hidden, head.weight, head.bias, targets.long(), _Constants(head, temperature, size, wide)
+    )
     return logprobs, entropies
 
 
 class _Constants:
     """Constants of the forward and the backward pass."""
 
-    def __init__(self, head: Head, temperature: float, size: int) -> None:
+    def __init__(self, head: Head, temperature: float, size: int, wide: bool) -> None:
+        self.wide = wide
         self.softcap = head.softcap
         self.scale = head.scale
         self.shard = head.shard
@@ -131,7 +136,7 @@ class _Constants:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tempered logits [n, V] in float32, and with a soft cap its tanh, which the backward pass needs, else None."""
-        logits = (hidden @ weight.t()).float()
+        logits = self.product(hidden, weight.t()).float()
         if bias is not None:
             logits += bias.float()
         factor = self.scale if self.softcap else self.scale / self.temperature
@@ -145,6 +150,13 @@ class _Constants:
         if self.shard is not None:
             logits[:, self.shard.size :] = LEAST
         return logits, bent
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Matrix product, of 16-bit tensors in float32 if `wide`."""
+        if not self.wide or a.dtype == torch.float32:
+            return a @ b
+        # CUDA's 16-bit products have float32 sums anyway; elsewhere the factors are widened.
+        return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
     def place(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
         """Rows of the weight that belong to targets, and which targets are in this shard; None: all are."""
@@ -216,7 +228,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if d_weight is not None and d_weight.dtype == narrow.dtype:
                 d_weight.addmm_(narrow.t(), hidden[part])
             elif d_weight is not None:
-                d_weight += narrow.t() @ hidden[part]
+                d_weight += constants.product(narrow.t(), hidden[part])
         shard = constants.shard
         if d_hidden is not None and shard is not None and shard.reduce_hidden and shard.ranks > 1 and len(local):
             dist.all_reduce(d_hidden, group=shard.group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from components.learner.head import HeadSettings
 from components.learner.metrics import Mismatch
 from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
@@ -35,6 +36,8 @@ class LearnerSettings:
     share_prefixes: bool = True
     """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and
     gradient. No effect for a model that does not support packed sequences"""
+    head: HeadSettings = field(default_factory=HeadSettings)
+    """chunks and precision of the output head, from which log-probs and entropies are computed"""
     slow_attention: bool = False
     """on a GPU, accept attention without flash kernels (float32, head sizes above 256, old GPUs) and, in learner.hf,
     models that do not support packed sequences, whose rows are then computed one by one without shared prefixes;

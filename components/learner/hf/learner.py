@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.learner.head import plan_head
 from components.learner.hf.model import LearnerModel
 from components.learner.hf.settings import HFSettings
 from components.learner.learner import PolicyLearner
@@ -52,6 +53,10 @@ class HFLearner(PolicyLearner):
             self.config.keeps_reference,
             seed=context.seed,
             slow_attention=self.config.slow_attention,
+        )
+        rows, width = model.get_output_embeddings().weight.shape
+        self.model.head_plan = plan_head(
+            self.config.head, (rows, width), model.dtype, torch.device(context.device), context.all_sum
         )
         self.optimizer = Optimizer(
             self.model.trainable(),

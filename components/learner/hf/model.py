@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.learner.head import HeadPlan
 from components.learner.hf.settings import Lora, Recompute
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
@@ -32,6 +33,10 @@ class LearnerModel:
         keep_reference: whether to keep the initial weights for scoring.
         seed: random seed of the adapters' initial values.
         slow_attention: whether to accept attention without flash kernels on a GPU; see `LearnerSettings`.
+
+    Attributes:
+        packs: whether the model takes packed sequences.
+        head_plan: chunks and precision of the output head.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class LearnerModel:
         self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
+        self.head_plan = HeadPlan()
         self.packs = _packs(model, slow_attention)
         if self._reference is not None and self.packs:
             self._reference.set_attn_implementation(register())
@@ -89,7 +95,10 @@ class LearnerModel:
 
     def _score(self, model: Any, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
         hidden = hidden_states(model, batch, self.packs)
-        return batch.by_row(*token_logprobs(batch.predicting(hidden), batch.next_tokens, Head.of(model), temperature))
+        chosen = batch.predicting(hidden)
+        plan = self.head_plan
+        values = token_logprobs(chosen, batch.next_tokens, Head.of(model), temperature, plan.chunk, plan.wide)
+        return batch.by_row(*values)
 
     @torch.no_grad()
     def published(self) -> dict[str, Tensor]:
