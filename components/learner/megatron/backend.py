@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.learner.head import plan_head
 from components.learner.megatron.checkpoint import load_shards, save_shards
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.layers.attention import choose_kernel
 from components.learner.megatron.model import MegatronModel
 from components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
 from components.learner.megatron.parallel import init_parallel
@@ -22,10 +24,12 @@ from components.learner.megatron.schedule import (
     mean_and_maximum,
     objects_from_last_stage,
     run_schedule,
+    sum_over_ranks,
 )
 from components.learner.megatron.settings import MegatronSettings
 from components.learner.objective import Meters
 from components.learner.optimizer import Update
+from components.learner.packing.flash import check_fast, obstacle
 from components.learner.packing.pack import PackedBatch
 from components.learner.step import Backend, LossOf
 from components.models.load import check_context, load_config, resolve_model_path
@@ -48,6 +52,7 @@ class MegatronBackend(Backend):
             init_parallel(config, context.seed)
             self.model = self._load(config)
             self.reference = self._load(config) if config.keeps_reference else None
+            self._choose_kernels(config)
             settings = self.model.transformer_config
             settings.finalize_model_grads_func = finalize_gradients
             self._clock = settings.timers = ComputeClock(context.device)
@@ -61,6 +66,24 @@ class MegatronBackend(Backend):
         self._pipelined = config.pipeline_parallel > 1
         self._computed = 0.0
         self._passed = 0.0
+
+    def _choose_kernels(self, config: MegatronSettings) -> None:
+        """Attention and head of the models; ConfigError for slow attention on a GPU unless `slow_attention`."""
+        shape = self.model.transformer_config
+        device, dtype = torch.device(self.context.device), shape.params_dtype
+        if device.type == "cuda":
+            reasons = (obstacle(device, dtype, shape.kv_channels, window) for window in shape.attention_windows)
+            check_fast(next(filter(None, reasons), ""), config.slow_attention)
+        tensor = config.tensor_parallel
+        heads = (shape.num_attention_heads // tensor, max(shape.num_query_groups // tensor, 1), shape.kv_channels)
+        # A context-parallel rank's queries have more keys than queries: no plain rows.
+        setting = config.attention if config.context_parallel == 1 else "torch"
+        kernel = choose_kernel(setting, heads, config.micro_batch_tokens, dtype, device, sum_over_ranks)
+        rows = self.model.bridge.padded_vocab_size // tensor
+        plan = plan_head(config.head, (rows, shape.hidden_size), dtype, device, sum_over_ranks)
+        for model in filter(None, (self.model, self.reference)):
+            model.transformer_config.attention_kernel = kernel
+            model.head_plan = plan
 
     def _load(self, config: MegatronSettings) -> MegatronModel:
         spec = self.context.model

@@ -14,10 +14,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from components.learner.head import HeadPlan
 from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
 from components.learner.megatron.layers.parts import chosen_parts
 from components.learner.megatron.parallel import check_layout
 from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute
@@ -45,14 +47,17 @@ class MegatronModel:
         transformer_config: megatron-core's TransformerConfig.
         vocab_size: true vocabulary; the embedding is padded beyond it.
         layout: how the model is sharded.
+        head_plan: chunks and precision of the output head.
     """
 
-    def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any]) -> None:
+    def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any], token_multiple: int = 1) -> None:
         self.layout = layout
+        self._token_multiple = token_multiple
         self.bridge = bridge
         self.chunks = chunks
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
+        self.head_plan = HeadPlan()
         # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
@@ -80,6 +85,9 @@ class MegatronModel:
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
         device = torch.device(device)
+        layers = layers or LayerSettings()
+        of_library = chosen_parts(layers, device)
+        check_fp8(layers.fp8, of_library, dtype, layout, hf_config)
         settings = {
             "sequence_parallel": layout.sequence_parallel,
             "use_cpu_initialization": device.type == "cpu",
@@ -92,15 +100,15 @@ class MegatronModel:
             "params_dtype": dtype,
             **_uneven(layout.stages(hf_config.num_hidden_layers)),
             **RECOMPUTE[recompute],
+            **fp8_fields(layers.fp8),
         }
-        of_library = chosen_parts(layers or LayerSettings(), device)
         with megatron_on_cpu():
             bridge = make_bridge(hf_config, dtype, layout.tensor_parallel, settings)
             chunks = build_chunks(bridge, layout.virtual_pipeline, of_library)
             for chunk in chunks:
                 chunk.to(device)
                 _mark(chunk)
-        return MegatronModel(layout, bridge, chunks)
+        return MegatronModel(layout, bridge, chunks, layers.fp8.token_multiple)
 
     def load(self, path: str) -> None:
         """Reads this rank's part of a safetensors checkpoint, one tensor at a time.
@@ -136,6 +144,7 @@ class MegatronModel:
         """The input of this rank's chunks for a batch."""
         if batch not in self._inputs:
             shares = self.layout.tensor_parallel if self.layout.sequence_parallel else 1
+            shares *= self._token_multiple  # 8-bit products need whole tiles of tokens
             self._inputs[batch] = prepare(batch, shares, self.layout.context_parallel, self.bridge.mpu.cp_rank)
         return self._inputs[batch]
 
@@ -178,7 +187,11 @@ class MegatronModel:
                 return batch.by_row(*self._of_all_contexts(hidden, batch, temperature))
             # Padding to whole shares is at the end, and predicts nothing.
             chosen = batch.predicting(hidden[: batch.tokens])
-            return batch.by_row(*token_logprobs(chosen, batch.next_tokens, self._head(), temperature))
+            return batch.by_row(*self._token_logprobs(chosen, batch.next_tokens, temperature))
+
+    def _token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        plan = self.head_plan
+        return token_logprobs(hidden, targets, self._head(), temperature, plan.chunk, plan.wide)
 
     def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
@@ -186,7 +199,7 @@ class MegatronModel:
         inside = (batch.predict >= inputs.start) & (batch.predict < inputs.stop)
         own = inside.nonzero(as_tuple=True)[0]
         chosen = hidden.index_select(0, batch.predict[own] - inputs.start)
-        values = token_logprobs(chosen, batch.next_tokens[own], self._head(), temperature)
+        values = self._token_logprobs(chosen, batch.next_tokens[own], temperature)
         # Forward a sum over the ranks' disjoint parts, backward the identity.
         logprobs, entropies = (
             reduce_from_tensor_model_parallel_region(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from components.learner.settings import LearnerSettings
 
 Recompute = Literal["none", "selective", "full"]
+Kernel = Literal["auto", "torch", "flash", "cudnn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,34 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """Matrix products in 8 bits, by TransformerEngine; parameters, attention and output head stay as they are."""
+
+    recipe: Literal["off", "delayed", "tensorwise", "blockwise", "mxfp8"] = "off"
+    """how tensors are scaled to 8 bits: delayed, one factor per tensor, from earlier steps; tensorwise, one per tensor,
+    from itself; blockwise, one per 128 numbers or 128 × 128 weights (Hopper); mxfp8, one per 32 numbers (Blackwell)"""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: e4m3 forward, e5m2 with its larger range for gradients; e4m3: for both"""
+
+    @property
+    def token_multiple(self) -> int:
+        """Tokens, and widths of matrices, come in multiples of this: one block, or the tile of an 8-bit product."""
+        return {"off": 1, "blockwise": 128, "mxfp8": 32}.get(self.recipe, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """The library that computes the layers of the model."""
+    """The library that computes the layers of the model, and its precision."""
 
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """matrices and norms: local, megatron-core's own; transformer_engine, its fused norms and matrices, on GPUs; auto,
     TransformerEngine on a GPU where it is installed"""
+    attention: Kernel = "auto"
+    """kernel of plain packed rows on a GPU: torch, its flash attention; flash and cudnn, TransformerEngine's
+    FlashAttention (version 3 where installed) and cuDNN; auto, the fastest of those that are installed, measured at the
+    start. Rows with shared prefixes or windows, and context parallel, have torch's"""
+    fp8: Fp8 = field(default_factory=Fp8)
+    """matrix products in 8 bits, with TransformerEngine's layers on GPUs of compute capability 8.9 and newer"""
 
 
 @dataclass(frozen=True, kw_only=True)

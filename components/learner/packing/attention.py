@@ -8,6 +8,7 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,8 @@ from components.learner.packing.prefix import bags
 from pipeline.core.jagged import Jagged
 
 IMPLEMENTATION = "creditgraph_packed"
+Kernel = Callable[[Tensor, Tensor, Tensor, "PackedLayout", float | None, int | None], Tensor]
+"""(queries [total, H, D], keys and values, layout, scaling, window) → [total, H, D] or [total, H · D]"""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -233,6 +236,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed: PackedLayout | None = None,
+    kernel: Kernel | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; without a layout, ordinary causal attention.
@@ -243,6 +247,7 @@ def packed_attention(
     Args:
         query: [1, H, total, D].
         key, value: [1, H_kv, total, D].
+        kernel: computes plain rows, without shared prefixes and windows; None means torch's.
 
     Returns:
         [1, total, H, D], and None instead of attention weights.
@@ -254,7 +259,9 @@ def packed_attention(
     batch, heads, length, dim = query.shape
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (query, key, value))
     fast = query.is_cuda and not obstacle(query.device, query.dtype, dim, sliding_window)
-    attend = _flash if fast else _padded
+    attend: Kernel = _flash if fast else _padded
+    if kernel is not None and packed.keys is None and sliding_window is None:
+        attend = kernel
     return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
 
 

@@ -6,6 +6,7 @@ Each replaced `forward` binds its arguments to the real signature first, so an u
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,8 +15,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-CALLS: list[tuple[str, dict[str, Any]]] = []
-"""(class, arguments) of the forward passes whose arguments tests look at"""
+CALLS: list[tuple[str, dict[str, Any], Any]] = []
+"""(class, arguments, fp8 recipe or None) of the forward passes since tests last cleared it"""
+CAPABILITY = [10, 0]
+"""compute capability that TransformerEngine sees"""
+MISSING: set[str] = set()
+"""kernels that are not installed"""
 
 
 def install(te: Any) -> None:
@@ -26,6 +31,8 @@ def install(te: Any) -> None:
         return sys._getframe(1).f_globals.get("__name__", "").startswith("transformer_engine.") or available()
 
     torch.cuda.is_available = for_te
+    torch.version.cuda = "13.0"
+    te.pytorch.quantization.get_device_compute_capability = lambda: tuple(CAPABILITY)
     _replace(te.pytorch.Linear, _linear)
     _replace(te.pytorch.LayerNormLinear, _norm_linear)
     _replace(te.pytorch.RMSNorm, _norm)
@@ -33,12 +40,15 @@ def install(te: Any) -> None:
 
 
 def _replace(owner: Any, compute: Callable[[Any, dict[str, Any]], Any]) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
     signature = inspect.signature(owner.forward)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        CALLS.append((owner.__name__, bound.arguments))
-        del CALLS[:-100]
+        state = FP8GlobalStateManager
+        recipe = state.get_fp8_recipe() if state.is_fp8_enabled() else None
+        CALLS.append((owner.__name__, bound.arguments, recipe))
         return compute(self, bound.arguments)
 
     owner.forward = forward
@@ -78,7 +88,11 @@ def _product(self: Any, x: Any) -> Any:
 
 
 def _attention(self: Any, given: dict[str, Any]) -> Any:
-    """Only what we ask it for: packed rows, causal."""
+    """Only what we ask it for: packed rows, causal, by one kernel alone."""
+    switches = [os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")]
+    assert switches in (["1", "0", "0"], ["0", "1", "0"])
+    if switches[0] == "1" and "flash" in MISSING:
+        raise ValueError("No dot product attention backend is available for the provided inputs.")
     assert given["qkv_format"] == "thd"
     assert given["attn_mask_type"] == "padding_causal"
     q, k, v = (given[f"{name}_layer"] for name in ("query", "key", "value"))
