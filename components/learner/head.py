@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.measure import measure, report
+from components.learner.settings import Compute
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +26,6 @@ WORTH = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSettings:
-    """How log-probs are computed from the last hidden states."""
-
-    chunk_tokens: int = 0
-    """tokens whose logits exist at a time: more are faster up to a point, and take memory; 0 chooses, on a GPU by
-    measurement"""
-    precision: Literal["auto", "model", "float32"] = "auto"
-    """products with a 16-bit head: model, rounded to the model's dtype; float32, kept, so that log-probs and gradients
-    do not depend on the chunk; auto, on a GPU float32 unless measured to cost over 10 % more, elsewhere model"""
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens < 0:
-            raise ValueError(f"expected chunk_tokens ≥ 0 (0 chooses), got {self.chunk_tokens}.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeadPlan:
     """Arguments of `token_logprobs`."""
 
@@ -50,7 +34,7 @@ class HeadPlan:
 
 
 def plan_head(
-    settings: HeadSettings,
+    settings: Compute,
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
@@ -64,27 +48,35 @@ def plan_head(
         dtype, device: of the weight.
         over_ranks: sums a tensor over ranks, so that all choose the same.
     """
-    fixed = HeadPlan(chunk=settings.chunk_tokens, wide=settings.precision == "float32")
-    if device.type != "cuda" or (settings.chunk_tokens and settings.precision != "auto"):
+    fixed = HeadPlan(chunk=settings.head_chunk, wide=settings.head_precision == "float32")
+    if device.type != "cuda" or (settings.head_chunk and settings.head_precision != "auto"):
         return fixed
     memory = torch.cuda.get_device_properties(device).total_memory
-    plans = {f"chunk_tokens {p.chunk} {'float32' if p.wide else 'model'}": p for p in plans_of(settings, shape, memory)}
+    plans = {
+        f"head_chunk {p.chunk} head_precision {'float32' if p.wide else 'model'}": p
+        for p in plans_of(settings, shape, memory)
+    }
     candidates = {name: partial(_pass, plan, shape, dtype, device) for name, plan in plans.items()}
     times, failed = measure(candidates, device, over_ranks)
     torch.cuda.empty_cache()
     if not times:
-        log.warning("learner.head: nothing could be measured (%s); %s", failed, fixed)
+        log.warning("learner.compute: nothing could be measured (%s); %s", failed, fixed)
         return fixed
     chosen = fastest(times, plans)
-    report("learner.head", chosen, times, failed)
+    report(chosen, times, failed)
     return plans[chosen]
 
 
-def plans_of(settings: HeadSettings, shape: tuple[int, int], memory: int) -> list[HeadPlan]:
+def _name(plan: HeadPlan) -> str:
+    precision = "float32" if plan.wide else "model"
+    return f"learner.compute.head_chunk={plan.chunk} learner.compute.head_precision={precision}"
+
+
+def plans_of(settings: Compute, shape: tuple[int, int], memory: int) -> list[HeadPlan]:
     """The plans that are measured: chunks whose temporaries fit into the share of `memory` (bytes)."""
     fitting = [n for n in ELEMENTS if 12 * n <= MEMORY_SHARE * memory] or [ELEMENTS[0]]
-    chunks = [settings.chunk_tokens] if settings.chunk_tokens else [max(n // shape[0], 1) for n in fitting]
-    wide = {"auto": (False, True), "model": (False,), "float32": (True,)}[settings.precision]
+    chunks = [settings.head_chunk] if settings.head_chunk else [max(n // shape[0], 1) for n in fitting]
+    wide = {"auto": (False, True), "model": (False,), "float32": (True,)}[settings.head_precision]
     return [HeadPlan(chunk=chunk, wide=kept) for chunk in chunks for kept in wide]
 
 

@@ -52,11 +52,11 @@ def measure(
     return {name: t for name, t in zip(candidates, summed, strict=True) if math.isfinite(t)}, failed
 
 
-def report(setting: str, chosen: str, times: Mapping[str, float], failed: Mapping[str, str]) -> None:
-    """Logs a choice, and the setting that repeats it."""
+def report(settings: str, times: Mapping[str, float], failed: Mapping[str, str]) -> None:
+    """Logs a choice, as the settings that repeat it."""
     measured = ", ".join(f"{name} {1000 * t:.2f} ms" for name, t in times.items())
     without = "".join(f"; without {name} ({why})" for name, why in failed.items())
-    log.info("%s=%s is the fastest here (%s)%s; set it to repeat this run exactly", setting, chosen, measured, without)
+    log.info("fastest here: %s (%s)%s; set that to repeat this run exactly", settings, measured, without)
 
 
 def _wait(device: torch.device) -> None:

@@ -5,10 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from components.learner.head import HeadSettings
 from components.learner.metrics import Mismatch
 from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How the device computes; results differ by rounding only."""
+
+    slow_attention: bool = False
+    """on a GPU, accept attention without flash kernels (float32, head sizes above 256, old GPUs) and, in learner.hf,
+    models that do not support packed sequences, whose rows are then computed one by one without shared prefixes;
+    otherwise these are errors. No effect on a CPU, which has no flash kernels"""
+    head_chunk: int = 0
+    """tokens whose logits exist at a time: more are faster up to a point, and take memory; 0 chooses, on a GPU by
+    measurement"""
+    head_precision: Literal["auto", "model", "float32"] = "auto"
+    """products with a 16-bit output head: model, rounded to the model's dtype; float32, kept, so that log-probs and
+    gradients do not depend on the chunk; auto, on a GPU float32 unless measured to cost over 10 % more, elsewhere
+    model"""
+
+    def __post_init__(self) -> None:
+        if self.head_chunk < 0:
+            raise ValueError(f"expected head_chunk ≥ 0 (0 chooses), got {self.head_chunk}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +56,8 @@ class LearnerSettings:
     share_prefixes: bool = True
     """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and
     gradient. No effect for a model that does not support packed sequences"""
-    head: HeadSettings = field(default_factory=HeadSettings)
-    """chunks and precision of the output head, from which log-probs and entropies are computed"""
-    slow_attention: bool = False
-    """on a GPU, accept attention without flash kernels (float32, head sizes above 256, old GPUs) and, in learner.hf,
-    models that do not support packed sequences, whose rows are then computed one by one without shared prefixes;
-    otherwise these are errors. No effect on a CPU, which has no flash kernels"""
+    compute: Compute = field(default_factory=Compute)
+    """attention and output head on the device"""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """limits on the difference between log-probs of engine and learner"""
 

@@ -52,11 +52,11 @@ class HFLearner(PolicyLearner):
             self.config.recompute,
             self.config.keeps_reference,
             seed=context.seed,
-            slow_attention=self.config.slow_attention,
+            slow_attention=self.config.compute.slow_attention,
         )
         rows, width = model.get_output_embeddings().weight.shape
         self.model.head_plan = plan_head(
-            self.config.head, (rows, width), model.dtype, torch.device(context.device), context.all_sum
+            self.config.compute, (rows, width), model.dtype, torch.device(context.device), context.all_sum
         )
         self.optimizer = Optimizer(
             self.model.trainable(),

@@ -32,7 +32,7 @@ class LearnerModel:
         recompute: activations recomputed in the backward pass; see `HFSettings`.
         keep_reference: whether to keep the initial weights for scoring.
         seed: random seed of the adapters' initial values.
-        slow_attention: whether to accept attention without flash kernels on a GPU; see `LearnerSettings`.
+        slow_attention: whether to accept attention without flash kernels on a GPU; see `Compute`.
 
     Attributes:
         packs: whether the model takes packed sequences.

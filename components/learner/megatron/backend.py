@@ -73,14 +73,14 @@ class MegatronBackend(Backend):
         device, dtype = torch.device(self.context.device), shape.params_dtype
         if device.type == "cuda":
             reasons = (obstacle(device, dtype, shape.kv_channels, window) for window in shape.attention_windows)
-            check_fast(next(filter(None, reasons), ""), config.slow_attention)
+            check_fast(next(filter(None, reasons), ""), config.compute.slow_attention)
         tensor = config.tensor_parallel
         heads = (shape.num_attention_heads // tensor, max(shape.num_query_groups // tensor, 1), shape.kv_channels)
         # A context-parallel rank's queries have more keys than queries: no plain rows.
-        setting = config.attention if config.context_parallel == 1 else "torch"
+        setting = config.layers.attention if config.context_parallel == 1 else "torch"
         kernel = choose_kernel(setting, heads, config.micro_batch_tokens, dtype, device, sum_over_ranks)
         rows = self.model.bridge.padded_vocab_size // tensor
-        plan = plan_head(config.head, (rows, shape.hidden_size), dtype, device, sum_over_ranks)
+        plan = plan_head(config.compute, (rows, shape.hidden_size), dtype, device, sum_over_ranks)
         for model in filter(None, (self.model, self.reference)):
             model.transformer_config.attention_kernel = kernel
             model.head_plan = plan
@@ -89,7 +89,7 @@ class MegatronBackend(Backend):
         spec = self.context.model
         path = resolve_model_path(spec.path)
         dtype = getattr(torch, spec.dtype)
-        model = MegatronModel.build(path, config, dtype, config.recompute, self.context.device, layers=config)
+        model = MegatronModel.build(path, config, dtype, config.recompute, self.context.device, layers=config.layers)
         model.load(path)
         return model
 

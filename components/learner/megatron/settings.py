@@ -79,7 +79,7 @@ class Fp8:
 class LayerSettings:
     """The library that computes the layers of the model, and its precision."""
 
-    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    library: Literal["auto", "local", "transformer_engine"] = "auto"
     """matrices and norms: local, megatron-core's own; transformer_engine, its fused norms and matrices, on GPUs; auto,
     TransformerEngine on a GPU where it is installed"""
     attention: Kernel = "auto"
@@ -91,8 +91,11 @@ class LayerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronSettings(LearnerSettings, ParallelLayout, LayerSettings):
+class MegatronSettings(LearnerSettings, ParallelLayout):
     """Settings of `learner.megatron`: those of every learner, how the model is sharded, and what its layers are."""
+
+    layers: LayerSettings = field(default_factory=LayerSettings)
+    """library, attention kernel and 8-bit products of the layers"""
 
     recompute: Recompute = "none"
     """activations computed again in the backward pass: none; selective, attention scores; full, all but the layers'

@@ -85,5 +85,5 @@ def check_fast(reason: str, slow_attention: bool) -> None:
     if reason and not slow_attention:
         raise ConfigError(
             f"learner: no flash attention over packed rows on this GPU: {reason}. Change that, or set "
-            "learner.slow_attention=true to train with a slower one."
+            "learner.compute.slow_attention=true to train with a slower one."
         )

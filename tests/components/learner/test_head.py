@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from components.learner import head, measure
-from components.learner.head import HeadPlan, HeadSettings, fastest, plan_head, plans_of
+from components.learner.head import HeadPlan, fastest, plan_head, plans_of
 from components.learner.logprobs import Head, token_logprobs
+from components.learner.settings import Compute
 
 CPU = torch.device("cpu")
 
@@ -48,12 +49,12 @@ def test_float32_products_are_nearer_to_the_exact_ones():
 
 def test_plans_by_memory_vocabulary_and_settings():
     # 12 bytes per element of a chunk within 5 % of the memory: 2²⁸ · 12 = 3.2 GB of 80 GB · .05 = 4 GB.
-    assert plans_of(HeadSettings(precision="model"), (150_000, 64), 80 * 10**9) == [
+    assert plans_of(Compute(head_precision="model"), (150_000, 64), 80 * 10**9) == [
         HeadPlan(chunk=n) for n in (447, 894, 1789)
     ]
-    assert plans_of(HeadSettings(precision="float32"), (150_000, 64), 10**9) == [HeadPlan(chunk=447, wide=True)]
+    assert plans_of(Compute(head_precision="float32"), (150_000, 64), 10**9) == [HeadPlan(chunk=447, wide=True)]
     both = [HeadPlan(chunk=300, wide=wide) for wide in (False, True)]
-    assert plans_of(HeadSettings(chunk_tokens=300), (150_000, 64), 80 * 10**9) == both
+    assert plans_of(Compute(head_chunk=300), (150_000, 64), 80 * 10**9) == both
 
 
 @pytest.mark.parametrize(("wide_seconds", "expected"), [(0.9, "wide"), (1.09, "wide"), (1.11, "narrow")])
@@ -68,8 +69,8 @@ def test_on_a_cpu_nothing_is_measured():
         raise AssertionError
 
     shape = (10, 4)
-    assert plan_head(HeadSettings(), shape, torch.float32, CPU, unused) == HeadPlan()
-    fixed = HeadSettings(chunk_tokens=5, precision="float32")
+    assert plan_head(Compute(), shape, torch.float32, CPU, unused) == HeadPlan()
+    fixed = Compute(head_chunk=5, head_precision="float32")
     assert plan_head(fixed, shape, torch.float32, CPU, unused) == HeadPlan(chunk=5, wide=True)
 
 
@@ -104,21 +105,23 @@ def test_on_a_gpu_the_fastest_is_taken_and_logged_with_the_setting(gpu, caplog):
     times.update({(c, wide): 1 / c for c in chunks for wide in (False, True)})
     failing.add((1789, True))
     with caplog.at_level("INFO"):
-        plan = plan_head(HeadSettings(), (150_000, 64), torch.bfloat16, GPU(), lambda t: t)
+        plan = plan_head(Compute(), (150_000, 64), torch.bfloat16, GPU(), lambda t: t)
     # Of float32 only 894 is left, twice as slow as 1,789 in the model's dtype.
     assert plan == HeadPlan(chunk=1789)
-    assert "learner.head=chunk_tokens 1789 model is the fastest here" in caplog.text
-    assert "without chunk_tokens 1789 float32 (OutOfMemoryError: CUDA out of memory)" in caplog.text
+    assert "fastest here: learner.compute.head_chunk=1789 learner.compute.head_precision=model" in caplog.text
+    assert (
+        "head_chunk=1789 learner.compute.head_precision=float32 (OutOfMemoryError: CUDA out of memory)" in caplog.text
+    )
 
 
 def test_ranks_choose_by_their_sum(gpu):
     times, _ = gpu
     times.update({(300, False): 1.0, (300, True): 1.0})
     other = torch.tensor([math.inf, 5.0], dtype=torch.float64)  # where the first one failed
-    plan = plan_head(HeadSettings(chunk_tokens=300), (9, 4), torch.bfloat16, GPU(), lambda t: t + other)
+    plan = plan_head(Compute(head_chunk=300), (9, 4), torch.bfloat16, GPU(), lambda t: t + other)
     assert plan == HeadPlan(chunk=300, wide=True)
 
 
 def test_a_negative_chunk_is_refused():
-    with pytest.raises(ValueError, match=r"expected chunk_tokens ≥ 0 \(0 chooses\), got -1"):
-        HeadSettings(chunk_tokens=-1)
+    with pytest.raises(ValueError, match=r"expected head_chunk ≥ 0 \(0 chooses\), got -1"):
+        Compute(head_chunk=-1)

@@ -126,12 +126,12 @@ def choose_kernel(
     if not times:
         why = failed.get(setting, "it failed on another rank")
         raise ConfigError(
-            f"learner.attention '{setting}' needs TransformerEngine with that kernel on a GPU, but: {why}. Install "
-            "what is missing (see docs/megatron.md), or set learner.attention=auto."
+            f"learner.layers.attention '{setting}' needs TransformerEngine with that kernel on a GPU, but: {why}. "
+            "Install what is missing (see docs/megatron.md), or set learner.layers.attention=auto."
         )
     chosen = min(times, key=times.__getitem__)
     if setting == "auto":
-        report("learner.attention", chosen, times, failed)
+        report(f"learner.layers.attention={chosen}", times, failed)
     return kernels[chosen]
 
 

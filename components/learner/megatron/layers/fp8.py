@@ -37,7 +37,7 @@ def check_fp8(settings: Fp8, parts: Parts, dtype: torch.dtype, layout: ParallelL
         return
     reason = _obstacle(settings, parts, dtype) or _odd_width(settings, layout, config)
     if reason:
-        raise ConfigError(f"learner.fp8.recipe '{settings.recipe}': {reason}; change that, or set recipe: off.")
+        raise ConfigError(f"learner.layers.fp8.recipe '{settings.recipe}': {reason}; change that, or set recipe: off.")
 
 
 def _obstacle(settings: Fp8, parts: Parts, dtype: torch.dtype) -> str:

@@ -68,10 +68,11 @@ def chosen_parts(settings: LayerSettings, device: torch.device) -> Parts:
     """The parts that the settings choose; ConfigError for TransformerEngine without it or without a GPU."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and device.type == "cuda"
-    if settings.layers == "transformer_engine" and not usable:
+    if settings.library == "transformer_engine" and not usable:
         lacks = "transformer-engine is not installed" if not installed else f"the device is '{device}'"
         raise ConfigError(
-            f"learner.layers 'transformer_engine' needs that package and a GPU, but {lacks}; "
-            "pip install 'creditgraph[transformer-engine]' on a machine with a GPU, or set learner.layers=local."
+            f"learner.layers.library 'transformer_engine' needs that package and a GPU, but {lacks}; "
+            "pip install 'creditgraph[transformer-engine]' on a machine with a GPU, or set "
+            "learner.layers.library=local."
         )
-    return transformer_engine_parts() if usable and settings.layers != "local" else LOCAL
+    return transformer_engine_parts() if usable and settings.library != "local" else LOCAL

@@ -100,7 +100,9 @@ def test_matrices_run_in_8_bits_on_whole_tiles_of_tokens(recipe: str, shares: in
 
 
 def test_a_recipe_that_the_gpu_cannot_run_is_refused(answers: list[list[Any]]) -> None:
-    text = "learner.fp8.recipe 'mxfp8': TransformerEngine says: Device compute capability 10.0 or higher required"
+    text = (
+        "learner.layers.fp8.recipe 'mxfp8': TransformerEngine says: Device compute capability 10.0 or higher required"
+    )
     assert answers[0][-1].startswith(text)
     assert answers[0][-1].endswith("set recipe: off.")
 
@@ -120,7 +122,7 @@ def test_the_kernel_is_the_fastest_or_the_one_that_is_set(answers: list[list[Any
     assert (made["auto"], made["torch"], made["cudnn"]) == ("torch", "torch", "cudnn")
     assert made["fastest"] == "flash"
     assert made["flash"].startswith(
-        "learner.attention 'flash' needs TransformerEngine with that kernel on a GPU, but: "
+        "learner.layers.attention 'flash' needs TransformerEngine with that kernel on a GPU, but: "
     )
     assert "No dot product attention backend is available" in made["flash"]
-    assert made["flash"].endswith("set learner.attention=auto.")
+    assert made["flash"].endswith("set learner.layers.attention=auto.")

@@ -97,5 +97,5 @@ def test_windows_need_torch_2_11(monkeypatch):
 def test_a_slow_path_is_an_error_that_names_the_setting():
     flash.check_fast("", slow_attention=False)
     flash.check_fast("the model's dtype is float32", slow_attention=True)
-    with pytest.raises(ConfigError, match=r"the model's dtype is float32\. .* learner\.slow_attention=true"):
+    with pytest.raises(ConfigError, match=r"the model's dtype is float32\. .* learner\.compute\.slow_attention=true"):
         flash.check_fast("the model's dtype is float32", slow_attention=False)
