@@ -52,10 +52,7 @@ def plan_head(
     if device.type != "cuda" or (settings.head_chunk and settings.head_precision != "auto"):
         return fixed
     memory = torch.cuda.get_device_properties(device).total_memory
-    plans = {
-        f"head_chunk {p.chunk} head_precision {'float32' if p.wide else 'model'}": p
-        for p in plans_of(settings, shape, memory)
-    }
+    plans = {_name(plan): plan for plan in plans_of(settings, shape, memory)}
     candidates = {name: partial(_pass, plan, shape, dtype, device) for name, plan in plans.items()}
     times, failed = measure(candidates, device, over_ranks)
     torch.cuda.empty_cache()
