@@ -45,10 +45,10 @@ def _obstacle(settings: Fp8, parts: Parts, dtype: torch.dtype) -> str:
         return "expected TransformerEngine's layers (a GPU, and pip install 'creditgraph[transformer-engine]')"
     if dtype != torch.bfloat16:
         return f"expected model.dtype bfloat16, got {str(dtype).removeprefix('torch.')}"
-    from transformer_engine import pytorch as te
+    from transformer_engine import pytorch as engine
 
-    available = {"blockwise": te.is_fp8_block_scaling_available, "mxfp8": te.is_mxfp8_available}
-    fits, reason = available.get(settings.recipe, te.is_fp8_available)(return_reason=True)
+    available = {"blockwise": engine.is_fp8_block_scaling_available, "mxfp8": engine.is_mxfp8_available}
+    fits, reason = available.get(settings.recipe, engine.is_fp8_available)(return_reason=True)
     return "" if fits else f"TransformerEngine says: {reason}"
 
 

@@ -1,7 +1,7 @@
 """One rank of the tests with TransformerEngine's sources: te_rank.py RANK SIZE PORT FOLDER.
 
-FOLDER/jobs is a pickled list of (function of ranks.py or of this file, arguments); FOLDER/answersRANK gets the pickled
-results. A process of its own, because megatron-core looks for TransformerEngine once, at its import.
+FOLDER/jobs is a pickled list of ("file.function", arguments), of the files beside this one; FOLDER/answersRANK gets the
+pickled results. A process of its own, because megatron-core looks for TransformerEngine once, at its import.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+LIBRARIES = ("megatron.", "transformer_engine.")
 
 
 def _beside(name: str) -> Any:
@@ -58,6 +59,11 @@ def quantized(path: str, sizes: dict[str, Any], prompts: Any, responses: Any) ->
         seen = {(type(r).__name__, r.fp8_format.name) if r else ("none", "") for _, r in products}
         out[recipe] = (sorted(seen), sorted({tokens for tokens, _ in products}), logprobs.values.detach())
     return out
+
+
+def adam_steps() -> int:
+    """Calls of FusedAdam's kernel so far."""
+    return int(sys.modules["te_torch"].ADAM_STEPS[0])
 
 
 def refused(path: str) -> str:
@@ -150,14 +156,17 @@ def main(rank: int, size: int, port: str, folder: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
-    from components.learner.megatron import model
+    from components.learner.megatron import cpu, model
     from components.learner.megatron.layers.parts import transformer_engine_parts
 
     model.chosen_parts = lambda settings, device: transformer_engine_parts()
-    ranks = _beside("ranks")
+    # The redirected calls are TransformerEngine's too, whose optimizer makes a tensor on the GPU.
+    cpu._from_megatron = lambda depth: sys._getframe(depth).f_globals.get("__name__", "").startswith(LIBRARIES)
+    places = {"ranks": _beside("ranks"), "training": _beside("training"), "te_rank": sys.modules[__name__]}
     out = []
     for name, args in pickle.loads((folder / "jobs").read_bytes()):
-        out.append((globals().get(name) or getattr(ranks, name))(*args))
+        place, _, function = name.partition(".")
+        out.append(getattr(places[place], function)(*args))
     (folder / f"answers{rank}").write_bytes(pickle.dumps(out))
 
 

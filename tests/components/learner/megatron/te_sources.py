@@ -34,7 +34,7 @@ ABSENT = ("transformer_engine_torch", "onnx", "onnxscript", "nvdlfw_inspect", "c
 
 
 def run(jobs: list[tuple[str, tuple[Any, ...]]], folder: Path, size: int = 2) -> list[list[Any]]:
-    """The results by rank of functions of ranks.py or te_rank.py, run where TransformerEngine's sources are imported.
+    """The results by rank of functions named "file.function", run where TransformerEngine's sources are imported.
 
     Skips the test where the sources are missing, except in CI.
     """

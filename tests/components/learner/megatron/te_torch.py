@@ -19,6 +19,8 @@ CALLS: list[tuple[str, dict[str, Any], Any]] = []
 """(class, arguments, fp8 recipe or None) of the forward passes since tests last cleared it"""
 CAPABILITY = [10, 0]
 """compute capability that TransformerEngine sees"""
+ADAM_STEPS = [0]
+"""calls of FusedAdam's kernel"""
 MISSING: set[str] = set()
 """kernels that are not installed"""
 
@@ -33,6 +35,11 @@ def install(te: Any) -> None:
     torch.cuda.is_available = for_te
     torch.version.cuda = "13.0"
     te.pytorch.quantization.get_device_compute_capability = lambda: tuple(CAPABILITY)
+    library = sys.modules["transformer_engine_torch"]
+    for name, compute in (("adam", _adam), ("l2norm", _norm_of), ("scale", _scale)):
+        # FusedAdam reads them from the library, megatron-core from the package.
+        setattr(library, f"multi_tensor_{name}", compute)
+        setattr(te.pytorch.optimizers, f"multi_tensor_{name}", compute)
     _replace(te.pytorch.Linear, _linear)
     _replace(te.pytorch.LayerNormLinear, _norm_linear)
     _replace(te.pytorch.RMSNorm, _norm)
@@ -52,6 +59,29 @@ def _replace(owner: Any, compute: Callable[[Any, dict[str, Any]], Any]) -> None:
         return compute(self, bound.arguments)
 
     owner.forward = forward
+
+
+def _adam(
+    chunk: int, skip: Any, tensors: Any, lr: float, beta1: float, beta2: float, eps: float, step: int, decoupled: int,
+    bias_correction: int, weight_decay: float
+) -> None:  # fmt: skip
+    assert decoupled == bias_correction == 1
+    ADAM_STEPS[0] += 1
+    for gradient, p, first, second in zip(*tensors, strict=True):
+        p.mul_(1 - lr * weight_decay)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        p.addcdiv_(first / (1 - beta1**step), (second / (1 - beta2**step)).sqrt() + eps, value=-lr)
+
+
+def _norm_of(chunk: int, skip: Any, tensors: Any, per_tensor: bool) -> tuple[Any, None]:
+    assert not per_tensor
+    return torch.stack([x.float().norm() for x in tensors[0]]).norm()[None], None
+
+
+def _scale(chunk: int, skip: Any, tensors: Any, factor: float) -> None:
+    for source, target in zip(*tensors, strict=True):
+        target.copy_(source * factor)
 
 
 def _norm(self: Any, given: dict[str, Any]) -> Any:

@@ -12,6 +12,9 @@ PAIR = {"tensor_parallel": 2, "sequence_parallel": True}
 FAMILIES = ("qwen2", "qwen3", "llama", "olmo2", "olmo3")
 # Layout and recomputation of each pass against transformers; neighbours have one layout.
 PASSES = [(kind, PAIR, "none") for kind in FAMILIES] + [("olmo3", {}, "full"), ("qwen2-tied", {}, "none")]
+# Places of the other jobs.
+QUANTIZED = len(PASSES) + len(FAMILIES)
+KERNELS, CHOICES, REFUSED, RESUMED = range(QUANTIZED + 2, QUANTIZED + 6)
 WRAPPER = "megatron.core.extensions.transformer_engine."
 NORM = "transformer_engine.pytorch.module.rmsnorm.RMSNorm"
 
@@ -33,13 +36,24 @@ def answers(
     with_transformer_engine: Callable[..., Any], checkpoint: Callable[[str], str], tmp_path_factory: Any
 ) -> list[list[Any]]:
     jobs: list[Any] = [
-        ("train", (checkpoint(kind), sizes, *MODEL.rows(), MODEL.CUTS, recompute)) for kind, sizes, recompute in PASSES
+        ("ranks.train", (checkpoint(kind), sizes, *MODEL.rows(), MODEL.CUTS, recompute))
+        for kind, sizes, recompute in PASSES
     ]
-    jobs += [("classes", (checkpoint(kind), {})) for kind in FAMILIES]
+    jobs += [("te_rank.classes", (checkpoint(kind), {})) for kind in FAMILIES]
     wide = checkpoint("qwen3-wide")
-    jobs += [("quantized", (wide, {}, *MODEL.rows())), ("quantized", (wide, PAIR, *MODEL.rows()))]
-    jobs += [("kernels", (checkpoint("qwen2"), *MODEL.rows())), ("choices", ()), ("refused", (wide,))]
-    return with_transformer_engine(jobs, tmp_path_factory.mktemp("te"))
+    jobs += [("te_rank.quantized", (wide, {}, *MODEL.rows())), ("te_rank.quantized", (wide, PAIR, *MODEL.rows()))]
+    jobs += [
+        ("te_rank.kernels", (checkpoint("qwen2"), *MODEL.rows())),
+        ("te_rank.choices", ()),
+        ("te_rank.refused", (wide,)),
+    ]
+    folder = tmp_path_factory.mktemp("te")
+    for distributed in ("off", "on"):
+        shards, optimizer = str(folder / distributed), {"distributed_optimizer": distributed}
+        jobs += [("training.save_and_step", (checkpoint("tiny"), {**PAIR, **optimizer}, shards))]
+        jobs += [("training.resume_and_step", (checkpoint("tiny"), optimizer, shards))]
+    jobs += [("te_rank.adam_steps", ())]
+    return with_transformer_engine(jobs, folder)
 
 
 @pytest.mark.parametrize("number", range(len(PASSES)), ids=lambda i: f"{PASSES[i][0]}-{PASSES[i][2]}")
@@ -89,7 +103,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shares", [1, 2])
 def test_matrices_run_in_8_bits_on_whole_tiles_of_tokens(recipe: str, shares: int, answers: list[list[Any]]) -> None:
-    job = len(PASSES) + len(FAMILIES) + shares - 1
+    job = QUANTIZED + shares - 1
     name, kind, multiple = RECIPES[recipe]
     for of_rank in answers:
         seen, tokens, logprobs = of_rank[job][recipe]
@@ -103,13 +117,13 @@ def test_a_recipe_that_the_gpu_cannot_run_is_refused(answers: list[list[Any]]) -
     text = (
         "learner.layers.fp8.recipe 'mxfp8': TransformerEngine says: Device compute capability 10.0 or higher required"
     )
-    assert answers[0][-1].startswith(text)
-    assert answers[0][-1].endswith("set recipe: off.")
+    assert answers[0][REFUSED].startswith(text)
+    assert answers[0][REFUSED].endswith("set recipe: off.")
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 def test_kernels_run_on_plain_rows_and_equal_torch(kernel: str, answers: list[list[Any]]) -> None:
-    made = answers[0][-3]
+    made = answers[0][KERNELS]
     for share in (False, True):
         logprobs, gradient, runs = made[kernel, share]
         assert runs == (0 if share else 4)  # layers
@@ -118,7 +132,7 @@ def test_kernels_run_on_plain_rows_and_equal_torch(kernel: str, answers: list[li
 
 
 def test_the_kernel_is_the_fastest_or_the_one_that_is_set(answers: list[list[Any]]) -> None:
-    made = answers[0][-2]
+    made = answers[0][CHOICES]
     assert (made["auto"], made["torch"], made["cudnn"]) == ("torch", "torch", "cudnn")
     assert made["fastest"] == "flash"
     assert made["flash"].startswith(
@@ -126,3 +140,15 @@ def test_the_kernel_is_the_fastest_or_the_one_that_is_set(answers: list[list[Any
     )
     assert "No dot product attention backend is available" in made["flash"]
     assert made["flash"].endswith("set learner.layers.attention=auto.")
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_its_optimizer_steps_saves_and_resumes_at_another_layout(distributed: bool, answers: list[list[Any]]) -> None:
+    saved, resumed = answers[0][RESUMED + 2 * distributed : RESUMED + 2 * distributed + 2]
+    assert answers[0][-1] > 0  # of TransformerEngine's FusedAdam
+    assert resumed["version"] == saved["version"] == 3
+    assert all(torch.equal(resumed["saved"][name], weight) for name, weight in saved["saved"].items())
+    for name, weight in saved["weights"].items():
+        assert not torch.equal(weight, saved["saved"][name])
+        limit = 1e-6 * float(weight.abs().max())
+        torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=limit, msg=name)
