@@ -35,6 +35,7 @@ def install(te: Any) -> None:
     torch.cuda.is_available = for_te
     torch.version.cuda = "13.0"
     te.pytorch.quantization.get_device_compute_capability = lambda: tuple(CAPABILITY)
+    te.pytorch.cpp_extensions.get_cudnn_version = lambda: 91800
     library = sys.modules["transformer_engine_torch"]
     for name, compute in (("adam", _adam), ("l2norm", _norm_of), ("scale", _scale)):
         # FusedAdam reads them from the library, megatron-core from the package.
