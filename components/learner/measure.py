@@ -46,7 +46,7 @@ def measure(
         try:
             times.append(seconds(compute, device))
         except Exception as error:  # a library's own: not built, not installed, out of memory
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200].rstrip('.')}"
             times.append(math.inf)
     summed = over_ranks(torch.tensor(times, dtype=torch.float64)).tolist()
     return {name: t for name, t in zip(candidates, summed, strict=True) if math.isfinite(t)}, failed

@@ -49,7 +49,7 @@ def _obstacle(settings: Fp8, parts: Parts, dtype: torch.dtype) -> str:
 
     available = {"blockwise": engine.is_fp8_block_scaling_available, "mxfp8": engine.is_mxfp8_available}
     fits, reason = available.get(settings.recipe, engine.is_fp8_available)(return_reason=True)
-    return "" if fits else f"TransformerEngine says: {reason}"
+    return "" if fits else f"TransformerEngine says: {reason.rstrip('.')}"
 
 
 def _odd_width(settings: Fp8, layout: ParallelLayout, config: Any) -> str:
