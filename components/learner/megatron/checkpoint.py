@@ -98,14 +98,17 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[Any]:
 def _fill_state(optimizer: MegatronOptimizer) -> None:
     # A run whose steps were all skipped has moments too, zero ones; and a fresh optimizer must have the tensors that
     # are loaded.
-    for part in _torch_adams(optimizer):
+    adams = _torch_adams(optimizer)
+    for part in (p for p in optimizer.inner.chained_optimizers if not p.is_stub_optimizer):
         for group in part.optimizer.param_groups:
+            if part not in adams:
+                group.setdefault("step", 0)  # TransformerEngine's counts steps by group
             for p in group["params"]:
                 if not part.optimizer.state[p]:
-                    part.optimizer.state[p].update(
-                        step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-                    )
-        if hasattr(part, "_set_main_param_and_optimizer_states"):
+                    part.optimizer.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    if part in adams:
+                        part.optimizer.state[p]["step"] = torch.tensor(0.0)
+        if part in adams and hasattr(part, "_set_main_param_and_optimizer_states"):
             part._set_main_param_and_optimizer_states = types.MethodType(_copy_into, part)
 
 

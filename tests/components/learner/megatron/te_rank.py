@@ -61,6 +61,15 @@ def quantized(path: str, sizes: dict[str, Any], prompts: Any, responses: Any) ->
     return out
 
 
+def resume_unstepped(path: str, optimizer: dict[str, Any], target: str) -> int:
+    """A checkpoint before any step, and the version after a step on it."""
+    training = sys.modules["training"]
+    first, second = (training.megatron_learner(path, optimizer, training.CASES["ppo_clip"]) for _ in range(2))
+    first.save_shards(Path(target))
+    second.load_shards(Path(target))
+    return int(training.step(second, 0)["version"])
+
+
 def adam_steps() -> int:
     """Calls of FusedAdam's kernel so far."""
     return int(sys.modules["te_torch"].ADAM_STEPS[0])

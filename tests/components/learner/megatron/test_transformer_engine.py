@@ -52,6 +52,9 @@ def answers(
         shards, optimizer = str(folder / distributed), {"distributed_optimizer": distributed}
         jobs += [("training.save_and_step", (checkpoint("tiny"), {**PAIR, **optimizer}, shards))]
         jobs += [("training.resume_and_step", (checkpoint("tiny"), optimizer, shards))]
+    for distributed in ("off", "on"):
+        unstepped, optimizer = str(folder / f"unstepped-{distributed}"), {"distributed_optimizer": distributed}
+        jobs += [("te_rank.resume_unstepped", (checkpoint("tiny"), optimizer, unstepped))]
     jobs += [("te_rank.adam_steps", ())]
     return with_transformer_engine(jobs, folder)
 
@@ -152,3 +155,7 @@ def test_its_optimizer_steps_saves_and_resumes_at_another_layout(distributed: bo
         assert not torch.equal(weight, saved["saved"][name])
         limit = 1e-6 * float(weight.abs().max())
         torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=limit, msg=name)
+
+
+def test_a_checkpoint_before_any_step_is_continued(answers: list[list[Any]]) -> None:
+    assert answers[0][-3:-1] == [1, 1]
