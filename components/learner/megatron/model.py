@@ -19,6 +19,7 @@ from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.experts import local_expert
 from components.learner.megatron.parallel import check_layout
 from components.learner.megatron.settings import ParallelLayout, Recompute
 from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
@@ -113,7 +114,7 @@ class MegatronModel:
             fill(self.bridge, own, read(own, files))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
+        """Whole tensors in Hugging Face names, one at a time, on every rank; all ranks iterate."""
         return gather(self.bridge, parts(self.bridge, self.chunks))
 
     def forward(self, chunk: Any, batch: PackedBatch) -> Tensor:
@@ -210,5 +211,8 @@ def _leave(tensor: Tensor) -> Tensor:
 
 def _mark(chunk: Any) -> None:
     # Gradient norm and optimiser read these attributes of every parameter.
-    for parameter in chunk.parameters():
+    for name, parameter in chunk.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if local_expert(name):
+            # Summed over the ranks with the same expert, also where expert_parallel is 1.
+            parameter.allreduce = False

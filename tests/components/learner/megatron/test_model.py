@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from components.learner.megatron.settings import ParallelLayout
+from components.models.experts import unstack
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.jagged import Jagged
 
 CLOSE = 1e-5
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS = {
     "1x1": {},
     "2x1": {"tensor_parallel": 2},
@@ -24,6 +26,17 @@ LAYOUTS = {
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "context, tensor and sequence": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
     "context and stages": {"context_parallel": 2, "pipeline_parallel": 2},
+}
+EXPERTS = {
+    "over replicas": {"expert_parallel": 2},
+    "one expert per rank": {"expert_parallel": 4},
+    "over replicas, with stages": {"expert_parallel": 2, "pipeline_parallel": 2},
+    "over tensor ranks": {"expert_parallel": 2, **TP2},
+    "over tensor ranks and replicas": {"expert_parallel": 4, **TP2},
+    "over tensor ranks, with chunks": {"expert_parallel": 2, **TP2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    "over context ranks": {"expert_parallel": 2, "context_parallel": 2},
+    "over tensor and context ranks": {"expert_parallel": 4, "context_parallel": 2, **TP2},
+    "whole": {**TP2},
 }
 # Neighbours in this list have one layout, so that process groups are made once for them.
 CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2")] + [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
@@ -64,7 +77,7 @@ def reference(ranks: Any, path: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]
         ranks.objective(*joined).backward()
         logprobs.append(joined[0].detach())
         entropies.append(joined[1].detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = dict(unstack({name: p.grad for name, p in model.named_parameters()}))
     return torch.cat(logprobs), torch.cat(entropies), gradients
 
 
@@ -101,7 +114,15 @@ def test_every_family_equals_transformers(
     from components.learner.megatron.families import FAMILIES
 
     for kind in FAMILIES:
-        compare(pool.run(ranks.train, checkpoint(kind), LAYOUTS["2x2"], *rows(), CUTS), truth(kind))
+        layout = LAYOUTS["sequence and stages" if kind == "qwen3_moe" else "2x2"]
+        compare(pool.run(ranks.train, checkpoint(kind), layout, *rows(), CUTS), truth(kind))
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_equal_transformers(
+    layout: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
+) -> None:
+    compare(pool.run(ranks.train, checkpoint("qwen3_moe"), EXPERTS[layout], *rows(), CUTS), truth("qwen3_moe"))
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
