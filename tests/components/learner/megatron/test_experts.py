@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from components.learner.megatron.settings import ParallelLayout
 from pipeline.core.errors import ConfigError
@@ -48,3 +49,21 @@ def test_equal_to_learner_hf(pool: Any, checkpoint: Callable[[str], str]) -> Non
             result, name = answers[0][place][case], f"{layout}, {case}"
             assert all(other[place][case]["metrics"] == result["metrics"] for other in answers), name
             learners.compare(result, expected[case], name)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", ["off", "on"])
+def test_a_checkpoint_is_continued_at_another_layout(
+    pool: Any, checkpoint: Callable[[str], str], tmp_path: Path, distributed: str
+) -> None:
+    folder, target, more = checkpoint("qwen3_moe-42"), str(tmp_path / "shards"), {"distributed_optimizer": distributed}
+    expected = pool.run(training.save_and_step, folder, {"expert_parallel": 2, **SP2, **more}, target)[0]
+    same = {"expert_parallel": 2, **SP2}
+    others = [{"expert_parallel": 4}, {"expert_parallel": 2, "pipeline_parallel": 2}, {**SP2}]
+    for layout in (same, *others):
+        actual = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
+        assert all(torch.equal(actual["saved"][n], w) for n, w in expected["saved"].items()), layout
+        assert learners.relative(actual["weights"], expected["weights"]) < 1e-6, layout
