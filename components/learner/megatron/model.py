@@ -181,10 +181,12 @@ class MegatronModel:
 
     def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
-        inputs = self.inputs(batch)
-        inside = (batch.predict >= inputs.start) & (batch.predict < inputs.stop)
-        own = inside.nonzero(as_tuple=True)[0]
-        chosen = hidden.index_select(0, batch.predict[own] - inputs.start)
+        places = self.inputs(batch).places
+        slots = places.new_full((batch.tokens,), -1)
+        slots[places] = torch.arange(len(places), device=places.device)
+        slots = slots[batch.predict]
+        own = (slots >= 0).nonzero(as_tuple=True)[0]
+        chosen = hidden.index_select(0, slots[own])
         values = token_logprobs(chosen, batch.next_tokens[own], self._head(), temperature)
         # Forward a sum over the ranks' disjoint parts, backward the identity.
         logprobs, entropies = (

@@ -25,6 +25,7 @@ LAYOUTS = {
     "sequence and stages": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "context, tensor and sequence": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "context": {"context_parallel": 4},
     "context and stages": {"context_parallel": 2, "pipeline_parallel": 2},
 }
 EXPERTS = {
@@ -39,7 +40,7 @@ EXPERTS = {
     "whole": {**TP2},
 }
 # Neighbours in this list have one layout, so that process groups are made once for them.
-CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2")] + [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
+CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2"), ("olmo3", "context")] + [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
 CUTS = [torch.tensor([0, 1, 2, 3]), torch.tensor([4, 5, 6]), torch.tensor([7, 8]), torch.tensor([9])]
 
 
