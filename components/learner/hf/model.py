@@ -91,7 +91,7 @@ class LearnerModel:
 
     @torch.no_grad()
     def published(self) -> dict[str, Tensor]:
-        """A snapshot in the names of Hugging Face's files: adapters merged, a tied output head left out (the embedding holds it)."""
+        """A snapshot under the names of files: adapters merged, a tied head left out (the embedding holds it)."""
         out: dict[str, Tensor] = {}
         deltas = {} if self._peft is None else _lora_deltas(self.causal_lm)
         for name, tensor in unstack(self.causal_lm.state_dict()):

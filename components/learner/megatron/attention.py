@@ -65,12 +65,13 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
     shares = zigzag(layout.lengths, context)
     size = max(int(lengths.sum()) for _, lengths in shares)
     size += -size % tensor
-    all_places = Jagged.from_lengths(torch.arange(layout.total, device=layout.lengths.device), layout.lengths.sum()[None])
+    numbers = torch.arange(layout.total, device=layout.lengths.device)
+    all_places = Jagged.from_lengths(numbers, layout.lengths.sum()[None])
     own = [all_places.slice_rows(begins, begins + n, torch.zeros_like(begins)) for begins, n in shares]
     # Keys are gathered rank after rank; where each token then is.
     gathered = layout.lengths.new_empty(layout.total)
     for rank, rows in enumerate(own):
-        gathered[rows.values] = rank * size + torch.arange(len(rows.values), device=gathered.device)
+        gathered[rows.values] = rank * size + numbers[: len(rows.values)]
     rows = own[context_rank]
     paths = _paths(layout, *shares[context_rank])
     keys = paths.with_values(gathered[paths.values])

@@ -127,6 +127,8 @@ def build_chunks(bridge: Any, virtual_pipeline: int, transformer_engine: bool) -
 def _layer_spec(bridge: Any, transformer_engine: bool, stage: int | None) -> Any:
     # TransformerEngine's fused layers are pre-norm.
     fused = transformer_engine and bridge.family.pre_norm
+    # Only TransformerEngine has one kernel for all experts of a rank; elsewhere they run one after the other.
+    bridge.config.moe_grouped_gemm = bridge.config.moe_permute_fusion = fused
     spec = get_gpt_decoder_block_spec(
         bridge.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=stage
     )

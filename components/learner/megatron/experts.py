@@ -1,4 +1,4 @@
-"""Mixtures of experts: settings of megatron-core's expert layers, names of their weights, and the ranks that share them.
+"""Mixtures of experts: settings of megatron-core's expert layers, names of their weights, ranks that share them.
 
 Attention is sharded over tensor x context x data parallel ranks, the experts over the same ranks of a pipeline stage:
 each of `expert_parallel` neighbours holds whole experts, and tokens travel to the experts they are routed to. So
@@ -7,7 +7,6 @@ experts may be spread over the ranks of one replica, over several replicas, or b
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +43,6 @@ def expert_layers(config: Any) -> list[int]:
 
 def expert_settings(config: Any) -> dict[str, Any]:
     """Fields of TransformerConfig: the router of transformers' Qwen3-MoE, no token dropped, no balancing loss."""
-    fused = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -59,9 +57,6 @@ def expert_settings(config: Any) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
-        # One kernel for all experts of a rank needs TransformerEngine; without it they run one after the other.
-        "moe_grouped_gemm": fused,
-        "moe_permute_fusion": fused,
         "qk_layernorm": True,
     }
 

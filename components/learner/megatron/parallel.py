@@ -41,10 +41,14 @@ def _misfits(layout: ParallelLayout, config: Any) -> list[str]:
     if FAMILIES[config.model_type].whole_key_heads:
         fitting = [n for n in fitting if groups % n == 0]
     if layout.tensor_parallel not in fitting:
+        what = f"{heads} attention heads{',' if width else ' and'} {groups} key-value heads"
+        whole = "the first"
+        if width:
+            what += f" and MLPs of {width}"
+            whole = "the first and the last"
         out.append(
-            f"tensor_parallel {layout.tensor_parallel} does not fit {heads} attention heads, {groups} key-value "
-            f"heads and MLPs of {width}; it must divide the first and the last, and divide or "
-            f"be a multiple of the second. These work: {', '.join(map(str, fitting))}"
+            f"tensor_parallel {layout.tensor_parallel} does not fit {what}; it must divide {whole}, and divide or be a "
+            f"multiple of the second. These work: {', '.join(map(str, fitting))}"
         )
     stages = layout.pipeline_parallel * layout.virtual_pipeline
     layers = config.num_hidden_layers
@@ -69,6 +73,10 @@ def _expert_misfits(layout: ParallelLayout, config: Any) -> list[str]:
         text = f"expert_parallel {size} shards experts, but this {config.model_type} has none; set expert_parallel: 1"
         return [text] if size > 1 else []
     out = []
+    if config.num_experts_per_tok == 1 and config.norm_topk_prob:
+        out.append(
+            "num_experts_per_tok 1 with norm_topk_prob, a router without weights, is not supported. Use learner.hf"
+        )
     if config.num_experts % size:
         fitting = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
         out.append(

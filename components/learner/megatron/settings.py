@@ -41,8 +41,8 @@ class ParallelLayout:
         if self.expert_parallel % ranks and ranks % self.expert_parallel:
             raise ValueError(
                 f"expert_parallel {self.expert_parallel} does not fit tensor_parallel {self.tensor_parallel} × "
-                f"context_parallel {self.context_parallel} = {ranks} ranks; expected a divisor of {ranks}, or a multiple "
-                "to shard experts over several replicas."
+                f"context_parallel {self.context_parallel} = {ranks} ranks; expected a divisor of {ranks}, or a "
+                "multiple to shard experts over several replicas."
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Context parallelism: tokens and query-key pairs of each rank, counted."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_uneven_rows_differ_by_less_than_two_paths(attention: Any) -> None:
         assert sum(tokens) == int(lengths.sum())
         assert max(tokens) - min(tokens) <= 1
         offsets = [0, *lengths.cumsum(0).tolist()]
-        for first, last in zip(offsets, offsets[1:], strict=False):
+        for first, last in pairwise(offsets):
             start = int(torch.randint(0, 30, (1,), generator=g))
             counts = [work(*share, (first, last), start) for share in shares]
             assert max(counts) - min(counts) < 2 * (start + last - first)

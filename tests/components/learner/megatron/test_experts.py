@@ -67,3 +67,83 @@ def test_a_checkpoint_is_continued_at_another_layout(
         actual = pool.run(training.resume_and_step, folder, {**layout, **more}, target)[0]
         assert all(torch.equal(actual["saved"][n], w) for n, w in expected["saved"].items()), layout
         assert learners.relative(actual["weights"], expected["weights"]) < 1e-6, layout
+
+
+# --- layouts ---
+
+
+def config_of(**changes: Any) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    # Of Qwen3-30B-A3B.
+    shape = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeConfig(**{**shape, **changes})
+
+
+def check(config: Any, **sizes: Any) -> None:
+    from components.learner.megatron.parallel import check_layout
+
+    check_layout(ParallelLayout(**sizes), config, "some/model")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "text"),
+    [
+        ({"expert_parallel": 3}, {},
+         "expert_parallel 3 does not divide 128 experts. These work: 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"tensor_parallel": 4}, {}, "tensor_parallel 4 of a model with experts needs sequence_parallel: true"),
+        ({"tensor_parallel": 64, "sequence_parallel": True}, {},
+         "tensor_parallel 64 does not fit 32 attention heads and 4 key-value heads; it must divide the first, and "
+         "divide or be a multiple of the second. These work: 1, 2, 4, 8, 16, 32"),
+        ({}, {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob, .* not supported. Use learner.hf"),
+        ({**SP2}, {"mlp_only_layers": [0], "intermediate_size": 6143},
+         "MLPs of 6143; .* These work: 1"),
+        ({"expert_parallel": 2}, {"mlp_only_layers": list(range(48))},
+         "expert_parallel 2 shards experts, but this qwen3_moe has none; set expert_parallel: 1"),
+    ],
+)  # fmt: skip
+def test_a_layout_of_experts_that_does_not_fit_is_refused(sizes: Any, changes: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check(config_of(**changes), **sizes)
+
+
+def test_layouts_of_the_recipe_fit() -> None:
+    check(config_of(), tensor_parallel=4, sequence_parallel=True, pipeline_parallel=2, expert_parallel=8)
+    check(config_of(), expert_parallel=16)
+    check(config_of(), context_parallel=2, tensor_parallel=4, sequence_parallel=True, expert_parallel=4)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel": 4, "expert_parallel": 6}, {"context_parallel": 3, "expert_parallel": 2}]
+)
+def test_experts_cover_a_share_of_a_replica_or_whole_replicas(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"expert_parallel \d does not fit tensor_parallel \d × context_parallel \d"):
+        ParallelLayout(**sizes)
+
+
+def test_experts_over_more_replicas_than_there_are(pool: Any, ranks: Any, checkpoint: Callable[[str], str]) -> None:
+    sizes = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "expert_parallel": 4}
+    text = (
+        "expert_parallel 4 shards experts over 2 replicas, but the run has 1; expected a multiple of 2. Start another "
+        "number of ranks, or set expert_parallel."
+    )
+    for error in pool.run(ranks.layout_error, sizes):
+        assert text in error
+
+
+def test_learner_hf_packs_rows_of_a_model_with_experts(checkpoint: Callable[[str], str]) -> None:
+    learner = training.hf_learner(checkpoint("qwen3_moe-42"), training.CASES["reinforce"])
+    assert learner.model.packs
+    trajectories, credit = training.make_batch(0)
+    assert learner.run(trajectories=trajectories, credit=credit).report.metrics["shared_tokens"] > 0

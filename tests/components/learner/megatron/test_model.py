@@ -40,7 +40,8 @@ EXPERTS = {
     "whole": {**TP2},
 }
 # Neighbours in this list have one layout, so that process groups are made once for them.
-CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2"), ("olmo3", "context")] + [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
+CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2"), ("olmo3", "context")]
+CASES += [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
 CUTS = [torch.tensor([0, 1, 2, 3]), torch.tensor([4, 5, 6]), torch.tensor([7, 8]), torch.tensor([9])]
 
 
