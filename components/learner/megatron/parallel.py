@@ -75,7 +75,8 @@ def _expert_misfits(layout: ParallelLayout, config: Any) -> list[str]:
     out = []
     if config.num_experts_per_tok == 1 and config.norm_topk_prob:
         out.append(
-            "num_experts_per_tok 1 with norm_topk_prob, a router without weights, is not supported. Use learner.hf"
+            "num_experts_per_tok 1 with norm_topk_prob, a router whose weight is always 1, is not supported. "
+            "Use learner.hf"
         )
     if config.num_experts % size:
         fitting = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]

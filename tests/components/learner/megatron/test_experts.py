@@ -1,6 +1,7 @@
 """Qwen3-MoE: learner.megatron against learner.hf on the same batches, checkpoints, and layouts that do not fit."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from components.learner.megatron.learner import MegatronLearner
 from components.learner.megatron.settings import ParallelLayout
 from pipeline.core.errors import ConfigError
+from pipeline.run.compose.choices import CONFIG_DIR
+from pipeline.run.compose.experiment import build_experiment, compose
 
 
 def module(name: str) -> Any:
@@ -118,10 +122,22 @@ def test_a_layout_of_experts_that_does_not_fit_is_refused(sizes: Any, changes: A
         check(config_of(**changes), **sizes)
 
 
-def test_layouts_of_the_recipe_fit() -> None:
-    check(config_of(), tensor_parallel=4, sequence_parallel=True, pipeline_parallel=2, expert_parallel=8)
+def test_the_recipe_composes_with_the_layout_in_its_comment() -> None:
+    text = (CONFIG_DIR / "recipe" / "gspo_qwen3_30b_a3b.yaml").read_text()
+    overrides = re.findall(r"learner[.\w]*=\w+", text)
+    assert overrides[0] == "learner=megatron"
+    experiment = build_experiment(compose(["recipe=gspo_qwen3_30b_a3b", *overrides]), "gspo_qwen3_30b_a3b")
+    learner = experiment.graph["learner"].config
+    assert (learner.tensor_parallel, learner.sequence_parallel, learner.expert_parallel) == (4, True, 8)
+    assert MegatronLearner.ranks_per_replica(learner) == 4
+    from components.learner.megatron.parallel import check_layout
+
+    check_layout(learner, config_of(), experiment.model.path)
+
+
+def test_other_layouts_of_its_model_fit() -> None:
     check(config_of(), expert_parallel=16)
-    check(config_of(), context_parallel=2, tensor_parallel=4, sequence_parallel=True, expert_parallel=4)
+    check(config_of(), context_parallel=2, **SP2, pipeline_parallel=2, expert_parallel=4)
 
 
 @pytest.mark.parametrize(

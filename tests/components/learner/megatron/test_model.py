@@ -120,11 +120,13 @@ def test_every_family_equals_transformers(
         compare(pool.run(ranks.train, checkpoint(kind), layout, *rows(), CUTS), truth(kind))
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen3_moe-raw", "over replicas"), *(("qwen3_moe", layout) for layout in EXPERTS)]
+)
 def test_experts_equal_transformers(
-    layout: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
+    kind: str, layout: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
 ) -> None:
-    compare(pool.run(ranks.train, checkpoint("qwen3_moe"), EXPERTS[layout], *rows(), CUTS), truth("qwen3_moe"))
+    compare(pool.run(ranks.train, checkpoint(kind), EXPERTS[layout], *rows(), CUTS), truth(kind))
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
