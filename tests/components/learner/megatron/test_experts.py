@@ -42,17 +42,34 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], str]) -> Any:
+    return training.train_hf(checkpoint("qwen3_moe-42"), {name: training.CASES[name] for name in ("ppo_clip", "gspo")})
+
+
+def compare(pool: Any, folder: str, layouts: list[dict[str, Any]], case: str, expected: Any) -> None:
+    answers = pool.run(training.train_layouts, folder, layouts, {case: training.CASES[case]})
+    for place, layout in enumerate(layouts):
+        result, name = answers[0][place][case], f"{layout}, {case}"
+        assert all(other[place][case]["metrics"] == result["metrics"] for other in answers), name
+        learners.compare(result, expected[case], name)
+
+
 @pytest.mark.slow
-def test_equal_to_learner_hf(pool: Any, checkpoint: Callable[[str], str]) -> None:
-    cases = {name: training.CASES[name] for name in ("ppo_clip", "gspo")}
-    folder = checkpoint("qwen3_moe-42")
-    expected = training.train_hf(folder, cases)
-    answers = pool.run(training.train_layouts, folder, LAYOUTS, cases)
-    for place, layout in enumerate(LAYOUTS):
-        for case in cases:
-            result, name = answers[0][place][case], f"{layout}, {case}"
-            assert all(other[place][case]["metrics"] == result["metrics"] for other in answers), name
-            learners.compare(result, expected[case], name)
+@pytest.mark.parametrize(("case", "layouts"), [("ppo_clip", LAYOUTS), ("gspo", LAYOUTS[4:6])])
+def test_equal_to_learner_hf(
+    pool: Any, checkpoint: Callable[[str], str], case: str, layouts: list[dict[str, Any]], expected: Any
+) -> None:
+    compare(pool, checkpoint("qwen3_moe-42"), layouts, case, expected)
+
+
+def test_two_ranks_equal_learner_hf(checkpoint: Callable[[str], str], expected: Any) -> None:
+    pool = module("pool").Pool(2)
+    try:
+        layouts: list[dict[str, Any]] = [{}, SP2, {"context_parallel": 2}]
+        compare(pool, checkpoint("qwen3_moe-42"), [{"expert_parallel": 2, **x} for x in layouts], "gspo", expected)
+    finally:
+        pool.close()
 
 
 # --- checkpoints ---
