@@ -62,10 +62,12 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
         context_rank: number of this one.
     """
     layout = batch.layout
+    numbers = torch.arange(layout.total, device=layout.lengths.device)
+    if context == 1 and layout.total % tensor == 0:
+        return RankInputs(input_ids=batch.input_ids, position_ids=batch.position_ids, layout=layout, places=numbers)
     shares = zigzag(layout.lengths, context)
     size = max(int(lengths.sum()) for _, lengths in shares)
     size += -size % tensor
-    numbers = torch.arange(layout.total, device=layout.lengths.device)
     all_places = Jagged.from_lengths(numbers, layout.lengths.sum()[None])
     own = [all_places.slice_rows(begins, begins + n, torch.zeros_like(begins)) for begins, n in shares]
     # Keys are gathered rank after rank; where each token then is.
