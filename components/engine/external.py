@@ -7,7 +7,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -179,7 +178,10 @@ class ExternalEngine(Engine):
         if not self.config.probe:
             return weights, None
         request = probe_request(self.vocab_size, self.context_length)
-        expected = partial(reference_logprobs, self.model, tensors, request, dtype, arrived)
+
+        def expected() -> list[float]:
+            return reference_logprobs(self.model, self.names.of_model(tensors), request, dtype, arrived)
+
         return weights, Probe(request=request, expected=expected, tolerance=TOLERANCE[spec.dtype])
 
     def close(self) -> None:

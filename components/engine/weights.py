@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from components.engine.weight_files import in_dtype
+from components.models.experts import stack, unstack
 from components.models.load import resolve_model_path
 from components.models.weights import check_shapes, read_folder
 from pipeline.core.component import ModelSpec
@@ -20,7 +21,7 @@ _PEFT_ROOT = "base_model.model."
 
 
 class WeightNames:
-    """Names and shapes of a transformers model's weights; tied ones may be left out.
+    """Names and shapes of a transformers model's weights as in its files; tied ones may be left out.
 
     Args:
         model: a transformers model.
@@ -32,6 +33,8 @@ class WeightNames:
 
     def __init__(self, model: Any) -> None:
         state: dict[str, Tensor] = model.state_dict()
+        self._own = list(state)
+        state = dict(unstack(state))
         self.shapes = {name: tuple(t.shape) for name, t in state.items()}
         by_storage: dict[tuple[int, int, tuple[int, ...]], str] = {}
         self.tied: dict[str, str] = {}
@@ -66,6 +69,10 @@ class WeightNames:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         check_shapes(place, shapes, self.shapes, "Publish the whole model of model.path, adapters merged.")
         return tensors
+
+    def of_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The resolved tensors under the names of the transformers model, which stacks the experts of a layer."""
+        return stack(tensors, self._own)
 
     def distinct(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors, of tied ones only the first."""

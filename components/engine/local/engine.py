@@ -86,7 +86,7 @@ class LocalEngine(Engine):
         if weights.tensors is None and weights.path is None:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
         weights = merged(weights, self.context.model)
-        self.decoder.load(self.names.resolve(weights))
+        self.decoder.load(self.names.of_model(self.names.resolve(weights)))
         self.version = weights.version
         self._weights = weights if self.config.attributions else None
         self.count(seconds_load=time.perf_counter() - start)
@@ -108,7 +108,7 @@ class LocalEngine(Engine):
         model, version = self._twin
         if version != self.version:
             assert self._weights is not None, "kept by run"
-            model.load_state_dict(self.names.resolve(self._weights))
+            model.load_state_dict(self.names.of_model(self.names.resolve(self._weights)))
             self._twin = (model, self.version)
         return model
 

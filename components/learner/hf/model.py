@@ -16,6 +16,7 @@ from components.learner.logprobs import Head, token_logprobs
 from components.learner.packing.attention import register
 from components.learner.packing.flash import check_fast, obstacle
 from components.learner.packing.pack import PackedBatch, pack
+from components.models.experts import unstack
 from pipeline.core.errors import extra
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
@@ -102,10 +103,10 @@ class LearnerModel:
 
     @torch.no_grad()
     def published(self) -> dict[str, Tensor]:
-        """A snapshot in Hugging Face names: adapters merged, a tied output head left out (the embedding holds it)."""
+        """A snapshot under the names of files: adapters merged, a tied head left out (the embedding holds it)."""
         out: dict[str, Tensor] = {}
         deltas = {} if self._peft is None else _lora_deltas(self.causal_lm)
-        for name, tensor in self.causal_lm.state_dict().items():
+        for name, tensor in unstack(self.causal_lm.state_dict()):
             if ".lora_" in name:
                 continue
             name = name.replace(".base_layer.", ".")

@@ -1,1 +1,1 @@
-"""The megatron-core learner: tensor, pipeline, data, sequence and context parallel."""
+"""The megatron-core learner: tensor, pipeline, data, sequence, context and expert parallel."""

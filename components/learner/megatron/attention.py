@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn import functional as F
 
 from components.learner.packing.attention import PackedLayout, make_layout, packed_attention
 from components.learner.packing.pack import PackedBatch
@@ -40,20 +41,19 @@ class RankInputs:
     """Input of one rank's model chunks for one packed batch.
 
     Attributes:
-        input_ids, position_ids: int64 [1, s], this context-parallel rank's tokens.
+        input_ids, position_ids: int64 [1, s], this context-parallel rank's tokens, then padding.
         layout: queries are those tokens; keys are the tokens of all context-parallel ranks.
-        start, stop: the tokens' places in the packed batch, with the padding after it.
+        places: int64 [≤ s], the tokens' places in the packed batch, in order; padding has none.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     layout: PackedLayout
-    start: int
-    stop: int
+    places: Tensor
 
 
 def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) -> RankInputs:
-    """Pads a packed batch to a multiple of `tensor` · `context` tokens and returns one context-parallel rank's slice.
+    """One context-parallel rank's tokens of a packed batch, padded to a multiple of `tensor`; all ranks have as many.
 
     Args:
         batch: packed batch of this replica.
@@ -61,48 +61,85 @@ def prepare(batch: PackedBatch, tensor: int, context: int, context_rank: int) ->
         context: context-parallel ranks.
         context_rank: number of this one.
     """
-    ids = batch.input_ids
-    positions = batch.position_ids
     layout = batch.layout
-    extra = -layout.total % (tensor * context)
-    if extra:
-        places = torch.arange(extra, device=ids.device)
-        ids = torch.cat([ids, ids.new_zeros(1, extra)], 1)
-        positions = torch.cat([positions, places[None]], 1)
-        layout = _append(layout, places + layout.total)
-    if context == 1:
-        return RankInputs(input_ids=ids, position_ids=positions, layout=layout, start=0, stop=layout.total)
-    size = layout.total // context
-    start = context_rank * size
-    stop = start + size
+    numbers = torch.arange(layout.total, device=layout.lengths.device)
+    if context == 1 and layout.total % tensor == 0:
+        return RankInputs(input_ids=batch.input_ids, position_ids=batch.position_ids, layout=layout, places=numbers)
+    shares = zigzag(layout.lengths, context)
+    size = max(int(lengths.sum()) for _, lengths in shares)
+    size += -size % tensor
+    all_places = Jagged.from_lengths(numbers, layout.lengths.sum()[None])
+    own = [all_places.slice_rows(begins, begins + n, torch.zeros_like(begins)) for begins, n in shares]
+    # Keys are gathered rank after rank; where each token then is.
+    gathered = layout.lengths.new_empty(layout.total)
+    for rank, rows in enumerate(own):
+        gathered[rows.values] = rank * size + numbers[: len(rows.values)]
+    rows = own[context_rank]
+    paths = _paths(layout, *shares[context_rank])
+    keys = paths.with_values(gathered[paths.values])
+    padding = torch.arange(len(rows.values), size, device=gathered.device)
+    lengths = rows.lengths
+    if len(padding):
+        # One more row, to which no token attends.
+        lengths = torch.cat([lengths, lengths.new_tensor([len(padding)])])
+        keys = Jagged.concat([keys, Jagged.from_lengths(padding + context_rank * size, lengths[-1:])])
+    plain = context == 1 and layout.keys is None
     return RankInputs(
-        input_ids=ids[:, start:stop],
-        position_ids=positions[:, start:stop],
-        layout=_cut(layout, start, stop),
-        start=start,
-        stop=stop,
+        input_ids=F.pad(batch.input_ids[:, rows.values], (0, len(padding))),
+        position_ids=torch.cat([batch.position_ids[:, rows.values], (padding - len(rows.values))[None]], 1),
+        layout=make_layout(lengths) if plain else replace(make_layout(lengths, keys), sources=context * size),
+        places=rows.values,
     )
 
 
-def _append(layout: PackedLayout, places: Tensor) -> PackedLayout:
-    """The layout with one more row, of padding, to which no token attends."""
-    lengths = torch.cat([layout.lengths, layout.lengths.new_tensor([len(places)])])
-    if layout.keys is None:
-        return make_layout(lengths)
-    keys = Jagged.from_lengths(layout.keys, layout.starts + layout.lengths)
-    return make_layout(lengths, Jagged.concat([keys, Jagged.from_lengths(places, lengths[-1:])]))
+def zigzag(lengths: Tensor, context: int) -> list[tuple[Tensor, Tensor]]:
+    """Cuts every row into 2 · `context` chunks, of which rank i gets chunks i and 2 · `context` − 1 − i.
+
+    A token attends to as many tokens as its path has up to it: one more than the token before it in the row, whatever
+    prefix the row continues. So where chunks are equally long, a row's two chunks on each rank make as many query-key
+    pairs as those on any other. Where they are not, one token more goes to the next rank in turn: ranks differ by at
+    most one token in all, and in a row's pairs by less than two tokens with its whole path.
+
+    Args:
+        lengths: int64 [rows], tokens that rows of a packed batch compute.
+        context: context-parallel ranks.
+
+    Returns:
+        for each rank int64 [parts], places in the packed batch where its chunks begin, and their lengths, at least 1.
+        A rank's chunks that follow each other are one.
+
+    >>> [(b.tolist(), n.tolist()) for b, n in zigzag(torch.tensor([8, 5]), 2)]
+    [([0, 6, 8, 12], [2, 2, 2, 1]), ([2, 10], [4, 2])]
+    """
+    begin = lengths.cumsum(0) - lengths
+    if context == 1:
+        return [(begin, lengths)]
+    chunks = torch.arange(2 * context, device=lengths.device)
+    rank = torch.minimum(chunks, 2 * context - 1 - chunks)
+    extra = lengths % (2 * context)
+    # The extra tokens of a row continue where those of the row before it ended: rank after rank, twice around at most.
+    first = (extra.cumsum(0) - extra) % context
+    turn = (rank - first[:, None]) % context + context * (chunks >= context)
+    sizes = (lengths // (2 * context))[:, None] + (turn < extra[:, None])
+    begins = begin[:, None] + sizes.cumsum(1) - sizes
+    out = []
+    for i in range(context):
+        mine = [i, 2 * context - 1 - i]
+        starts, counts = begins[:, mine], sizes[:, mine]
+        if i == context - 1:
+            starts, counts = starts[:, :1], counts.sum(1, keepdim=True)
+        kept = counts > 0
+        out.append((starts[kept], counts[kept]))
+    return out
 
 
-def _cut(layout: PackedLayout, start: int, stop: int) -> PackedLayout:
-    """The parts of rows among the tokens [start, stop); a row's later part continues its earlier one."""
-    own = torch.arange(layout.total, device=layout.lengths.device) if layout.keys is None else layout.keys
-    keys = Jagged.from_lengths(own, layout.starts + layout.lengths)
-    before = layout.lengths.cumsum(0) - layout.lengths
-    low = (start - before).clamp(min=0).minimum(layout.lengths)
-    high = (stop - before).clamp(min=0).minimum(layout.lengths)
-    kept = (high > low).nonzero(as_tuple=True)[0]
-    paths = keys.slice_rows(torch.zeros_like(low), layout.starts + high).select(kept)
-    return replace(make_layout((high - low)[kept], paths), sources=layout.total)
+def _paths(layout: PackedLayout, begins: Tensor, lengths: Tensor) -> Jagged:
+    """For each chunk the places in the packed batch of its row's path, up to the chunk's last token."""
+    offsets = layout.lengths.cumsum(0)
+    row = torch.searchsorted(offsets, begins, right=True)
+    ends = layout.starts[row] + begins + lengths - (offsets - layout.lengths)[row]
+    own = torch.arange(layout.total, device=begins.device) if layout.keys is None else layout.keys
+    return Jagged.from_lengths(own, layout.starts + layout.lengths).slice_rows(torch.zeros_like(ends), ends, row)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]

@@ -128,6 +128,8 @@ def build_chunks(bridge: Any, virtual_pipeline: int, parts: Parts) -> list[Packe
 
 def _layer_spec(bridge: Any, parts: Parts, stage: int | None) -> Any:
     fused = parts.transformer_engine
+    # Only TransformerEngine has one kernel for all experts of a rank; elsewhere they run one after the other.
+    bridge.config.moe_grouped_gemm = bridge.config.moe_permute_fusion = fused
     spec = get_gpt_decoder_block_spec(
         bridge.config, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=stage
     )

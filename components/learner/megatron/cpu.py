@@ -10,15 +10,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+
+
+class _Stream:
+    """The stream on which token counts of experts would be copied from a device."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is pending."""
+
+    def record_event(self) -> _Stream:
+        """An event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+
+_STREAM = _Stream()
+
+
+def _as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextmanager
@@ -33,6 +55,12 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(_replaced(cuda, "current_device", _for_megatron(cuda.current_device, lambda: CPU)))
         # After pipeline communication and before a checkpoint; the CPU has nothing pending.
         stack.enter_context(_replaced(cuda, "synchronize", _for_megatron(cuda.synchronize, lambda *_: None)))
+        # Experts' token counts, which travel on a stream of their own and arrive as numpy arrays.
+        stack.enter_context(_replaced(token_dispatcher, "maybe_move_tensor_to_cpu", _as_counts))
+        stack.enter_context(_replaced(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _STREAM))
+        current = _for_megatron(cuda.current_stream, lambda: _STREAM)
+        stack.enter_context(_replaced(cuda, "current_stream", current))
+        stack.enter_context(_replaced(cuda, "stream", _for_megatron(cuda.stream, nullcontext)))
         # The tracker of random states takes each region's state from the device generator: here the CPU's, so that
         # recomputed activations draw the same numbers as the first time.
         stack.enter_context(_replaced(cuda, "manual_seed", _for_megatron(cuda.manual_seed, torch.manual_seed)))

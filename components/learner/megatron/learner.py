@@ -1,4 +1,4 @@
-"""`learner.megatron`: trains causal LMs sharded over tensor, pipeline, context and data parallel ranks."""
+"""`learner.megatron`: trains causal LMs sharded over tensor, pipeline, context, expert and data parallel ranks."""
 
 from __future__ import annotations
 

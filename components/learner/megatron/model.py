@@ -19,6 +19,7 @@ from components.learner.logprobs import Head, VocabShard, token_logprobs
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.experts import local_expert
 from components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
 from components.learner.megatron.layers.parts import chosen_parts
 from components.learner.megatron.parallel import check_layout
@@ -123,7 +124,7 @@ class MegatronModel:
             fill(self.bridge, own, read(own, files))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
+        """Whole tensors in Hugging Face names, one at a time, on every rank; all ranks iterate."""
         return gather(self.bridge, parts(self.bridge, self.chunks))
 
     def forward(self, chunk: Any, batch: PackedBatch) -> Tensor:
@@ -195,10 +196,12 @@ class MegatronModel:
 
     def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
-        inputs = self.inputs(batch)
-        inside = (batch.predict >= inputs.start) & (batch.predict < inputs.stop)
-        own = inside.nonzero(as_tuple=True)[0]
-        chosen = hidden.index_select(0, batch.predict[own] - inputs.start)
+        places = self.inputs(batch).places
+        slots = places.new_full((batch.tokens,), -1)
+        slots[places] = torch.arange(len(places), device=places.device)
+        slots = slots[batch.predict]
+        own = (slots >= 0).nonzero(as_tuple=True)[0]
+        chosen = hidden.index_select(0, slots[own])
         values = self._token_logprobs(chosen, batch.next_tokens[own], temperature)
         # Forward a sum over the ranks' disjoint parts, backward the identity.
         logprobs, entropies = (
@@ -225,5 +228,8 @@ def _leave(tensor: Tensor) -> Tensor:
 
 def _mark(chunk: Any) -> None:
     # Gradient norm and optimiser read these attributes of every parameter.
-    for parameter in chunk.parameters():
+    for name, parameter in chunk.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if local_expert(name):
+            # Summed over the ranks with the same expert, also where expert_parallel is 1.
+            parameter.allreduce = False

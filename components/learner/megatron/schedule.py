@@ -2,7 +2,8 @@
 
 Micro-batches have any lengths: stages send each other the shape first. Replicas may run different numbers
 of them, since gradients are summed only after the last; the interleaved schedule requires a multiple of the pipeline
-size and is filled up with one-token micro-batches of weight zero, and so is a replica without rows.
+size and is filled up with one-token micro-batches of weight zero, and so is a replica without rows, or with fewer than
+one with which it shares experts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from components.learner.megatron.experts import most_of_sharing
 from components.learner.packing.pack import PackedBatch, pack
 from pipeline.core.jagged import Jagged
 
@@ -32,17 +34,16 @@ def filler(device: str) -> PackedBatch:
     return pack(token, token, torch.zeros(1, dtype=torch.int64, device=device))
 
 
-def num_fillers(count: int, pipeline: int, virtual: int) -> int:
-    """Number of micro-batches to add to `count` so that the schedule accepts them.
+def num_fillers(count: int, pipeline: int, virtual: int, most: int = 0) -> int:
+    """Number of micro-batches to add to `count` so that the schedule accepts them, and are at least `most`.
 
     >>> [num_fillers(n, pipeline=2, virtual=2) for n in (0, 1, 2, 5)]
     [2, 1, 0, 1]
-    >>> [num_fillers(n, pipeline=2, virtual=1) for n in (0, 1, 5)]
-    [1, 0, 0]
+    >>> [num_fillers(n, pipeline=2, virtual=1, most=3) for n in (0, 1, 5)]
+    [3, 2, 0]
     """
-    if virtual > 1:
-        return pipeline if count == 0 else -count % pipeline
-    return int(count == 0)
+    total = max(count, most, 1)
+    return total - count + (-total % pipeline if virtual > 1 else 0)
 
 
 def run_schedule(
@@ -68,7 +69,7 @@ def run_schedule(
         on the last stage the data, in order; elsewhere nothing.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    extra = num_fillers(len(batches), pipeline, len(chunks))
+    extra = num_fillers(len(batches), pipeline, len(chunks), most_of_sharing(len(batches), device))
     work = list(enumerate(batches)) + [(-1, filler(device))] * extra
 
     def loss_of(index: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -23,11 +23,13 @@ class ParallelLayout:
     """chunks of layers per pipeline rank: smaller bubbles, more communication"""
     context_parallel: int = 1
     """ranks that the tokens of a micro-batch are sharded over, for sequences too long for one device"""
+    expert_parallel: int = 1
+    """ranks that the experts of a layer are sharded over; they are tensor and context parallel ranks and replicas"""
     sequence_parallel: bool = False
     """shard activations between matrix products over the tensor-parallel ranks too: less memory"""
 
     def __post_init__(self) -> None:
-        sizes = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel")
+        sizes = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
         small = [f"{name} {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
         if small:
             raise ValueError(f"expected at least 1 (1: not sharded), got {', '.join(small)}.")
@@ -35,6 +37,13 @@ class ParallelLayout:
             raise ValueError(
                 f"virtual_pipeline {self.virtual_pipeline} interleaves pipeline stages, but pipeline_parallel is 1; "
                 "set pipeline_parallel, or virtual_pipeline: 1."
+            )
+        ranks = self.tensor_parallel * self.context_parallel
+        if self.expert_parallel % ranks and ranks % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} does not fit tensor_parallel {self.tensor_parallel} × "
+                f"context_parallel {self.context_parallel} = {ranks} ranks; expected a divisor of {ranks}, or a "
+                "multiple to shard experts over several replicas."
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from components.learner.megatron.experts import local_expert, of_all_experts
+from components.models.experts import unstack
 from components.models.load import resolve_model_path
 from components.models.weights import Shape, check_shapes, weight_files
 from pipeline.core.errors import DataError
@@ -25,21 +27,32 @@ Files = dict[str, tuple[Path, Shape]]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One parameter of this rank, and the Hugging Face tensors of which it is a shard."""
+    """One parameter of this rank, and the Hugging Face tensors of which it is a shard.
+
+    Of an expert's weight, `place` is the expert's number on this rank, and `name` without it names all of the layer's.
+    """
 
     name: str
     parameter: Tensor
     sources: list[str]
+    place: int | None = None
 
 
 def parts(bridge: Any, chunks: list[Any]) -> list[Part]:
     """All parameters of this rank, named by their place in the whole model."""
     out = []
     for chunk in chunks:
-        whole = bridge._weight_name_mapping_mcore_local_to_global(chunk)
+        whole = bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
         for name, parameter in chunk.named_parameters():
-            out.append(Part(whole[name], parameter, bridge._weight_name_mapping_mcore_to_hf(whole[name])))
+            base, place = local_expert(whole[name]) or (whole[name], None)
+            numbered = base if place is None else _numbered(bridge, base, place, bridge.mpu.ep_rank)
+            out.append(Part(base, parameter, bridge._weight_name_mapping_mcore_to_hf(numbered), place))
     return out
+
+
+def _numbered(bridge: Any, base: str, place: int, rank: int) -> str:
+    """Name of an expert's weight in the whole model."""
+    return f"{base}{rank * (bridge.config.num_moe_experts // bridge.mpu.ep_size) + place}"
 
 
 # --- files ---
@@ -87,12 +100,12 @@ def check_files(path: str, files: Files, expected: dict[str, Shape]) -> None:
 
 
 def whole_shapes(hf_config: Any) -> dict[str, Shape]:
-    """Shapes of a model's tensors by name, from an empty transformers model; without a tied output head."""
+    """Shapes of a model's tensors by name in files, from an empty transformers model; without a tied output head."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in unstack(model.state_dict())}
     if hf_config.tie_word_embeddings:
         del shapes[TIED_HEAD]
     return shapes
@@ -114,17 +127,20 @@ def fill(bridge: Any, own: list[Part], tensors: Iterator[tuple[str, Tensor]]) ->
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         for part in waiting.pop(name, []):
-            group = held.setdefault(part.name, {})
+            group = held.setdefault(part.sources[0], {})
             group[name] = tensor
             if len(group) == len(part.sources):
-                _copy(bridge, part, [held[part.name][source] for source in part.sources])
-                del held[part.name]
+                _copy(bridge, part, [group[source] for source in part.sources])
+                del held[part.sources[0]]
     if waiting:
         raise DataError(f"weights: expected all tensors of the model, got none named '{min(waiting)}'.")
 
 
 def _copy(bridge: Any, part: Part, sources: list[Tensor]) -> None:
     whole = bridge._weight_to_mcore_format(part.name, sources)
+    if part.place is not None:
+        part.parameter.copy_(whole)
+        return
     shards = bridge._weight_split_across_tp(part.name, whole, part.parameter, bridge.mpu.tp_size)
     part.parameter.copy_(shards[bridge.mpu.tp_rank])
 
@@ -140,24 +156,28 @@ def _sharded_dim(parameter: Tensor) -> int | None:
 def gather(bridge: Any, own: list[Part]) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors in Hugging Face names on every rank of a replica, one parameter at a time.
 
-    Collective: all ranks of the replica iterate.
+    Collective: all ranks of the replica iterate, and of all replicas that share experts.
     """
     states = bridge.mpu
     device = own[0].parameter.device
-    mine = [(p.name, tuple(p.parameter.shape), p.parameter.dtype, _sharded_dim(p.parameter)) for p in own]
+    mine = [(p.name, tuple(p.parameter.shape), p.parameter.dtype, _sharded_dim(p.parameter), p.place) for p in own]
     plans: list[Any] = [None] * states.pp_size
     dist.all_gather_object(plans, mine, group=states.pp_group)
     for stage, plan in enumerate(plans):
         source = dist.get_global_rank(states.pp_group, stage)
-        for place, (name, shape, dtype, dim) in enumerate(plan):
+        for number, (name, shape, dtype, dim, place) in enumerate(plan):
             if bridge.hf_config.tie_word_embeddings and name == "output_layer.weight":
                 continue  # the embedding's copy on the last stage
             if stage == states.pp_rank:
-                shard = own[place].parameter.detach().contiguous()
+                shard = own[number].parameter.detach().contiguous()
             else:
                 shard = torch.empty(shape, dtype=dtype, device=device)
             if states.pp_size > 1:
                 dist.broadcast(shard, source, group=states.pp_group)
+            if place is not None:
+                for rank, expert in enumerate(of_all_experts(shard)):
+                    yield from _to_hf(bridge, _numbered(bridge, name, place, rank), [expert], None)
+                continue
             shards = [shard]
             if dim is not None and states.tp_size > 1:
                 shards = [torch.empty_like(shard) for _ in range(states.tp_size)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from components.engine.local.engine import LocalEngine
+from components.models.experts import unstack
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.handles import Requests
 from pipeline.core.jagged import Jagged
@@ -73,6 +74,9 @@ def build_model(kind, vocab):
     configs = {
         "qwen2": lambda: tf.Qwen2Config(**shape, tie_word_embeddings=True),
         "qwen3": lambda: tf.Qwen3Config(**shape, head_dim=16),
+        "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+            **shape, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+        ),
         "llama": lambda: tf.LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
         "llama3": lambda: tf.LlamaConfig(
             **shape,
@@ -141,7 +145,7 @@ def start(folder, device):
         engine = LocalEngine(LocalEngine.Config(**settings))
         engine.setup(Context(device=device, model=ModelSpec(path=path, max_context=max_context, dtype=dtype)))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(device)
-        policy = engine.run(weights=Weights(version=3, tensors=dict(model.state_dict()))).policy
+        policy = engine.run(weights=Weights(version=3, tensors=dict(unstack(model.state_dict())))).policy
         return policy, model
 
     return make

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from components.engine.local.engine import LocalEngine
+from components.models.experts import unstack
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
@@ -50,6 +51,20 @@ def test_new_weights_take_effect(pair, way, tmp_path):
     fresh = policy.engine.run(weights=weights).policy
     assert fresh.version == 9
     torch.testing.assert_close(scores(fresh), expected(model, tensors), rtol=0, atol=1e-5)
+
+
+def test_experts_load_under_the_names_of_files(start):
+    policy, model = start("qwen3_moe")
+    own = dict(model.state_dict())
+    from_files = policy.engine.run(weights=Weights(version=4)).policy
+    torch.testing.assert_close(scores(from_files), expected(model, own), rtol=0, atol=1e-5)
+    tensors = halved(model)
+    published = dict(unstack(tensors))
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in published
+    fresh = policy.engine.run(weights=Weights(version=5, tensors=published)).policy
+    torch.testing.assert_close(scores(fresh), expected(model, tensors), rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match=r"others, first 'model.layers.0.mlp.experts.down_proj'"):
+        policy.engine.run(weights=Weights(version=6, tensors=tensors))
 
 
 def test_published_tensors_are_copied(pair):

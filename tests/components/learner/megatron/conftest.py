@@ -99,6 +99,13 @@ def _write(kind: str, path: Path) -> str:
         "tie_word_embeddings": False,
     }
     scaled = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0}
+    experts = {
+        "head_dim": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    }
     shapes = {
         "qwen2": lambda: transformers.Qwen2Config(**{**shared, "vocab_size": 51, "num_key_value_heads": 1}),
         "qwen2-tied": lambda: transformers.Qwen2Config(**{**shared, "tie_word_embeddings": True}),
@@ -106,6 +113,11 @@ def _write(kind: str, path: Path) -> str:
         "qwen3-wide": lambda: transformers.Qwen3Config(
             **{**shared, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}, head_dim=64
         ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**shared, **experts, norm_topk_prob=True),
+        "qwen3_moe-42": lambda: transformers.Qwen3MoeConfig(
+            **{**shared, "vocab_size": 42}, **experts, norm_topk_prob=True
+        ),
+        "qwen3_moe-raw": lambda: transformers.Qwen3MoeConfig(**shared, **experts, norm_topk_prob=False),
         "olmo2": lambda: transformers.Olmo2Config(**shared, pad_token_id=None, eos_token_id=0),
         "olmo3": lambda: transformers.Olmo3Config(
             **{**shared, "max_position_embeddings": 32},

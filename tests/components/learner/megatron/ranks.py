@@ -14,7 +14,7 @@ from components.learner.megatron.parallel import init_parallel
 from components.learner.megatron.settings import ParallelLayout
 from components.learner.megatron.weights import fill, parts
 from components.learner.packing.pack import PackedBatch, pack
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.jagged import Jagged
 
 
@@ -209,3 +209,12 @@ def vocabulary(path: str, sizes: dict[str, Any]) -> tuple[int, int, int]:
     """True vocabulary, padded vocabulary and this rank's rows of the head."""
     model = built(path, sizes)
     return model.vocab_size, model.bridge.padded_vocab_size, len(model.head_weight())
+
+
+def layout_error(sizes: dict[str, Any]) -> str:
+    """What making the groups of a layout said on this rank."""
+    try:
+        init_parallel(ParallelLayout(**sizes))
+    except ConfigError as error:
+        return str(error)
+    return ""

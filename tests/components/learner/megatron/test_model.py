@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from components.learner.megatron.settings import ParallelLayout
+from components.models.experts import unstack
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.jagged import Jagged
 
 CLOSE = 1e-5
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS = {
     "1x1": {},
     "2x1": {"tensor_parallel": 2},
@@ -23,10 +25,23 @@ LAYOUTS = {
     "sequence and stages": {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
     "interleaved": {"pipeline_parallel": 2, "virtual_pipeline": 2},
     "context, tensor and sequence": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "context": {"context_parallel": 4},
     "context and stages": {"context_parallel": 2, "pipeline_parallel": 2},
 }
+EXPERTS = {
+    "over replicas": {"expert_parallel": 2},
+    "one expert per rank": {"expert_parallel": 4},
+    "over replicas, with stages": {"expert_parallel": 2, "pipeline_parallel": 2},
+    "over tensor ranks": {"expert_parallel": 2, **TP2},
+    "over tensor ranks and replicas": {"expert_parallel": 4, **TP2},
+    "over tensor ranks, with chunks": {"expert_parallel": 2, **TP2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    "over context ranks": {"expert_parallel": 2, "context_parallel": 2},
+    "over tensor and context ranks": {"expert_parallel": 4, "context_parallel": 2, **TP2},
+    "whole": {**TP2},
+}
 # Neighbours in this list have one layout, so that process groups are made once for them.
-CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2")] + [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
+CASES = [("tiny", "2x2"), ("qwen2-tied", "2x2"), ("olmo3", "context")]
+CASES += [("qwen3", layout) for layout in LAYOUTS if layout != "2x2"]
 CUTS = [torch.tensor([0, 1, 2, 3]), torch.tensor([4, 5, 6]), torch.tensor([7, 8]), torch.tensor([9])]
 
 
@@ -64,7 +79,7 @@ def reference(ranks: Any, path: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]
         ranks.objective(*joined).backward()
         logprobs.append(joined[0].detach())
         entropies.append(joined[1].detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = dict(unstack({name: p.grad for name, p in model.named_parameters()}))
     return torch.cat(logprobs), torch.cat(entropies), gradients
 
 
@@ -101,7 +116,17 @@ def test_every_family_equals_transformers(
     from components.learner.megatron.families import FAMILIES
 
     for kind in FAMILIES:
-        compare(pool.run(ranks.train, checkpoint(kind), LAYOUTS["2x2"], *rows(), CUTS), truth(kind))
+        layout = LAYOUTS["sequence and stages" if kind == "qwen3_moe" else "2x2"]
+        compare(pool.run(ranks.train, checkpoint(kind), layout, *rows(), CUTS), truth(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen3_moe-raw", "over replicas"), *(("qwen3_moe", layout) for layout in EXPERTS)]
+)
+def test_experts_equal_transformers(
+    kind: str, layout: str, pool: Any, ranks: Any, checkpoint: Callable[[str], str], truth: Callable[[str], Any]
+) -> None:
+    compare(pool.run(ranks.train, checkpoint(kind), EXPERTS[layout], *rows(), CUTS), truth(kind))
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)

@@ -10,6 +10,7 @@ from components.learner.hf.learner import HFLearner
 from components.learner.objective import KL, OBJECTIVES, EntropyMask, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
+from components.models.experts import unstack
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
@@ -206,7 +207,7 @@ def train_hf(folder: str, cases: dict[str, dict[str, Any]], dtype: str = "float3
         learner = hf_learner(folder, settings, dtype)
         metrics, moments = three_steps(learner, lambda x: x.state_dict()["optimizer"]["moments"])
         out[name] = {
-            "gradients": {n: m["exp_avg"] / 0.1 for n, m in moments.items()},
+            "gradients": dict(unstack({n: m["exp_avg"] / 0.1 for n, m in moments.items()})),
             "metrics": metrics,
             "logprobs": logprobs_of(learner),
             "weights": learner.initial()["weights"].tensors,
