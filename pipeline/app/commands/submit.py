@@ -112,7 +112,26 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         # The run is named without these settings, because they determine where it runs, not what it computes.
         overrides.append(f"run.name={experiment.run.name}")
     line = _shell_line([*overrides, *_options(config_dirs)])
-    return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
+    model = model_folder(experiment.model.path) if cluster.scratch and "model" in cluster.scratch_copies else None
+    return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line, model=model)
+
+
+def model_folder(path: str) -> tuple[str, Path]:
+    """`model.path`, and the folder with its files; ConfigError where they are not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from components.models.load import resolve_model_path
+
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        file = try_to_load_from_cache(path, "config.json")
+        if not isinstance(file, str):
+            raise ConfigError(
+                f"cluster.scratch: model '{path}' is not in the hub's cache of this machine, so nodes cannot copy it. "
+                f"Download it with `hf download {path}`, or set cluster.scratch_copies=[environment]."
+            )
+        folder = Path(file).parent
+    return path, folder.resolve()
 
 
 def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
