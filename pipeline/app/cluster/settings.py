@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from components.models.gpus import DEVICES
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 from pipeline.core.settings import build_config
 from pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
@@ -38,6 +39,8 @@ class Cluster:
     """further nodes that hold engine servers; 0 with disaggregated puts the servers on the learner's nodes"""
     gpus_per_node: int = 8
     """GPUs requested on every node; 0 is a CPU job"""
+    gpu: str = ""
+    """kind of the GPUs, such as h100: `submit` then refuses a run that needs more of their memory by the layout plan"""
     ranks_per_node: int = 0
     """learner processes per node; 0 is one per GPU"""
     servers_per_node: int = 0
@@ -119,6 +122,8 @@ class Cluster:
                 f"{self.gpus_per_node}. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes of "
                 "their own."
             )
+        if self.gpu and self.gpu not in DEVICES:
+            raise ValueError(f"gpu: expected one of {', '.join(DEVICES)}, or empty, got '{self.gpu}'.")
         if self.container and not self.python:
             raise ValueError(
                 "container, but no python: the environment of this machine does not run inside an image; expected "

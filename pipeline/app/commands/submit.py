@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from components.models.gpus import DEVICES
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
 from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
@@ -104,6 +105,11 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
     except DistributedError as error:
         raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
+    if cluster.gpu and cluster.gpus_per_node and experiment.run.check_memory:
+        from pipeline.app.cluster.recipe_plan import check_memory
+
+        size = cluster.gpus_per_server
+        check_memory(experiment, DEVICES[cluster.gpu], cluster.ranks, cluster.servers * size, size)
     run = experiment.run_path.resolve()
     if cluster.servers:
         from pipeline.app.cluster.servers import learner_overrides
