@@ -177,30 +177,34 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch
     import torch.distributed as dist
 
+    from pipeline.core.component import Ranks
+    from pipeline.run.distributed.network import choose_interface, not_connected, within
+
     cuda = torch.cuda.is_available()
     megabytes = 64 if cuda else 4  # enough to use the bulk path of the network, and still fast
-    begin = time.monotonic()
-    try:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=rank,
-            world_size=tasks,
-            timeout=timedelta(seconds=seconds),
-        )
+    backend = "nccl" if cuda else "gloo"
+    results: list[float] = []
+
+    def exchange() -> None:
+        limit = timedelta(seconds=seconds)
+        place = f"tcp://{address}:{port}"
+        dist.init_process_group(backend, init_method=place, rank=rank, world_size=tasks, timeout=limit)
         held = torch.ones(megabytes * 2**18, device="cuda:0" if cuda else "cpu")
         dist.all_reduce(held)  # the first one makes the connections
         warm = time.monotonic()
         dist.all_reduce(held)
-        is_right = float(held[0]) == tasks**2 == float(held[-1])
-        taken = time.monotonic() - warm
+        results.append(float(held[0]) == tasks**2 == float(held[-1]))
+        results.append(time.monotonic() - warm)
         dist.destroy_process_group()
-    except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
-        waited = time.monotonic() - begin
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        text = f"{tasks} nodes did not exchange numbers through {address}:{port} in {waited:.0f} s ({said})"
-        step = "see that no firewall is between nodes, and set cluster.interface"
-        return Finding("interconnect", "FAIL", f"{text}; {step}")
+
+    choose_interface(address)
+    try:
+        within(seconds + 10, exchange)
+    except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own are RuntimeErrors
+        text = f"{tasks} nodes did not exchange numbers through {address}:{port}; see that no firewall is between them"
+        said = not_connected(backend, Ranks(rank=rank, world=tasks), error)
+        return Finding("interconnect", "FAIL", f"{text}. {said}")
+    is_right, taken = results
     if not is_right:
         text = f"a sum over {tasks} nodes is wrong; check the network between them"
         return Finding("interconnect", "FAIL", text)
