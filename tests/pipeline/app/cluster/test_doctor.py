@@ -134,7 +134,10 @@ def test_a_node_that_does_not_answer():
     finding = doctor.interconnect(0, 2, "127.0.0.1", port, seconds=1.0)
     assert finding.state == "FAIL"
     assert f"2 nodes did not exchange numbers through 127.0.0.1:{port}" in finding.text
-    assert finding.text.endswith("see that no firewall is between nodes, and set cluster.interface")
+    assert "see that no firewall is between them. rank 0 (" in finding.text
+    assert finding.text.endswith(
+        "Set cluster.interface (without SLURM, GLOO_SOCKET_IFNAME) to one through which all hosts are reached."
+    )
 
 
 @pytest.mark.parametrize("visible", ["0,1"])
