@@ -58,3 +58,12 @@ def kind_of(name: str) -> Device | None:
     """
     words = name.lower().replace("-", " ").split()
     return next((device for kind, device in DEVICES.items() if kind in words), None)
+
+
+def own_kind(device: str) -> Device | None:
+    """The kind of a device of this process ("cuda:0"); None for a CPU, or for a GPU that is not in the table."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return kind_of(torch.cuda.get_device_name(device))

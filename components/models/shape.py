@@ -9,10 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 
+Number = TypeVar("Number", float, Tensor)
 _UNSUPPORTED = ("q_lora_rank", "shared_expert_intermediate_size", "n_shared_experts", "n_routed_experts")
 
 
@@ -86,7 +89,7 @@ class Shape:
         mlp = 3 * (self.hidden + self.mlp) * max(self.experts, 1) + (self.hidden + self.experts) * bool(self.experts)
         return rank * self.layers * (projections + mlp)
 
-    def forward_flops(self, tokens: float, pairs: float, predicted: float) -> float:
+    def forward_flops(self, tokens: float, pairs: Number, predicted: float) -> Number:
         """Operations of a forward pass.
 
         Args:
@@ -96,10 +99,11 @@ class Shape:
             predicted: tokens whose logits are computed.
         """
         # Every weight is multiplied once per token; the input embedding is a lookup. Scores and values: two products.
-        seen = min(pairs, tokens * self.window) if self.windowed else pairs
-        attended = (self.layers - self.windowed) * pairs + self.windowed * seen
         products = tokens * self.active_parameters + predicted * self.embedding_parameters
-        return 2.0 * products + 4.0 * attended * self.heads * self.head_dim
+        attended = self.layers * pairs
+        if self.windowed and pairs > tokens * self.window:
+            attended += self.windowed * (tokens * self.window - pairs)
+        return attended * (4.0 * self.heads * self.head_dim) + 2.0 * products
 
     @staticmethod
     def of_numbers(text: str) -> Shape:
@@ -194,16 +198,22 @@ SHAPES = {
 
 
 def known_shape(path: str) -> Shape | None:
-    """The shape of `model.path` without a question to the hub: from its files here, else from `SHAPES`, else None."""
+    """The shape of `model.path` without a question to the hub: from its files here, else from `SHAPES`.
+
+    None for a model that is in neither, or that the formulas do not cover.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
     from components.models.load import EMBEDDED
 
-    folder = EMBEDDED.get(path) or Path(path).expanduser()
-    if folder.is_dir():
-        return Shape.read(str(folder))
-    known = SHAPES.get(path.rpartition("/")[2].lower())
-    if known is None:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(path, "config.json") if path.count("/") == 1 else None
-        return Shape.read(file) if isinstance(file, str) else None
-    return known
+    file = (EMBEDDED.get(path) or Path(path).expanduser()) / "config.json"
+    if not file.is_file():
+        known = SHAPES.get(path.rpartition("/")[2].lower())
+        cached = try_to_load_from_cache(path, "config.json") if known is None and path.count("/") == 1 else None
+        if not isinstance(cached, str):
+            return known
+        file = Path(cached)
+    try:
+        return Shape.read(str(file))
+    except ConfigError:
+        return None
