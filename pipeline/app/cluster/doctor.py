@@ -127,9 +127,25 @@ def devices() -> Iterator[Finding]:
             yield Finding(f"cuda:{i}", "ok", text)
         else:
             yield Finding(f"cuda:{i}", "FAIL", f"{text}; another process holds memory (`nvidia-smi` shows it)")
+        yield _attention(i)
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""  # type: ignore[no-untyped-call]
     yield Finding("nccl", "ok" if nccl else "FAIL", version or "not in this build of torch; install a CUDA build")
+
+
+def _attention(gpu: int) -> Finding:
+    """Whether a GPU and this build of torch have flash attention, without which learners are several times slower."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(gpu)
+    name = f"cuda:{gpu} attention"
+    if (major, minor) < (8, 0):
+        text = f"none of the fast kernels: compute capability {major}.{minor}; expected a GPU of 8.0 (A100) or newer"
+        return Finding(name, "warn", text)
+    if not torch.backends.cuda.is_flash_attention_available():
+        text = f"torch {torch.__version__} was built without flash attention; install a CUDA build from pytorch.org"
+        return Finding(name, "warn", text)
+    return Finding(name, "ok", "flash attention, in bfloat16")
 
 
 def node() -> Iterator[Finding]:

@@ -195,12 +195,12 @@ def plan(
 def layouts(shape: Shape, world: int, device: Device, training: Training = MEGATRON) -> Iterator[Layout]:
     """Layouts with equal stages: heads divisible by TP, TP inside a node, layers divisible by PP × VPP.
 
-    `learner.megatron` supports uneven stages and context parallelism too; `learner.hf` is sharded over all ranks or
-    none.
+    `learner.megatron` supports uneven stages and context parallelism too; `learner.hf` is sharded over no ranks,
+    those of a node, or all.
     """
     recomputes: tuple[Recompute, ...] = ("none", "full")
     if training.kind == "hf":
-        for shard in dict.fromkeys((1, world)):
+        for shard in dict.fromkeys(n for n in (1, device.node, world) if world % n == 0):
             for recompute in recomputes:
                 yield Layout(world=world, shard=shard, recompute=recompute)
         return

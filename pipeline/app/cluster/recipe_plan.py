@@ -122,7 +122,7 @@ def recipe_plan(
     serving = serving_of(engine)
     serving = replace(serving, tensor=gpus_per_server or serving.tensor)
     training = training_of(learner.config, experiment.model.dtype)
-    layout = layout_of(learner.config, world)
+    layout = layout_of(learner.config, world, shape, device, training)
     return _planned(
         experiment, shape, device, training, layout, serving, engine_gpus or (serving.tensor if elsewhere else 0)
     )
@@ -259,9 +259,17 @@ def training_of(config: Any, dtype: str) -> Training:
     )
 
 
-def layout_of(config: Any, world: int) -> Layout:
+def fsdp_size(shape: Shape, training: Training, world: int, device: Device) -> int:
+    """What `learner.fsdp_size: 0` chooses: the fewest ranks on which the state takes a quarter of each GPU's memory."""
+    adapters = shape.lora_parameters(training.lora)
+    copies = bool(adapters) + (training.reference and not adapters)
+    state = 16 * (adapters or shape.parameters) + copies * training.bytes * shape.parameters
+    return next((n for n in range(1, world) if world % n == 0 and state <= n * device.memory / 4), world)
+
+
+def layout_of(config: Any, world: int, shape: Shape, device: Device, training: Training) -> Layout:
     """The layout that a learner's settings say, on `world` ranks."""
-    shard = getattr(config, "fsdp_size", 1) or world
+    shard = getattr(config, "fsdp_size", 1) or fsdp_size(shape, training, world, device)
     return Layout(
         world=world,
         tensor=getattr(config, "tensor_parallel", 1),

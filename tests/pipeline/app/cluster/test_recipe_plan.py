@@ -12,7 +12,16 @@ from components.models.gpus import DEVICES, kind_of
 from components.models.shape import SHAPES
 from pipeline.app.cli import main
 from pipeline.app.cluster.engine_plan import Decoding, Serving, estimate_engine
-from pipeline.app.cluster.recipe_plan import check_memory, nearest, recipe_plan, rows_per_prompt, work_of
+from pipeline.app.cluster.layout_plan import Layout, Training
+from pipeline.app.cluster.recipe_plan import (
+    check_memory,
+    fsdp_size,
+    layout_of,
+    nearest,
+    recipe_plan,
+    rows_per_prompt,
+    work_of,
+)
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 from pipeline.run.compose.experiment import build_experiment, compose
@@ -84,6 +93,17 @@ def test_rows_per_prompt(recipe, rows):
     prompts = getattr(config, "groups", made.graph["prompts"].config.batch)
     assert decoding.rows == prompts * rows
     assert work.tokens == prompts * (512 + rows * config.max_tokens)
+
+
+def test_ranks_that_share_one_model():
+    shape, full = SHAPES["qwen2.5-7b"], Training(kind="hf")
+    # 16 bytes for each of 7.6 billion weights, on GPUs of which 20 GB may be taken.
+    assert [fsdp_size(shape, full, world, H100) for world in (1, 4, 8, 32)] == [1, 4, 8, 8]
+    # Frozen weights of 15 GB and the adapters fit one.
+    assert fsdp_size(shape, replace(full, lora=64), 8, H100) == 1
+    config = SimpleNamespace(fsdp_size=0, recompute="full")
+    assert layout_of(config, 8, shape, H100, full) == Layout(world=8, shard=8, recompute="full")
+    assert layout_of(SimpleNamespace(fsdp_size=2, recompute="none"), 8, shape, H100, full).shard == 2
 
 
 def test_engines_on_the_same_gpus_and_apart_and_asleep():
