@@ -21,6 +21,7 @@ class Serving:
         share: share of a GPU's memory that weights and cache take together; 0: what `cache_bytes`, or else
             `cache_tokens`, say.
         cache_bytes, cache_tokens: most bytes or tokens of the cache of a copy; 0: unlimited.
+        in_process: whether it is `engine.local`, whose cache of no given size takes what the learner leaves.
         growth: peak over the cache's own size while it grows.
         sleeps: whether weights and cache leave the GPU while the learner trains.
     """
@@ -30,6 +31,7 @@ class Serving:
     share: float = 0.0
     cache_bytes: float = 0.0
     cache_tokens: float = 0.0
+    in_process: bool = False
     growth: float = 1.0
     sleeps: bool = False
 

@@ -64,7 +64,8 @@ class RecipePlan:
         if self.engine_gpus:
             return self.learner.memory
         if self.serving.sleeps:
-            kept = sum(self.learner.bytes.get(name, 0.0) for name in ("weights", "optimiser", "reference", "published"))
+            # Optimiser and gradients are on the CPU while a sleeping engine's GPU samples.
+            kept = sum(self.learner.bytes.get(name, 0.0) for name in ("weights", "reference", "published"))
             return max(self.learner.memory, self.engine.memory + kept)
         return self.learner.memory + self.engine.memory
 
@@ -180,16 +181,19 @@ def _candidates(
 
 def _with_less_cache(made: RecipePlan) -> RecipePlan:
     """The plan with a cache of `engine.local` that takes what the learner leaves, where that is enough to decode."""
-    left = made.budget - made.learner.memory - made.engine.weights
-    if made.engine_gpus or not made.serving.growth > 1 or not made.engine.least - made.engine.weights < left:
-        return made
-    tokens = int(left / made.serving.growth / made.shape.kv_bytes) // 1024 * 1024
-    if tokens >= made.serving.cache_tokens or made.engine.cache <= left:
+    tokens = _tokens_left(made.shape, made.budget - made.learner.memory - made.engine.weights, made.serving)
+    enough = tokens * made.shape.kv_bytes >= made.engine.least - made.engine.weights
+    if made.fits or not made.serving.in_process or not enough or not made.serving.cache_tokens:
         return made
     serving = replace(made.serving, cache_tokens=tokens)
     engine = estimate_engine(made.shape, serving, made.decoding, made.learner.layout.data, made.device)
     own = (*made.overrides, f"engine.max_batch_tokens={tokens}")
     return replace(made, serving=serving, engine=engine, overrides=own)
+
+
+def _tokens_left(shape: Shape, left: float, serving: Serving) -> int:
+    """Tokens whose cache fits that many bytes, in thousands of 1,024."""
+    return max(0, int(left / serving.growth / shape.kv_bytes) // 1024 * 1024)
 
 
 def _trainings(learner: Node, dtype: str, shape: Shape, servers: bool) -> Iterator[tuple[Training, list[str]]]:
@@ -231,14 +235,21 @@ def _planned(
     nodes = _nodes(experiment.graph)
     assert nodes is not None
     work, decoding = work_of(experiment.graph, nodes[0])
+    learner = estimate(shape, layout, work, device, training)
+    # An engine on the learner's GPUs is one per replica, on its first rank.
+    gpus = engine_gpus or layout.data * serving.tensor
+    engine = estimate_engine(shape, serving, decoding, gpus, device)
+    if serving.in_process and not serving.cache_tokens:
+        left = min(engine.cache, device.memory * (1 - RESERVED) - learner.memory - engine.weights)
+        tokens = _tokens_left(shape, max(left, engine.least - engine.weights + 1024 * shape.kv_bytes), serving)
+        engine = estimate_engine(shape, replace(serving, cache_tokens=tokens), decoding, gpus, device)
     return RecipePlan(
         shape=shape,
         device=device,
         training=training,
         serving=serving,
-        learner=estimate(shape, layout, work, device, training),
-        # An engine on the learner's GPUs is one per replica, on its first rank.
-        engine=estimate_engine(shape, serving, decoding, engine_gpus or layout.data * serving.tensor, device),
+        learner=learner,
+        engine=engine,
         decoding=decoding,
         engine_gpus=engine_gpus,
     )
@@ -288,14 +299,13 @@ def serving_of(engine: Node) -> Serving:
     config: Any = engine.config
     if isinstance(config, ServerSettings):
         cache = getattr(config, "kv_cache_gb", 0.0) * 1e9
-        share = 0.0 if cache else getattr(config, "gpu_memory", 0.0) or getattr(config, "memory_fraction", 0.5)
-        sleeps = bool(getattr(config, "sleep", False))
+        share = 0.0 if cache else getattr(config, "gpu_memory", 0.5)
+        sleeps = getattr(config, "sleep", False) not in (False, "never")
         return Serving(
             tensor=config.tensor_parallel, rows=config.max_rows, share=share, cache_bytes=cache, sleeps=sleeps
         )
-    return Serving(
-        rows=getattr(config, "max_rows", 512), cache_tokens=getattr(config, "max_batch_tokens", 0), growth=1.25
-    )
+    tokens = getattr(config, "max_batch_tokens", 0)
+    return Serving(rows=getattr(config, "max_rows", 512), cache_tokens=tokens, in_process=True, growth=1.25)
 
 
 def work_of(graph: Graph, learner: Node) -> tuple[Work, Decoding]:

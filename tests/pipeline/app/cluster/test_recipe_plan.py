@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import pipeline.app.cluster.recipe_plan as recipe_plan_module
 from components.models.gpus import DEVICES, kind_of
 from components.models.shape import SHAPES
 from pipeline.app.cli import main
@@ -112,8 +113,25 @@ def test_engines_on_the_same_gpus_and_apart_and_asleep():
     assert shared.memory == pytest.approx(apart.memory + shared.engine.memory)
     asleep = replace(shared, serving=replace(shared.serving, sleeps=True))
     assert asleep.memory == max(shared.learner.memory, asleep.memory) < shared.memory
+    never = experiment("grpo_qwen3_4b", "engine=vllm")
+    assert not recipe_plan(never, H100, 8).serving.sleeps
     elsewhere = recipe_plan(experiment("grpo_qwen3_4b", "engine=vllm", "engine.rendezvous=/x"), H100, 8)
     assert elsewhere.memory == apart.memory
+
+
+def test_a_cache_without_a_size_takes_what_the_learner_leaves(monkeypatch):
+    made = experiment("grpo_qwen2_5_0_5b_instruct")
+    whole = recipe_plan(made, H100, 1)
+    engine = made.graph["engine"]
+    monkeypatch.setattr(recipe_plan_module, "serving_of", lambda node: Serving(in_process=True, rows=512))
+    assert engine.use == "engine.local"
+    # Of 24 GB the learner leaves less than all rows need; on 80 GB they have all they need.
+    small = recipe_plan(made, replace(H100, memory=whole.learner.memory / 0.9 + 4e9), 1)
+    assert small.fits
+    assert small.engine.cache < whole.engine.cache
+    least = recipe_plan(made, replace(H100, memory=20e9), 1)
+    assert not least.fits
+    assert least.engine.memory >= least.engine.least
 
 
 def test_too_little_memory_names_numbers_and_the_nearest_layout_that_fits(capsys):
