@@ -9,6 +9,7 @@ from components.learner.metrics import LEARNER_METRICS, Guard
 from components.learner.objective import shipped_metrics
 from components.learner.settings import LearnerSettings
 from components.learner.step import Backend, RolloutTraining
+from components.learner.throughput import throughput
 from pipeline.core.component import Component, Context, same_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, TokenLogprobs, TrainReport, Trajectories, Weights, check_aligned
@@ -67,8 +68,16 @@ class PolicyLearner(Component):
         self.version += 1
         with training.clock("publish"):
             weights = self.weights()
-        seconds = {f"seconds_{phase}": value for phase, value in training.seconds.items()}
-        self.context.log(**metrics, **self.backend.pass_metrics(), **seconds)
+        phases = {f"seconds_{phase}": value for phase, value in training.seconds.items()}
+        for phase, peak in training.memory.items():
+            if peak.reserved:
+                phases |= {f"memory_{phase}": peak.allocated, f"memory_{phase}_reserved": peak.reserved}
+        lora = getattr(self.config, "lora", None)
+        frozen = bool(lora and lora.rank)
+        with_gradient, without = training.operations.tolist()
+        tokens = metrics["forward_tokens"]
+        rates = throughput(self.context, training.seconds, tokens, (with_gradient, without), frozen)
+        self.context.log(**metrics, **self.backend.pass_metrics(), **phases, **rates)
         return Outputs(
             report=TrainReport(metrics=metrics, seconds=training.seconds),
             weights=weights,

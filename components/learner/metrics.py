@@ -70,6 +70,19 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("seconds_publish", "s", "wall time of publishing the new weights"),
     Metric("seconds_old_logprobs", "s", "wall time of recomputing old log-probs"),
     Metric("seconds_reference", "s", "wall time of the reference's log-probs"),
+    Metric(
+        "mfu",
+        "share",
+        "operations that the model's passes need, recomputation left out, over what the GPUs could do in their time by "
+        "the vendor's bf16 rate; left out without a GPU of a known kind (components/models/gpus.py)",
+    ),
+    Metric("tokens_per_second", "tokens/s", "tokens of training passes per second and GPU, optimiser steps included"),
+    Metric(
+        "memory_<phase>",
+        "GB",
+        "largest GPU memory of tensors during a phase, on rank 0; phases as in `seconds_<phase>`",
+    ),
+    Metric("memory_<phase>_reserved", "GB", "the same of what torch has taken from the GPU"),
 )
 
 

@@ -18,9 +18,11 @@ from components.learner.objective import LossInputs, Meters, aggregate, counts, 
 from components.learner.optimizer import Update
 from components.learner.packing.pack import PackedBatch
 from components.learner.settings import LearnerSettings
+from components.models.shape import known_shape
 from pipeline.core.component import Context
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
+from pipeline.run.timeline.memory import Peak, peak_memory
 
 LossOf = Callable[[int, Jagged, Jagged], Tensor]
 """(number of the micro-batch, log-probs and entropies of its response tokens) → its share of the loss"""
@@ -97,6 +99,9 @@ class RolloutTraining:
     Attributes:
         batch: the rows, and their mini-batches and micro-batches.
         seconds: wall time by phase.
+        memory: peaks of GPU memory by phase.
+        operations: float64 [2], operations of the model's forward passes with and without gradient; of all replicas
+            after `run`.
     """
 
     def __init__(
@@ -114,6 +119,9 @@ class RolloutTraining:
         self._version = version
         self.batch = RolloutBatch(settings, context, trajectories, backend.max_context, backend.packs)
         self.seconds: dict[str, float] = {}
+        self.memory: dict[str, Peak] = {}
+        self.operations = torch.zeros(2, dtype=torch.float64, device=context.device)
+        self._shape = known_shape(context.model.path)
         self._meters = Meters()
         self._counts = Counter(tokens=0, steps=0, skipped_zero_credit=0, skipped_nonfinite=0)
         self._work = Counter(tokens=0, shared=0, unique=0)
@@ -146,12 +154,16 @@ class RolloutTraining:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Adds the elapsed seconds to a phase."""
+        """Adds the elapsed seconds to a phase, and its peak of memory."""
         start = time.perf_counter()
-        yield
+        with peak_memory(self._context.device) as peak:
+            yield
         if self._context.device.startswith("cuda"):
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        before = self.memory.setdefault(phase, peak)
+        before.allocated = max(before.allocated, peak.allocated)
+        before.reserved = max(before.reserved, peak.reserved)
 
     def run(self) -> Result:
         """Makes all optimiser steps."""
@@ -198,7 +210,7 @@ class RolloutTraining:
         """Log-probs of all response tokens of all replicas, float32, under the present or the reference weights."""
         response = self.batch.response
         pieces = self.batch.plan(self.batch.share(self.batch.rows()))
-        batches = map(self.batch.pack, pieces)
+        batches = (self._counted(self.batch.pack(rows), 1) for rows in pieces)
         out = torch.zeros_like(self._inputs.engine_logprobs.values)
         # Not strict: ranks of an earlier pipeline stage have no log-probs.
         for rows, logprobs in zip(pieces, self._backend.score(batches, self._temperature, reference), strict=False):
@@ -241,7 +253,16 @@ class RolloutTraining:
         for rows in pieces:
             batch = self.batch.pack(rows)
             self._work.update(tokens=batch.tokens, shared=batch.saved)
-            yield batch
+            yield self._counted(batch, 0)
+
+    def _counted(self, batch: PackedBatch, which: int) -> PackedBatch:
+        """Counts the operations of a forward pass of the micro-batch."""
+        if self._shape is not None:
+            layout = batch.layout
+            # A token attends to the tokens of its path before it, and to itself.
+            pairs = (layout.lengths * layout.starts + layout.lengths * (layout.lengths + 1) / 2).sum()
+            self.operations[which] += self._shape.forward_flops(batch.tokens, pairs, len(batch.next_tokens))
+        return batch
 
     def _loss(self, rows: Tensor, logprobs: Jagged, entropies: Jagged, denominators: Tensor, meters: Meters) -> Tensor:
         """The share of the loss of some rows from their log-probs and entropies; fills the meters."""
@@ -266,6 +287,7 @@ class RolloutTraining:
         # Each replica did its own part of the work; all of them counted the same steps.
         work = self._context.all_sum(torch.tensor([self._work[n] for n in names], dtype=torch.float64)).tolist()
         total = dict(zip(names, work, strict=True))
+        self.operations = self._context.all_sum(self.operations)
         metrics |= {n: float(self._counts[n]) for n in ("steps", "skipped_zero_credit", "skipped_nonfinite")}
         metrics |= {"trained_tokens": float(self._counts["tokens"]), "forward_tokens": total["tokens"]}
         if self.batch.shares_prefixes:

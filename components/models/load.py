@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,13 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def resolve_model_path(path: str) -> str:
-    """Returns the embedded model's folder for "tiny"; existing folders, and hub names that exist, are unchanged."""
+    """Returns the embedded model's folder for "tiny"; existing folders, and hub names that exist, are unchanged.
+
+    A job whose nodes have a copy of the model (`cluster.scratch`) says so in CREDITGRAPH_MODEL_COPY, as PATH=COPY.
+    """
+    original, _, copy = os.environ.get("CREDITGRAPH_MODEL_COPY", "").rpartition("=")
+    if copy and path == original:
+        return copy
     resolved = _named(path)
     if not Path(resolved).is_dir():
         _check_hub(path)

@@ -25,6 +25,8 @@ class Results:
         sampled_tokens, trained_tokens, optimizer_steps: sums over the run.
         seconds: wall time of all iterations.
         phases: node → seconds in all.
+        memory: node → largest GPU memory of tensors, and of what torch had taken, in gigabytes.
+        mfu, tokens_per_second: of the learner, means over the iterations that have them.
         curve: (iteration, accuracy) pairs.
         warning: why the run trained nothing, as a sentence; "" if it trained.
     """
@@ -39,6 +41,9 @@ class Results:
     optimizer_steps: int | None
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, tuple[float, float]] = field(default_factory=dict)
+    mfu: float | None = None
+    tokens_per_second: float | None = None
     curve: list[tuple[int, float]] = field(default_factory=list)
     warning: str = ""
 
@@ -69,6 +74,9 @@ def summarise(rows: list[dict[str, Any]], warning: str = "") -> Results:
         optimizer_steps=_total(rows, STEPS),
         seconds=wall,
         phases=dict(sorted(phases.items(), key=lambda p: -p[1])),
+        memory=_memory(rows),
+        mfu=_mean(rows, "learner/mfu"),
+        tokens_per_second=_mean(rows, "learner/tokens_per_second"),
         curve=curve,
         warning=warning,
     )
@@ -107,11 +115,17 @@ def as_table(results: Results) -> str:
     ):
         if count is not None:
             lines.append((label, f"{count:,}"))
+    if results.tokens_per_second is not None:
+        lines.append(("trained per s and GPU", f"{results.tokens_per_second:,.0f} tokens"))
+    if results.mfu is not None:
+        lines.append(("MFU of the learner", f"{results.mfu:.1%}"))
     lines.append(("time", duration(results.seconds)))
     total = sum(results.phases.values())
     for name, seconds in results.phases.items():
         if total and seconds / total >= 0.001:
-            lines.append((f"  {name}", f"{seconds:8.1f} s {100 * seconds / total:5.1f} %"))
+            held = results.memory.get(name)
+            memory = f"  at most {held[0]:.1f} GB in tensors, {held[1]:.1f} GB taken" if held else ""
+            lines.append((f"  {name}", f"{seconds:8.1f} s {100 * seconds / total:5.1f} %{memory}"))
     width = max(len(label) for label, _ in lines)
     table = "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
     return f"{table}\nWARNING {results.warning}" if results.warning else table
@@ -166,6 +180,23 @@ def draw_curve(path: Path, accuracy: list[tuple[int, float]], reward: list[tuple
 
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(row["iteration"], row[name]) for row in rows if is_number(row.get(name))]
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
+    values = [v for _, v in _series(rows, name)]
+    return sum(values) / len(values) if values else None
+
+
+def _memory(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Node → its largest memory of all iterations, in tensors and taken from the GPU."""
+    largest: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("memory/") and is_number(value):
+                node = name.removeprefix("memory/")
+                largest[node] = max(largest.get(node, 0.0), value)
+    taken = "_reserved"
+    return {n: (v, largest[n + taken]) for n, v in largest.items() if n + taken in largest}
 
 
 def _total(rows: list[dict[str, Any]], name: str) -> int | None:

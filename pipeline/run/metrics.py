@@ -38,6 +38,13 @@ EXECUTOR_METRICS = (
         "share",
         "time since the previous iteration in which the engine loaded weights, generated or scored",
     ),
+    Metric(
+        "memory/<node>",
+        "GB",
+        "largest GPU memory of tensors during the node's `run`, that of other nodes included; of several replicas the "
+        "largest, of a learner that of rank 0; without a GPU it is left out",
+    ),
+    Metric("memory/<node>_reserved", "GB", "the same of what torch has taken from the GPU"),
     Metric("utilisation/learner", "share", "time in which the learner ran"),
     Metric("utilisation/credit", "share", "time in which verifiers, rewards and credit nodes ran"),
     Metric("utilisation/waiting", "share", "time in which the main lane waited for the other lane or for other ranks"),

@@ -17,6 +17,7 @@ from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Payload
 from pipeline.core.sockets import Node, Wire
+from pipeline.run.timeline.memory import Peak, peak_memory
 from pipeline.run.timeline.spans import phase_of
 
 
@@ -62,6 +63,7 @@ class NodeRunner:
         self.context = context
         self.component: Any = None
         self.seconds = 0.0
+        self.peak = Peak()
         self.phase = phase_of(node)
 
     def setup(self) -> None:
@@ -118,7 +120,8 @@ class NodeRunner:
         """Runs one iteration; returns output name → value."""
         self.context.iteration = iteration
         begin = perf_counter()
-        with self._named(f"iteration {iteration}"), self.context.trace.span(self.node.name, self.phase, iteration):
+        span = self.context.trace.span(self.node.name, self.phase, iteration)
+        with self._named(f"iteration {iteration}"), span, peak_memory(self.context.device) as self.peak:
             result = self.component.run(**inputs)
         self.seconds = perf_counter() - begin
         return self._checked(result, iteration)
@@ -136,6 +139,8 @@ class NodeRunner:
         if rejected:
             metrics[f"rejected/{name}"] = float(len(rejected))
         metrics[f"seconds/{name}"] = self.seconds
+        if self.peak.reserved:
+            metrics |= {f"memory/{name}": self.peak.allocated, f"memory/{name}_reserved": self.peak.reserved}
         context.metrics.clear()
         context.counts.clear()
         context.rejected.clear()

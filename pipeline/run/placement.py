@@ -82,8 +82,8 @@ class RankView:
 
         Every leader calls it.
 
-        Counts are summed, seconds are those of the slowest replica, and other numbers are averaged over the replicas
-        that have them. A report that is no node's is merged too.
+        Counts are summed, seconds and memory are the largest of all replicas, and other numbers are averaged over the
+        replicas that have them. A report that is no node's is merged too.
         """
         if not self.many or not self.ranks.leader:
             return reports
@@ -188,10 +188,13 @@ def _is_sendable(value: Any) -> bool:
     return all(isinstance(v, Payload) and not isinstance(v, Handle | Weights) for v in items)
 
 
+LARGEST = ("seconds/", "memory/")  # metrics of which the largest of several replicas counts
+
+
 def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Reports of two groups of replicas as one.
 
-    A report is [metric → [sum, or maximum of seconds; number of replicas], rejected, seconds, counts].
+    A report is [metric → [sum, or maximum of seconds and memory; number of replicas], rejected, seconds, counts].
     """
     merged = {}
     for node, (metrics, rejected, seconds, counts) in first.items():
@@ -202,7 +205,7 @@ def _fold(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
             if mine is None:
                 both[name] = [value, number]
             else:
-                both[name] = [max(mine[0], value) if name.startswith("seconds/") else mine[0] + value, mine[1] + number]
+                both[name] = [max(mine[0], value) if name.startswith(LARGEST) else mine[0] + value, mine[1] + number]
         merged[node] = [both, rejected + more, max(seconds, longer), sorted({*counts, *further})]
     return merged
 
@@ -213,7 +216,7 @@ def _unpacked(
     # A mean over the replicas that have the metric, not over all.
     known = set(counts)
     means = {
-        k: value if k in known or k.startswith("seconds/") else value / number for k, (value, number) in metrics.items()
+        k: value if k in known or k.startswith(LARGEST) else value / number for k, (value, number) in metrics.items()
     }
     return NodeReport(means, rejected, seconds, known)
 

@@ -39,6 +39,9 @@ class RunSettings:
     timeout: float = 1800.0
     """seconds a rank waits for the others in one exchange before the run ends; above the longest iteration of the
     slowest rank"""
+    check_memory: bool = True
+    """on a GPU, refuse to start where learner and engine need more memory than it has by the layout plan, which counts
+    rather too much"""
     allow_changes: bool = False
     """continue an earlier run although its graph, model, data or seed differ"""
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -126,9 +126,25 @@ def devices() -> Iterator[Finding]:
             yield Finding(f"cuda:{i}", "ok", text)
         else:
             yield Finding(f"cuda:{i}", "FAIL", f"{text}; another process holds memory (`nvidia-smi` shows it)")
+        yield _attention(i)
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""  # type: ignore[no-untyped-call]
     yield Finding("nccl", "ok" if nccl else "FAIL", version or "not in this build of torch; install a CUDA build")
+
+
+def _attention(gpu: int) -> Finding:
+    """Whether a GPU and this build of torch have flash attention, without which learners are several times slower."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(gpu)
+    name = f"cuda:{gpu} attention"
+    if (major, minor) < (8, 0):
+        text = f"none of the fast kernels: compute capability {major}.{minor}; expected a GPU of 8.0 (A100) or newer"
+        return Finding(name, "warn", text)
+    if not torch.backends.cuda.is_flash_attention_available():
+        text = f"torch {torch.__version__} was built without flash attention; install a CUDA build from pytorch.org"
+        return Finding(name, "warn", text)
+    return Finding(name, "ok", "flash attention, in bfloat16")
 
 
 def node() -> Iterator[Finding]:
@@ -176,30 +192,34 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch
     import torch.distributed as dist
 
+    from pipeline.core.component import Ranks
+    from pipeline.run.distributed.network import choose_interface, not_connected, within
+
     cuda = torch.cuda.is_available()
     megabytes = 64 if cuda else 4  # enough to use the bulk path of the network, and still fast
-    begin = time.monotonic()
-    try:
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=rank,
-            world_size=tasks,
-            timeout=timedelta(seconds=seconds),
-        )
+    backend = "nccl" if cuda else "gloo"
+    results: list[float] = []
+
+    def exchange() -> None:
+        limit = timedelta(seconds=seconds)
+        place = f"tcp://{address}:{port}"
+        dist.init_process_group(backend, init_method=place, rank=rank, world_size=tasks, timeout=limit)
         held = torch.ones(megabytes * 2**18, device="cuda:0" if cuda else "cpu")
         dist.all_reduce(held)  # the first one makes the connections
         warm = time.monotonic()
         dist.all_reduce(held)
-        is_right = float(held[0]) == tasks**2 == float(held[-1])
-        taken = time.monotonic() - warm
+        results.append(float(held[0]) == tasks**2 == float(held[-1]))
+        results.append(time.monotonic() - warm)
         dist.destroy_process_group()
-    except (RuntimeError, ValueError) as error:  # torch's own are RuntimeErrors
-        waited = time.monotonic() - begin
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        text = f"{tasks} nodes did not exchange numbers through {address}:{port} in {waited:.0f} s ({said})"
-        step = "see that no firewall is between nodes, and set cluster.interface"
-        return Finding("interconnect", "FAIL", f"{text}; {step}")
+
+    choose_interface(address)
+    try:
+        within(seconds + 10, exchange)
+    except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own are RuntimeErrors
+        text = f"{tasks} nodes did not exchange numbers through {address}:{port}; see that no firewall is between them"
+        said = not_connected(backend, Ranks(rank=rank, world=tasks), error)
+        return Finding("interconnect", "FAIL", f"{text}. {said}")
+    is_right, taken = results
     if not is_right:
         text = f"a sum over {tasks} nodes is wrong; check the network between them"
         return Finding("interconnect", "FAIL", text)

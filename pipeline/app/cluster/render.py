@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATES = ROOT / "slurm"
+SCRATCH = "$scratch"  # variable of the job's script: where a node has its copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Job:
         command: arguments of `creditgraph` that every learner rank runs, as one shell line.
         overrides: those of the training command, which an engine server reads too, as one shell line.
         kind: "job" trains, "eval" evaluates.
+        model: model.path of the run, and the folder with its files, which `cluster.scratch` copies; None: no copy.
     """
 
     title: str
@@ -38,6 +40,7 @@ class Job:
     command: str
     overrides: str = ""
     kind: Kind = "job"
+    model: tuple[str, Path] | None = None
 
     @property
     def script(self) -> Path:
@@ -59,10 +62,13 @@ def render_job(job: Job, cluster: Cluster) -> str:
         servers=cluster.servers,
         environment=environment(cluster),
         python=shlex.quote(sys.executable),
-        creditgraph=creditgraph_command(),
+        creditgraph=step_command(job, cluster),
         command=job.command,
         overrides=job.overrides,
-        srun=srun_command(cluster),
+        srun=srun_command(job, cluster),
+        host_srun=srun_command(job, replace(cluster, container="")),
+        copies=scratch_copies(job, cluster),
+        model=job.model[0] if job.model else "",
     )
 
 
@@ -122,16 +128,70 @@ def environment(cluster: Cluster) -> dict[str, str]:
     }
     if cluster.interface:
         variables |= {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+    if cluster.ib_hca:
+        variables["NCCL_IB_HCA"] = cluster.ib_hca
     return variables | cluster.environment
 
 
-def srun_command(cluster: Cluster) -> str:
+def srun_command(job: Job, cluster: Cluster) -> str:
     """srun with the options of every step."""
     # --exact: a step uses only the cores and GPUs it requests and leaves the others to parallel steps.
-    parts = ["srun", "--exact", "--export=ALL"]
-    parts += [f"--container-image={cluster.container}"] if cluster.container else []
-    parts += [f"--container-mounts={cluster.mounts}"] if cluster.container and cluster.mounts else []
-    return " ".join(parts[:1] + [shlex.quote(p) for p in parts[1:]])
+    # --mem=0: all steps share the job's memory; a limit per node, of the job or of the partition, would otherwise go to
+    # the first step whole, and the others would wait for it.
+    parts = ["srun", "--exact", "--mem=0", "--export=ALL"]
+    parts += ["--distribution=block:block", f"--cpu-bind={cluster.cpu_bind}"] if cluster.cpu_bind else []
+    if cluster.container and cluster.container_runtime == "pyxis":
+        parts += [f"--container-image={cluster.container}", f"--container-mounts={','.join(mounts(job, cluster))}"]
+        parts += [f"--container-workdir={os.getcwd()}"]
+    return _shell(parts)
+
+
+def step_command(job: Job, cluster: Cluster) -> str:
+    """What starts creditgraph in a step."""
+    if "environment" in scratch_copies(job, cluster):
+        # The scripts of a copied environment still name the Python of the original.
+        return '"$scratch/environment/bin/python" -P -m creditgraph'
+    if not cluster.python:
+        return creditgraph_command()
+    # -P: a folder of the working directory is not taken for one of the installation.
+    command = ["-P", "-m", "creditgraph"]
+    if cluster.container and cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if cluster.gpus_per_node else []
+        binds = [part for mount in mounts(job, cluster) for part in ("--bind", mount)]
+        command = [
+            "apptainer",
+            "exec",
+            *gpus,
+            *binds,
+            "--pwd",
+            os.getcwd(),
+            cluster.container,
+            cluster.python,
+            *command,
+        ]
+    else:
+        command = [cluster.python, *command]
+    return _shell(command)
+
+
+def mounts(job: Job, cluster: Cluster) -> list[str]:
+    """Mounts of the container: working directory, folder of runs, scratch, and those of the cluster file."""
+    scratch = [SCRATCH] if scratch_copies(job, cluster) else []
+    places = dict.fromkeys((os.getcwd(), str(job.run.parent), *scratch))
+    return [*(f"{place}:{place}" for place in places), *(m for m in cluster.mounts.split(",") if m)]
+
+
+def _shell(words: Sequence[str]) -> str:
+    """Words of a command as a shell reads them, with the place of scratch copies filled in."""
+    return " ".join(map(shlex.quote, words)).replace(SCRATCH, f"'\"{SCRATCH}\"'")
+
+
+def scratch_copies(job: Job, cluster: Cluster) -> dict[str, Path]:
+    """What each node copies to `cluster.scratch`: name of the copy → folder."""
+    if not cluster.scratch:
+        return {}
+    folders = {"environment": Path(sys.prefix), "model": job.model[1] if job.model else None}
+    return {name: folder for name in cluster.scratch_copies if (folder := folders[name])}
 
 
 def creditgraph_command() -> str:

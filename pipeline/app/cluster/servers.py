@@ -9,10 +9,8 @@ one start of one job, so that addresses of an earlier one are never used. A rest
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,11 @@ from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
 from pipeline.run.compose.experiment import Experiment
+from pipeline.run.distributed.network import address_of
 from pipeline.run.run_directory import writing
 from pipeline.run.run_settings import resolve_device
 
 SERVERS = "servers"  # folder of a run directory
-_SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 
 
 def served_engine(graph: Graph, place: str) -> Node:
@@ -143,18 +141,12 @@ def server_address() -> str:
     """
     try:
         if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-            return _address_of(interface)
+            return address_of(interface)
         if first := os.environ.get("MASTER_ADDR"):
             return own_address(first)
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
 def folder_of(run: Path, attempt: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from components.models.gpus import DEVICES
 from pipeline.core.errors import ConfigError, GraphError, did_you_mean
 from pipeline.core.settings import build_config
 from pipeline.run.compose.choices import list_choices, read_yaml, search_dirs
@@ -38,6 +39,8 @@ class Cluster:
     """further nodes that hold engine servers; 0 with disaggregated puts the servers on the learner's nodes"""
     gpus_per_node: int = 8
     """GPUs requested on every node; 0 is a CPU job"""
+    gpu: str = ""
+    """kind of the GPUs, such as h100: `submit` then refuses a run that needs more of their memory by the layout plan"""
     ranks_per_node: int = 0
     """learner processes per node; 0 is one per GPU"""
     servers_per_node: int = 0
@@ -65,13 +68,30 @@ class Cluster:
     engine_restarts: int = 3
     """how often an engine server that ended is restarted in one start of the job; after that, the others continue"""
     interface: str = ""
-    """network interface for NCCL and gloo, such as ib0; empty: they choose one"""
+    """network interface for NCCL and gloo, such as ib0; empty: NCCL chooses one, gloo takes the one through which the
+    first node is reached"""
+    ib_hca: str = ""
+    """InfiniBand adapters for NCCL as NCCL_IB_HCA writes them, such as mlx5_0,mlx5_1; empty: NCCL takes all"""
+    cpu_bind: str = "cores"
+    """binding of the tasks of a step to CPUs as srun's --cpu-bind writes it; neighbouring tasks share a socket, and so
+    its memory (--distribution=block:block)"""
     root: str = ""
     """shared folder of run directories; empty keeps run.root"""
+    python: str = ""
+    """Python of every step; empty: the one that submits. With a container, the image's own, which has creditgraph"""
     container: str = ""
-    """container image for every step (pyxis), or empty"""
+    """container image for every step, or empty"""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """what starts the container: srun's plugin pyxis, or apptainer in each task"""
     mounts: str = ""
-    """mounts of the container, in the format of --container-mounts"""
+    """further mounts of the container, SOURCE:TARGET[,…]; the working directory and the run directory are mounted where
+    they are"""
+    scratch: str = ""
+    """node-local folder, such as /local or $TMPDIR, to which each node copies `scratch_copies` before anything else and
+    from which it removes them when the job ends; empty: all is read from the shared folders"""
+    scratch_copies: list[Literal["environment", "model"]] = field(default_factory=lambda: ["environment", "model"])
+    """environment: the virtual environment that submits; model: the folder of model.path, or its files in the hub's
+    cache"""
     setup: list[str] = field(default_factory=list)
     """shell lines before anything runs: module load, source"""
     environment: dict[str, str] = field(default_factory=dict)
@@ -101,6 +121,18 @@ class Cluster:
                 f"a node's {ranks} ranks take {ranks} GPUs and its engine servers {server_gpus}, but gpus_per_node is "
                 f"{self.gpus_per_node}. Lower ranks_per_node or servers_per_node, or give the servers engine_nodes of "
                 "their own."
+            )
+        if self.gpu and self.gpu not in DEVICES:
+            raise ValueError(f"gpu: expected one of {', '.join(DEVICES)}, or empty, got '{self.gpu}'.")
+        if self.container and not self.python:
+            raise ValueError(
+                "container, but no python: the environment of this machine does not run inside an image; expected "
+                "python, the path in the image of a Python that has creditgraph."
+            )
+        if self.scratch and self.python and "environment" in self.scratch_copies:
+            raise ValueError(
+                f"scratch copies the environment that submits, but the steps run {self.python}; set scratch_copies: "
+                "[model], or no python."
             )
         if not re.fullmatch(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+(:\d{2}){0,2}", self.time):
             raise ValueError(f"time: expected hours:minutes:seconds or days-hours:minutes:seconds, got '{self.time}'.")

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from components.models.gpus import DEVICES
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.app.cluster.render import Job, creditgraph_command, render_array, render_job
 from pipeline.app.cluster.settings import Cluster, load_cluster, split_overrides
@@ -104,6 +105,11 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         plan_ranks(experiment.graph, Ranks(world=cluster.ranks))
     except DistributedError as error:
         raise ConfigError(f"{error} In a job, cluster.nodes and cluster.ranks_per_node set their number.") from error
+    if cluster.gpu and cluster.gpus_per_node and experiment.run.check_memory:
+        from pipeline.app.cluster.recipe_plan import check_memory
+
+        size = cluster.gpus_per_server
+        check_memory(experiment, DEVICES[cluster.gpu], cluster.ranks, cluster.servers * size, size)
     run = experiment.run_path.resolve()
     if cluster.servers:
         from pipeline.app.cluster.servers import learner_overrides
@@ -112,7 +118,26 @@ def training(overrides: Sequence[str], cluster: Cluster, config_dirs: Sequence[s
         # The run is named without these settings, because they determine where it runs, not what it computes.
         overrides.append(f"run.name={experiment.run.name}")
     line = _shell_line([*overrides, *_options(config_dirs)])
-    return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line)
+    model = model_folder(experiment.model.path) if cluster.scratch and "model" in cluster.scratch_copies else None
+    return Job(title=experiment.run.name, run=run, command=f"train {line}", overrides=line, model=model)
+
+
+def model_folder(path: str) -> tuple[str, Path]:
+    """`model.path`, and the folder with its files; ConfigError where they are not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from components.models.load import resolve_model_path
+
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        file = try_to_load_from_cache(path, "config.json")
+        if not isinstance(file, str):
+            raise ConfigError(
+                f"cluster.scratch: model '{path}' is not in the hub's cache of this machine, so nodes cannot copy it. "
+                f"Download it with `hf download {path}`, or set cluster.scratch_copies=[environment]."
+            )
+        folder = Path(file).parent
+    return path, folder.resolve()
 
 
 def evaluation(run: Path, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:

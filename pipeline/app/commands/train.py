@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from components.models.gpus import DEVICES, Device, kind_of
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
 from pipeline.app.sweep import build_all, check_distinct, combinations
 from pipeline.core.errors import ConfigError
@@ -36,6 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="sweep: one run for every combination of values (key=a,b, key=range(0,3))",
     )
     parser.add_argument("--check", action="store_true", help="compose and check only; train nothing")
+    parser.add_argument("--device", choices=sorted(DEVICES), help="with --check: plan the memory of this kind of GPU")
+    parser.add_argument("--gpus", type=int, default=8, help="with --device: GPUs of the learner (default 8)")
+    parser.add_argument(
+        "--engine-gpus", type=int, default=0, help="with --device: further GPUs for engine servers; 0: they share"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -61,18 +68,51 @@ def main(options: argparse.Namespace) -> int:
         for experiment in experiments:
             lanes = "generation overlaps learning" if experiment.graph.overlaps else "one lane"
             print(f"valid: {len(experiment.graph)} nodes, {lanes}")
+            if options.device:
+                print(planned(experiment, options.device, options.gpus, options.engine_gpus))
         return 0
+    if options.device:
+        raise ConfigError("--device: plans the memory of GPUs that are not here; expected with --check only.")
     if options.multirun:
+        for experiment in experiments:
+            check_gpu(experiment, 1, None)
         return _train_all(experiments)
     (experiment,) = experiments
     ranks = plan_ranks(experiment.graph, meeting.ranks)
+    device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:
         return train(experiment)
     from pipeline.run.distributed.processes import run_together
+
+    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+
+
+def planned(experiment: Experiment, device: str, gpus: int, engine_gpus: int) -> str:
+    """What the layout plan says of a configuration on GPUs that need not be here; ConfigError if it does not fit."""
+    from pipeline.app.cluster.recipe_plan import check_memory
+    from pipeline.run.distributed.team import Ranks, plan_ranks
+
+    if gpus < 1 or engine_gpus < 0:
+        raise ConfigError(f"--gpus {gpus} --engine-gpus {engine_gpus}: expected at least 1 and 0.")
+    plan_ranks(experiment.graph, Ranks(world=gpus))
+    plan = check_memory(experiment, DEVICES[device], gpus, engine_gpus)
+    return f"plan: {plan}" if plan else f"plan: the model '{experiment.model.path}' is not here, so its size is unknown"
+
+
+def check_gpu(experiment: Experiment, world: int, local_rank: int | None) -> str:
+    """The device of this process; ConfigError, before anything loads, for a GPU that is not there or too small."""
     from pipeline.run.run_settings import resolve_device
 
-    device = resolve_device(experiment.run.device, ranks.local_rank)
-    return run_together(meeting, ranks, device, experiment.run.timeout, lambda team: train(experiment, team))
+    device = resolve_device(experiment.run.device, local_rank)
+    if device.startswith("cuda") and experiment.run.check_memory:
+        import torch
+
+        from pipeline.app.cluster.recipe_plan import check_memory
+
+        name = torch.cuda.get_device_name(device)
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+        check_memory(experiment, replace(kind_of(name) or Device(name=name), memory=memory), world)
+    return device
 
 
 def _experiments(options: argparse.Namespace) -> list[Experiment]:

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from pipeline.core.component import Ranks
 from pipeline.core.errors import CreditgraphError
+from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
 from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
 from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
 from pipeline.run.distributed.wire_format import pack, unpack
@@ -53,14 +54,7 @@ class Processes(Team):
                 wait_for_workers=False,
             )
             prefix = f"creditgraph/{meeting.attempt}"
-            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-            dist.init_process_group(
-                backend,
-                store=PrefixStore(f"{prefix}/groups", store),
-                rank=ranks.rank,
-                world_size=ranks.world,
-                timeout=limit,
-            )
+            _all_here(PrefixStore(f"{prefix}/here", store), ranks)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise DistributedError(
                 f"rank {ranks.rank}: the {ranks.world} processes did not meet at {meeting.address}:{meeting.port} "
@@ -69,9 +63,19 @@ class Processes(Team):
                 "reached from the "
                 "others, and that the port is free (MASTER_PORT)."
             ) from error
+        choose_interface(meeting.address)
+        options: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world, "timeout": limit}
+        options["store"] = PrefixStore(f"{prefix}/groups", store)
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        try:
+            within(CONNECT_TIMEOUT, lambda: dist.init_process_group(backend, **options))
+        except (dist.DistError, RuntimeError, TimeoutError) as error:
+            raise not_connected("gloo", ranks, error) from error
         self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks)
         self._everyone = dist.new_group(backend="gloo", timeout=limit)
         self._collectives = {name: _Collectives(ranks, limit) for name in ("generation", "learning")}
+        if device.startswith("cuda"):
+            connect_gpus(ranks, device)
 
     def collectives(self, lane: str) -> Collectives:
         """Communication for one lane."""
@@ -211,6 +215,14 @@ class _Collectives(Collectives):
         with _collective("exchanging between replicas"):
             dist.all_gather(slots, mine, group=self._peers)
         return slots
+
+
+def _all_here(store: Any, ranks: Ranks) -> None:
+    """Waits until all ranks have come to the store; a rank that is missing is no fault of the network between them."""
+    store.set_timeout(timedelta(seconds=START_TIMEOUT))
+    if store.add("ranks", 1) == ranks.world:
+        store.set("all", "here")
+    store.wait(["all"])
 
 
 def _allow_files(world: int) -> None:

@@ -40,6 +40,24 @@ def test_table_text():
     assert "  engine               40.0 s  62.5 %" in lines
 
 
+def test_memory_and_rates_of_gpus():
+    row = {
+        "iteration": 0,
+        "learner/mfu": 0.4,
+        "learner/tokens_per_second": 3000.0,
+        "seconds/engine": 1.0,
+        "seconds/learner": 1.0,
+    }
+    memory = {"memory/engine": 30.0, "memory/engine_reserved": 40.0}
+    results = summarise([{**row, **memory}, {**row, **memory, "memory/engine": 35.04, "learner/mfu": 0.5}])
+    assert results.memory == {"engine": (35.04, 40.0)}
+    lines = as_table(results).splitlines()
+    assert "MFU of the learner     45.0%" in lines
+    assert "trained per s and GPU  3,000 tokens" in lines
+    assert "  engine                    2.0 s  50.0 %  at most 35.0 GB in tensors, 40.0 GB taken" in lines
+    assert "  learner                   2.0 s  50.0 %" in lines
+
+
 def test_missing_metrics_are_left_out():
     text = as_table(summarise([{"iteration": 0, "rewards/mean": math.nan}]))
     assert "accuracy" not in text

@@ -136,7 +136,10 @@ def test_a_node_that_does_not_answer():
     finding = doctor.interconnect(0, 2, "127.0.0.1", port, seconds=1.0)
     assert finding.state == "FAIL"
     assert f"2 nodes did not exchange numbers through 127.0.0.1:{port}" in finding.text
-    assert finding.text.endswith("see that no firewall is between nodes, and set cluster.interface")
+    assert "see that no firewall is between them. rank 0 (" in finding.text
+    assert finding.text.endswith(
+        "Set cluster.interface (without SLURM, GLOO_SOCKET_IFNAME) to one through which all hosts are reached."
+    )
 
 
 @pytest.mark.parametrize("visible", ["0,1"])
@@ -150,3 +153,21 @@ def test_a_job_with_gpus_that_torch_does_not_see(monkeypatch, visible):
     assert finding.state == "FAIL"
     assert "torch sees none" not in finding.text
     assert "sees none, though the job has GPUs" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "state", "said"),
+    [
+        ((9, 0), True, "ok", "flash attention"),
+        ((7, 0), True, "warn", "compute capability 7.0; expected a GPU of 8.0"),
+        ((9, 0), False, "warn", "was built without flash attention"),
+    ],
+)
+def test_a_gpu_or_a_build_without_fast_attention(monkeypatch, capability, built, state, said):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    finding = doctor._attention(0)
+    assert (finding.name, finding.state) == ("cuda:0 attention", state)
+    assert said in finding.text

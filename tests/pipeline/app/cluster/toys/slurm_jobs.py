@@ -15,6 +15,7 @@ import pytest
 from pipeline.app.cli import main
 
 ROOT = Path(__file__).parents[5]
+TOYS = Path(__file__).parent
 TOOL = ROOT / "tools" / "slurm_here"
 WAIT = 400.0  # seconds; a machine may be several times slower than ours
 BAD = {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
