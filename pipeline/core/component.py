@@ -64,7 +64,7 @@ class ModelSpec:
     Attributes:
         path: folder in Hugging Face layout, or a hub name; "tiny" is the embedded model.
         dtype: parameter dtype, "float32" or "bfloat16".
-        max_context: tokens in prompt plus response; 0 means what the graph's nodes may need, or if no graph is known the
+        max_context: tokens in prompt plus response; 0: what the nodes of the graph may need, or without a graph the
             model's own limit, which is the most in any case.
         trust_remote_code: passed to transformers.
         chat_template_kwargs: keyword arguments of the tokenizer's chat template in every prompt, such as
