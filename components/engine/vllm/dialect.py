@@ -89,9 +89,16 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
     return options
 
 
-def runner_version(device: str) -> str:
-    """The value of VLLM_USE_V2_MODEL_RUNNER: vLLM's V2 runner needs Triton, which CPUs lack."""
-    return "0" if device == "cpu" else "1"
+def engine_variables(settings: VllmSettings, model: ServedModel) -> dict[str, str]:
+    """Environment variables of vLLM's engine, in this process or in a server."""
+    cpu = model.device == "cpu"
+    return {
+        # The V2 runner needs Triton, which CPUs lack.
+        "VLLM_USE_V2_MODEL_RUNNER": "0" if cpu else "1",
+        "VLLM_BATCH_INVARIANT": "1" if settings.exact and not cpu else "0",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @dataclass
@@ -135,9 +142,7 @@ class VllmDialect:
         options["disable_uvicorn_access_log"] = True
         environment: dict[str, str | None] = {
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": runner_version(self._model.device),
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            **engine_variables(self._settings, self._model),
             # A connection that the server closes just when it is reused would look like a fault.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             KEY_VARIABLE: "{key}",

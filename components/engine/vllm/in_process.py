@@ -21,7 +21,7 @@ from components.engine.probe import Probe, ProbeError, compare_logprobs
 from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
 from components.engine.served.process import make_scratch
-from components.engine.vllm.dialect import engine_options, runner_version
+from components.engine.vllm.dialect import engine_options, engine_variables
 from components.engine.vllm.scheduler import scoring_parameters
 from components.engine.vllm.settings import VllmSettings
 from components.engine.weight_files import checksum_of
@@ -31,9 +31,7 @@ from pipeline.core.payloads import Weights
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 
@@ -62,7 +60,7 @@ class InProcess:
             self.channel = FileChannel(settings.channel, settings.channel.sent_dtype(context.model))
         variables = {
             **_VARIABLES,
-            "VLLM_USE_V2_MODEL_RUNNER": runner_version(model.device),
+            **engine_variables(settings, model),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         }
         with _environment(variables):

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids
+from components.engine.vllm.key import KeyMiddleware
 from components.engine.vllm.scheduler import scoring_parameters
 
 ROWS = "/creditgraph/rows"
@@ -52,6 +53,13 @@ class RowsMiddleware:
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
         return None
+
+
+class GuardedRows(KeyMiddleware):
+    """`RowsMiddleware` behind the server's key, which covers all other paths too."""
+
+    def __init__(self, app: Callable[[dict[str, Any], _Receive, _Send], Awaitable[None]]) -> None:
+        super().__init__(RowsMiddleware(app))
 
 
 async def _serve(state: Any, body: bytes, send: _Send) -> None:

@@ -39,6 +39,10 @@ class VllmSettings(ServerSettings):
     """share of the GPU's memory for weights and KV cache; the learner needs the rest"""
     enforce_eager: bool = False
     """on a GPU, neither compiles nor captures CUDA graphs: starts sooner, samples slower; a CPU never does"""
+    exact: bool = False
+    """on a GPU, kernels whose rounding does not depend on what else is decoded: equal requests give equal tokens,
+    slower; False: a row's seed fixes its noise alone, so a token near a tie, and all after it, may come out otherwise
+    when the row is requested again or a run is repeated"""
     cpu_threads: int = 1
     """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
     sleep: bool = False

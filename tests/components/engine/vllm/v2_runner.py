@@ -4,6 +4,7 @@ Triton's interpreter runs the runner's kernels on CPU tensors. Both must be chos
 this is a program of its own. Prompts are prefilled in chunks of 64 tokens, as on GPUs in chunks of thousands.
 """
 
+# ruff: noqa: E402
 import json
 import os
 import sys
@@ -34,9 +35,10 @@ def use_v2() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run this one kernel: PyTorch's form instead
-    options = dialect.engine_options
+    options, variables = dialect.engine_options, dialect.engine_variables
     chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
-    in_process.runner_version = lambda device: "1"
+    v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    in_process.engine_variables = lambda settings, model: variables(settings, model) | v2
     in_process.engine_options = lambda settings, model: options(settings, model) | chunked
 
 
@@ -104,4 +106,4 @@ def scoring(pair) -> dict:
 
 if __name__ == "__main__":
     result = main()
-    print("\n" + json.dumps(result))
+    sys.stdout.write("\n" + json.dumps(result) + "\n")
