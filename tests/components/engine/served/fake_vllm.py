@@ -210,6 +210,7 @@ class Handler(BaseHTTPRequestHandler):
         state, sampling, name = self.state, body["sampling"], body["id"]
         body["token_ids"] = ids_of(body["tokens"])
         if "context" in body:
+            state.log(scored=body["token_ids"])
             scored = [logprob_at(state.version, t) for t in body["token_ids"][body["context"] :]]
             return self.reply(columns(name, [1], scored, 1.0, "length", [state.reported]))
         request: dict = {}
