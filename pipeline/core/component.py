@@ -292,6 +292,15 @@ class Component:
         return 0
 
     @classmethod
+    def costs(cls, node: Any, graph: Any) -> list[str]:
+        """Sentences on what an iteration of this node costs the policy's engine, for `train --check`.
+
+        Args:
+            node, graph: as those of `misfits`.
+        """
+        return []
+
+    @classmethod
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
         """Sentences on what in a configuration does not fit this node; nothing is loaded to find them.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeline.core.graph import Graph
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Prompts
-from pipeline.core.sockets import Node, Sockets, sockets_of
+from pipeline.core.sockets import Node
 
 # Around responses that a row shows: instructions, a chat template, an exit text with an answer.
 TEMPLATE_TOKENS = 1024
@@ -26,22 +24,17 @@ def longest_row(graph: Graph) -> int:
     >>> longest_row(build_graph({"nodes": nodes}))
     300
     """
-    sources = [n for n in graph.nodes if n.outputs_of(Prompts) and not _sockets(n).inputs]
+    sources = [n for n in graph.nodes if n.outputs_of(Prompts) and not n.sockets.inputs]
     prompt = max((_tokens(node) for node in sources), default=0)
     if not prompt:
         return 0
-    users = [n for n in graph.nodes if any(socket.carries(Policy) for socket in _sockets(n).inputs.values())]
+    users = [n for n in graph.nodes if any(socket.carries(Policy) for socket in n.sockets.inputs.values())]
     response = max(map(_tokens, users), default=0)
     rows = [prompt]
     for node in users:
         shown = node.cls.shown_responses(node.config)
         rows.append(prompt + _tokens(node) + shown * response + (TEMPLATE_TOKENS if shown else 0))
     return max(rows)
-
-
-def _sockets(node: Node) -> Sockets:
-    cls: Any = node.cls
-    return sockets_of(cls)
 
 
 def _tokens(node: Node) -> int:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_on_the_way
 
-from components.engine.branch_cost import branch_cost
 from components.engine.messages import BadResponse
 from components.engine.vllm.engine import VllmEngine
+from components.rollouts.branch_cost import branch_cost
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError

@@ -60,17 +60,17 @@ def branch_cost(row: Tensor, at: Tensor, tokens: Tensor, block: int = BLOCK) -> 
 
 
 def planned_cost(
-    *, rows: int, prompt: int, response: int, boundaries: int, reference: int, block: int = BLOCK
+    *, rows: int, prompt: int, response: int, segments: int, reference: int, block: int = BLOCK
 ) -> BranchCost:
-    """Cost of scoring one reference at each of `boundaries` evenly spaced places of every row, the last at its end.
+    """Cost of scoring one reference at the start of every response and at the end of each of its equal segments.
 
     Args:
         rows: trajectories.
         prompt, response: tokens of each.
-        boundaries: places per row.
+        segments: of each response.
         reference: tokens of the scored text, its exit text included.
         block: see `branch_cost`.
     """
-    places = prompt + response * torch.arange(1, boundaries + 1) // boundaries
-    row = torch.arange(rows).repeat_interleave(boundaries)
-    return branch_cost(row, places.repeat(rows), torch.full((rows * boundaries,), reference), block)
+    places = prompt + response * torch.arange(segments + 1) // segments
+    row = torch.arange(rows).repeat_interleave(len(places))
+    return branch_cost(row, places.repeat(rows), torch.full((len(row),), reference), block)
