@@ -31,7 +31,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler as GpuSampler
 from components.engine.vllm.scheduler import first_scored
 
 _GREEDY = 1e-5  # vLLM samples greedily below this temperature
-_ROWS = 256  # of logits at once: 0.16 GB in float32 for a vocabulary of 152 k
+# Rows of logits at once: 39 MB in float32 for a vocabulary of 152 k, of which some copies are alive. vLLM does not know
+# of them when it measures the memory that it leaves to the KV cache.
+_ROWS = 64
 
 
 def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor) -> LogprobsTensors:
@@ -45,15 +47,19 @@ def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor) -
     Returns:
         Two columns: the token with its log-prob, and another id with minus the entropy.
     """
-    scaled = logits.float()
-    if temperature is not None:
-        scaled = scaled / torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
-    logprobs = scaled.log_softmax(-1)
     token_ids = token_ids.long()
-    values = [logprobs.gather(1, token_ids[:, None])[:, 0], (logprobs.exp() * logprobs).nansum(-1)]
+    values = logits.new_empty(len(logits), 2, dtype=torch.float32)
+    for start in range(0, len(logits), _ROWS):
+        rows = slice(start, start + _ROWS)
+        scaled = logits[rows].float()
+        if temperature is not None:
+            scaled = scaled / torch.where(temperature[rows] < _GREEDY, 1.0, temperature[rows])[:, None]
+        logprobs = scaled.log_softmax(-1)
+        values[rows, 0] = logprobs.gather(1, token_ids[rows, None])[:, 0]
+        values[rows, 1] = (logprobs.exp() * logprobs).nansum(-1)
     ids = torch.stack([token_ids, (token_ids + 1) % logits.shape[1]], 1)
     # The output must have ranks, but nobody uses them and computing them costs a pass over the vocabulary.
-    return LogprobsTensors(ids.to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
+    return LogprobsTensors(ids.to(torch.int32), values, torch.ones_like(token_ids))
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]
@@ -169,6 +175,8 @@ class PromptScores:
     def _tables(
         rows: Tensor, ids: Tensor, temperatures: Tensor, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if not len(rows):  # no collective operation for nothing
+            return ids.new_zeros(0, 2, dtype=torch.int32), hidden.new_zeros(0, 2, dtype=torch.float32), ids.long()
         rows, temperatures = rows.to(hidden.device), temperatures.to(hidden.device)
         tables = [
             exact_table(compute_logits(hidden[some]), temperature, tokens)
