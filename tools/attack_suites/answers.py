@@ -6,6 +6,7 @@ project. Values that a model can give (another log-prob, for example) are no att
 """
 
 import base64
+import contextlib
 import copy
 import itertools
 import json
@@ -127,19 +128,13 @@ def response(body: bytes, status: str = "200 OK", length: int | None = None, ext
 
 
 def columns(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of vLLM's answer as it is sent: lists of numbers as columns, with their CRC in place of `OWN_CRC`.
-
-    What no column can hold stays as it is.
-    """
+    """A part of vLLM's answer as it is sent: lists that columns can hold as columns, their CRC in place of `OWN_CRC`."""
     sent = dict(part)
     for name, kind in COLUMNS.items():
         values = part.get(name)
-        try:
-            if any(isinstance(value, bool) for value in values or ()):
-                continue
-            sent[name] = base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()  # type: ignore[arg-type]
-        except (struct.error, TypeError, OverflowError):
-            continue
+        if isinstance(values, list) and not any(isinstance(value, bool) for value in values):
+            with contextlib.suppress(struct.error, OverflowError):
+                sent[name] = base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
     if sent.get("crc") == OWN_CRC:
         sent["crc"] = zlib.crc32("|".join(str(sent.get(name)) for name in COLUMNS).encode())
     return sent
@@ -333,8 +328,8 @@ def cases() -> list[Case]:
 def _cases() -> Iterator[Case]:
     for (server, kind), paths in PATHS.items():
         for path, (text, value) in itertools.product(paths, VALUES.items()):
-            if path[0] == "entropies" and text == "2.5":
-                continue  # which one may be
+            if path[0] == "entropies" and text == "2.5":  # which one may be
+                continue
             yield Case(server, kind, f"{'.'.join(map(str, path))} is {text}", replaced(0, path, value, False))
     for server in SERVERS:
         for kind in ("row", "stream", "score"):
