@@ -128,7 +128,7 @@ def response(body: bytes, status: str = "200 OK", length: int | None = None, ext
 
 
 def columns(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of vLLM's answer as it is sent: lists that columns can hold as columns, their CRC in place of `OWN_CRC`."""
+    """A part of vLLM's answer as it is sent: what columns can hold in columns, their CRC in place of `OWN_CRC`."""
     sent = dict(part)
     for name, kind in COLUMNS.items():
         values = part.get(name)
