@@ -38,7 +38,6 @@ def load_data(
     tokenizer: Any = None,
     *,
     place: str = "data",
-    reserve: int = 0,
     drop_duplicates: bool = False,
     max_rows: int = 0,
     room: int = 0,
@@ -50,7 +49,6 @@ def load_data(
         context: provides the model's tokenizer and context length; unusable rows go to its `reject`.
         tokenizer: the model's tokenizer; loaded if None.
         place: name of the section in error texts.
-        reserve: tokens of the context kept free for the response.
         drop_duplicates: keep only the first row of each question, compared as `question_key` does.
         max_rows: ends reading after that many raw rows; 0 reads all.
         room: prompts must have fewer tokens; 0 means the room that the model's context leaves.
@@ -60,7 +58,7 @@ def load_data(
     """
     source = parse_source(entry, place)
     tokenizer = load_tokenizer(context.model) if tokenizer is None else tokenizer
-    limit = room or context_length(context.model) - reserve
+    limit = room or context_length(context.model)
     raw = _open(source, place)
     counts = Counts()
     rows = RowStore(context.run_dir)
@@ -84,7 +82,7 @@ def load_data(
         if length == 0:
             rejects.add(number, "no word of the prompt is in the model's vocabulary")
         elif length >= limit:
-            rejects.add(number, f"prompt of {length} tokens; the context leaves {max(limit - 1, 0)} for it")
+            rejects.add(number, f"prompt of {length} tokens; expected at most {max(limit - 1, 0)}")
         else:
             rows.append(row)
             accepted.extend((number, length, bool(row.solution)))

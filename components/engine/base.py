@@ -134,8 +134,8 @@ class EnginePolicy(Policy):
         longest = int((context.lengths + tokens.lengths).max()) if len(tokens) else 0
         if longest > engine.context_length:
             raise CreditgraphError(
-                f"score: expected rows of at most {engine.context_length} tokens (the context of model "
-                f"'{engine.context.model.path}'), got {longest}. Shorten prompt plus response or raise "
+                f"score: expected rows of at most {engine.context_length} tokens (the context that model "
+                f"'{engine.context.model.path}' is used with), got {longest}. Shorten prompt plus response or raise "
                 "model.max_context."
             )
 

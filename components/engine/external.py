@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from components.engine.base import Engine, EnginePolicy, Outputs
-from components.engine.messages import ScoreRequest, ScoreResponse
+from components.engine.messages import ScoreRequest, ScoreResponse, group_of
 from components.engine.probe import TOLERANCE, Probe, probe_request, reference_logprobs, skeleton
 from components.engine.rows import Rows
 from components.engine.served.dialect import Dialect, ServedModel
@@ -196,6 +196,10 @@ class ExternalPolicy(EnginePolicy):
 
     engine: ExternalEngine
 
+    def __init__(self, engine: ExternalEngine, version: int) -> None:
+        super().__init__(engine, version)
+        self._prompts: dict[int, set[int]] = {}  # length → groups of the prompts that were sampled from
+
     def generate(self, requests: Requests) -> Completions:
         """Samples one completion per row."""
         engine = self.engine
@@ -203,6 +207,8 @@ class ExternalPolicy(EnginePolicy):
         self._check_tokens(requests.tokens, "request")
         self._check_temperature(requests.sampling.temperature)
         rows = Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size)
+        for prompt in requests.tokens.to_lists():
+            self._prompts.setdefault(len(prompt), set()).add(group_of(prompt))
         with self._timed("seconds_generate"):
             engine.active.sample(rows)
             completions = rows.completions()
@@ -212,15 +218,40 @@ class ExternalPolicy(EnginePolicy):
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
         """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
+        return self._score(context, tokens, temperature, [self._group(row) for row in context.to_lists()])
+
+    def score_branches(
+        self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
+    ) -> Scores:
+        """As `Policy.score_branches`: each branch is a request of its own, behind the cached part of its trunk.
+
+        The branches of a trunk go to one server, where it was sampled if that is known, the longest first: it brings
+        into the cache what the others begin with.
+        """
+        groups = [self._group(tokens) for tokens in trunk.to_lists()]
+        order = torch.tensor(sorted(range(len(row)), key=lambda b: (int(row[b]), -int(at[b]))), dtype=torch.int64)
+        row, at = row[order], at[order]
+        context = trunk.slice_rows(torch.zeros_like(at), at, row)
+        scores = self._score(context, tokens.select(order), temperature, [groups[r] for r in row.tolist()])
+        back = order.argsort()
+        return Scores(logprobs=scores.logprobs.select(back), entropies=scores.entropies.select(back))
+
+    def _group(self, tokens: list[int]) -> int:
+        """The group of the prompt that a row begins with; of the whole row, if no such prompt was sampled from."""
+        for length, groups in self._prompts.items():
+            if length <= len(tokens) and (group := group_of(tokens[:length])) in groups:
+                return group
+        return group_of(tokens)
+
+    def _score(self, context: Jagged, tokens: Jagged, temperature: float, groups: Sequence[int]) -> Scores:
         engine = self.engine
         self._check_current()
         self._check_scored(context, tokens)
         self._check_temperature(temperature)
-        groups: dict[tuple[int, ...], int] = {}
         requests = [
             ScoreRequest(
                 row=row,
-                group=groups.setdefault(tuple(before), len(groups)),
+                group=groups[row],
                 context=before,
                 tokens=after,
                 temperature=temperature or 1.0,

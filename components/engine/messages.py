@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,13 +24,18 @@ class BadResponse(CreditgraphError):
     """A response that the model cannot have given; another server may return a good one to the same request."""
 
 
+def group_of(tokens: Sequence[int]) -> int:
+    """The group of rows that begin with these tokens: their hash."""
+    return hash(tuple(tokens))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
     """One row to sample: all of its tokens, up to a limit.
 
     Attributes:
         row: row of the `Requests`.
-        group: rows with equal prompts share it; their requests should go where the prompt is cached.
+        group: `group_of` their prompt; rows that share it should go where the prompt is cached.
         tokens: everything before the first token to sample.
         max_tokens: most tokens to sample, at least 1.
         seed: below 2**63; an engine that gets the same request twice samples the same tokens.
@@ -70,7 +76,10 @@ class RowResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """A row whose `tokens` are to be scored given `context`, at `temperature`; `group` as in `RowRequest`."""
+    """A row whose `tokens` are to be scored given `context`, at `temperature`.
+
+    `group` is `group_of` the prompt that the context begins with, or of a longer part of it.
+    """
 
     row: int
     group: int

@@ -22,6 +22,7 @@ from components.engine.messages import (
     check_entropies,
     check_lengths,
     check_logprobs,
+    group_of,
 )
 from components.text.stops import TokenText, decode_rows
 from pipeline.core.errors import CreditgraphError
@@ -75,17 +76,15 @@ class Rows:
 
     def start(self) -> list[RowRequest]:
         """The request of every row that may have a token; call once."""
-        groups: dict[tuple[int, ...], int] = {}
         requests = []
         for index, row in enumerate(self._rows):
             prompt = self._prompts[index]
-            group = groups.setdefault(tuple(prompt), len(groups))
             if row.budget <= row.begun:
                 row.reason = "length"
                 continue
             request = RowRequest(
                 row=index,
-                group=group,
+                group=group_of(prompt),
                 tokens=prompt + row.tokens,
                 max_tokens=row.limit - row.begun,
                 seed=counter_seed(self._seeds[index], row.begun),

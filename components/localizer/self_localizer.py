@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,11 @@ class SelfLocalizer(Localizer):
         """strings that end the response, in addition to end of text"""
 
     config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The failure."""
+        return 1
 
     def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy) -> Outputs:
         """Samples one response per failure."""

@@ -224,7 +224,7 @@ def _quiet_unless_watched() -> Iterator[None]:
 
 
 def context_length(spec: ModelSpec) -> int:
-    """Most tokens in prompt plus response: `spec.max_context`, or the model's own limit when that is 0."""
+    """Most tokens in prompt plus response: `spec.max_context`, or when that is 0 what the graph and the model allow."""
     return check_context(spec, load_config(spec))
 
 
@@ -237,7 +237,7 @@ def check_context(spec: ModelSpec, config: Any) -> int:
             f"model '{spec.path}': expected model.max_context ≤ {own}, the context of the model, got "
             f"{spec.max_context}. Lower it or use a model with a longer context."
         )
-    return int(spec.max_context or own)
+    return int(spec.max_context or min(own, spec.longest_row or own))
 
 
 @cache

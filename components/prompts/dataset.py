@@ -13,7 +13,7 @@ from components.data.card import LOADING_METRICS
 from components.data.fit import chat_misfits, data_misfits
 from components.data.loading import load_data, make_prompts
 from components.data.store import Row
-from components.models.load import load_tokenizer
+from components.models.load import context_length, load_tokenizer
 from pipeline.core.component import Component, Context, ModelSpec
 from pipeline.core.errors import ConfigError, RunError, did_you_mean
 from pipeline.core.metric import Metric
@@ -58,14 +58,15 @@ class DatasetPrompts(Component):
         """use a new keyed order in every epoch; off: the order of the source"""
         drop_duplicates: bool = True
         """keep only the first of several rows whose questions differ only by white space and case"""
-        reserve: int = 0
-        """tokens of the context kept free for the response"""
+        max_tokens: int = 4096
+        """tokens of a prompt; longer ones are rejected and counted, and engines hold no longer rows than prompts of
+        this length need"""
 
         def __post_init__(self) -> None:
             if not 1 <= self.batch <= MAX_BATCH:
                 raise ValueError(f"expected batch of 1 to {MAX_BATCH:,} problems per iteration, got {self.batch}.")
-            if self.reserve < 0:
-                raise ValueError(f"expected reserve ≥ 0 tokens, got {self.reserve}.")
+            if self.max_tokens < 1:
+                raise ValueError(f"expected max_tokens ≥ 1, got {self.max_tokens}.")
 
     config: Config
 
@@ -94,7 +95,7 @@ class DatasetPrompts(Component):
             context,
             self.tokenizer,
             place=f"data.{config.split}",
-            reserve=config.reserve,
+            room=min(config.max_tokens + 1, context_length(context.model)),
             drop_duplicates=config.drop_duplicates,
         ).rows
         self._start_at(epoch=0, position=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -129,6 +129,11 @@ class Compare(Component):
                 raise ValueError(f"expected references ≥ 1 (siblings per wrong trajectory), got {self.references}.")
 
     config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The trajectory and one sibling."""
+        return 2
 
     def setup(self, context: Context) -> None:
         """Reads the length of the model's context."""

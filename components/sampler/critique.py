@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,6 +114,11 @@ class Critique(Component):
                 raise ValueError(f"expected refinements ≥ 0, got {self.refinements}.")
 
     config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The original, before its refinement."""
+        return 1
 
     def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples originals in one request batch and refinements in another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from components.rollouts.requests import (
     LENGTH_METRICS,
@@ -59,6 +60,11 @@ class Retry(Component):
                 raise ValueError(f"expected pairs ≥ 1, got {self.pairs}.")
 
     config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The first attempt."""
+        return 1
 
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Samples first attempts in one request batch and second ones in another."""

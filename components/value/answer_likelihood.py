@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from components.rollouts.branch_cost import planned_cost
 from components.value.bank import AnswerSettings, Bank, answer_bank, continuation_bank, references_of, solution_bank
 from components.value.boundaries import (
     VALUE_METRICS,
@@ -29,6 +30,7 @@ from pipeline.core.payloads import Prompts, Rewards, Segments, SegmentValues, Tr
 
 logger = logging.getLogger("creditgraph")
 
+_ANSWER_TOKENS = 64  # of exit text and answer, for `costs`; ours
 Value = Literal["immediate", "continuation", "sum", "solution"]
 
 
@@ -107,6 +109,27 @@ class AnswerLikelihood(AnswerEstimator):
         reference solution and answer"""
 
     config: Config
+
+    @classmethod
+    def costs(cls, node: Any, graph: Any) -> list[str]:
+        """The cost of scoring a reference at every boundary of the longest responses."""
+        sources = ("prompts", "trajectories", "segments")
+        prompts, sampler, segmenter = (graph[node.wires[socket][0].source].config for socket in sources)
+        names = ((prompts, "batch"), (prompts, "max_tokens"), (sampler, "group_size"), (sampler, "max_tokens"))
+        if not all(hasattr(config, name) for config, name in (*names, (segmenter, "segments"))):
+            return []
+        cost = planned_cost(
+            rows=prompts.batch * sampler.group_size,
+            prompt=prompts.max_tokens,
+            response=sampler.max_tokens,
+            segments=segmenter.segments,
+            reference=_ANSWER_TOKENS if node.config.value == "immediate" else sampler.max_tokens,
+        )
+        return [
+            f"scores at most {cost.requests:,} references per iteration, {cost.sent / 1e6:,.2f} M tokens with what is "
+            f"before them; behind a prefix cache {cost.prefilled / 1e6:,.2f} M of these pass through the model, "
+            f"{cost.prefilled_cached / 1e6:,.2f} M where it still holds the responses"
+        ]
 
     def setup(self, context: Context) -> None:
         """Reads the model's context length."""

@@ -70,6 +70,11 @@ class AnswerEstimator(Component):
         """Answers of a few tokens; any where it scores the rest of a solution instead (value: continuation)."""
         return None if getattr(config, "value", "") == "continuation" else frozenset({"value", "choice", "boolean"})
 
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The trajectory; a solution, or the rest of one, is scored after it."""
+        return 1 if getattr(config, "value", "immediate") == "immediate" else 2
+
     def setup(self, context: Context) -> None:
         """Reads the model's context length."""
         super().setup(context)

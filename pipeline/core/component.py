@@ -26,6 +26,7 @@ of input `x`; the graph checker follows it through the graph.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,10 +64,12 @@ class ModelSpec:
     Attributes:
         path: folder in Hugging Face layout, or a hub name; "tiny" is the embedded model.
         dtype: parameter dtype, "float32" or "bfloat16".
-        max_context: tokens in prompt plus response; 0 means the model's own limit.
+        max_context: tokens in prompt plus response; 0: what the nodes of the graph may need, or without a graph the
+            model's own limit, which is the most in any case.
         trust_remote_code: passed to transformers.
         chat_template_kwargs: keyword arguments of the tokenizer's chat template in every prompt, such as
             {enable_thinking: false}.
+        longest_row: computed, no setting: the most tokens of a row that the graph's nodes may need; 0: not known.
     """
 
     path: str = "tiny"
@@ -74,6 +77,13 @@ class ModelSpec:
     max_context: int = 0
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    longest_row: int = field(default=0, init=False)
+
+    def with_rows(self, tokens: int) -> ModelSpec:
+        """The same model for a graph whose longest row has `tokens`."""
+        spec = copy.copy(self)
+        object.__setattr__(spec, "longest_row", tokens)
+        return spec
 
     def __post_init__(self) -> None:
         if self.max_context < 0:
@@ -275,6 +285,20 @@ class Component:
         None: any, or none at all. A data section with another kind is refused when the configuration is checked.
         """
         return None
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """Earlier responses that a row of this node, which has the policy sample or score it, holds beside its own."""
+        return 0
+
+    @classmethod
+    def costs(cls, node: Any, graph: Any) -> list[str]:
+        """Sentences on what an iteration of this node costs the policy's engine, for `train --check`.
+
+        Args:
+            node, graph: as those of `misfits`.
+        """
+        return []
 
     @classmethod
     def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:

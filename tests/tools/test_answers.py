@@ -27,10 +27,10 @@ def test_no_poisoned_answer_is_taken():
 @pytest.mark.parametrize(
     ("place", "check", "name"),
     [
-        (rows, "check_logprobs", "vllm row: choices.0.logprobs.content.0.logprob is -1e30"),
-        (rows, "check_entropies", "vllm row: choices.0.logprobs.content.0.top_logprobs.1.logprob is 1e30"),
-        (messages, "check_entropies", "vllm score: prompt_logprobs.2.-1.logprob is 1e30"),
-        (messages, "check_logprobs", "vllm score: prompt_logprobs.2.2.logprob is infinity"),
+        (rows, "check_logprobs", "vllm row: logprobs.0 is -1e30"),
+        (rows, "check_entropies", "vllm row: entropies.0 is 1e30"),
+        (messages, "check_entropies", "vllm score: entropies.2 is 1e30"),
+        (messages, "check_logprobs", "vllm score: logprobs.2 is infinity"),
     ],
 )
 def test_the_suite_notices_a_missing_check(monkeypatch, place, check, name):

@@ -5,11 +5,15 @@ client must end with exactly the sound tokens, log-probs and entropies, by askin
 project. Values that a model can give (another log-prob, for example) are no attack here: they need the server's key.
 """
 
+import base64
+import contextlib
 import copy
 import itertools
 import json
 import math
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +26,9 @@ PROMPT = [3, 4]
 SECONDS = 30.0
 MISSING = object()
 LABEL = "1-" + "c" * 32
-NAMES = {"vllm": "generate-tokens-", "sglang": ""}
+SERVERS = ("vllm", "sglang")
+OWN_CRC = "of the columns"
+COLUMNS = {"tokens": "i", "logprobs": "f", "entropies": "f"}
 ENTROPY = math.log(2)
 # What no field may hold; numbers that a log-prob may have are not among them.
 VALUES: dict[str, Any] = {
@@ -73,28 +79,25 @@ def logprob_of(token: int) -> float:
 
 def sound(server: str, kind: str, name: str) -> list[Any]:
     """The parts of the sound answer to request `name`."""
-    request_id = NAMES[server] + name
     tokens = [token_at(place) for place in range(TOKENS)]
     if kind == "score":
-        return [_score(server, request_id, tokens)]
+        return [_score(server, name, tokens)]
     cuts = [0, 1, 4, TOKENS] if kind == "stream" else [0, TOKENS]
     parts = _vllm_part if server == "vllm" else _sglang_part
-    return [parts(request_id, tokens[a:b], b) for a, b in itertools.pairwise(cuts)]
+    return [parts(name, tokens[a:b], b) for a, b in itertools.pairwise(cuts)]
 
 
 def _vllm_part(request_id: str, tokens: list[int], end: int) -> Any:
-    content = [
-        {
-            "token_id": t,
-            "logprob": logprob_of(t),
-            "top_logprobs": [{"token_id": t, "logprob": -0.1}, {"token_id": -1, "logprob": -ENTROPY}],
-        }
-        for t in tokens
-    ]
     last = end == TOKENS
-    spans = [{"version": LABEL, "start": 0, "end": TOKENS}] if last else None
-    choice = {"finish_reason": "length" if last else None, "token_ids": tokens, "logprobs": {"content": content}}
-    return {"request_id": request_id, "choices": [{**choice, "weight_versions": spans}]}
+    return {
+        "id": request_id,
+        "tokens": tokens,
+        "logprobs": [logprob_of(t) for t in tokens],
+        "entropies": [ENTROPY] * len(tokens),
+        "reason": "length" if last else None,
+        "versions": [LABEL] if last else [],
+        "crc": OWN_CRC,
+    }
 
 
 def _sglang_part(request_id: str, tokens: list[int], end: int) -> Any:
@@ -107,9 +110,7 @@ def _sglang_part(request_id: str, tokens: list[int], end: int) -> Any:
 
 def _score(server: str, request_id: str, tokens: list[int]) -> Any:
     if server == "vllm":
-        table = [{str(t): {"logprob": logprob_of(t)}, "-1": {"logprob": -ENTROPY}} for t in tokens]
-        choice = {"finish_reason": "length", "weight_versions": [{"version": LABEL}]}
-        return {"request_id": request_id, "choices": [choice], "prompt_logprobs": [None, {}, *table]}
+        return {**_vllm_part(request_id, tokens, TOKENS), "tokens": [5]}
     # Two tokens of equal log-prob share the mass, so the score of each is −log 2.
     meta: dict[str, Any] = {"id": request_id, "weight_version": LABEL, "finish_reason": {"type": "length"}}
     meta["input_token_logprobs"] = [[None, PROMPT[-1], None], *([-ENTROPY, t, None] for t in tokens)]
@@ -126,8 +127,22 @@ def response(body: bytes, status: str = "200 OK", length: int | None = None, ext
     return head.encode() + b"Connection: close\r\n\r\n" + body
 
 
+def columns(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of vLLM's answer as it is sent: what columns can hold in columns, their CRC in place of `OWN_CRC`."""
+    sent = dict(part)
+    for name, kind in COLUMNS.items():
+        values = part.get(name)
+        if isinstance(values, list) and not any(isinstance(value, bool) for value in values):
+            with contextlib.suppress(struct.error, OverflowError):
+                sent[name] = base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
+    if sent.get("crc") == OWN_CRC:
+        sent["crc"] = zlib.crc32("|".join(str(sent.get(name)) for name in COLUMNS).encode())
+    return sent
+
+
 def encoded(parts: list[Any], stream: bool) -> bytes:
     """The body of an answer."""
+    parts = [columns(part) if isinstance(part, dict) and "meta_info" not in part else part for part in parts]
     if not stream:
         return json.dumps(parts[0]).encode()
     return b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts) + b"data: [DONE]\n\n"
@@ -150,37 +165,29 @@ def replaced(part: int, path: tuple[Any, ...], value: Any, stream: bool) -> Call
     return poison
 
 
-_CHOICE = ("choices", 0)
-_ENTRY = (*_CHOICE, "logprobs", "content", 0)
 _META = ("meta_info",)
-FIRST = str(token_at(0))
 # Paths whose value an answer needs, and of them those that hold a version or id, which every other value contradicts.
 PATHS: dict[tuple[str, str], list[tuple[Any, ...]]] = {
     ("vllm", "row"): [
-        ("request_id",),
-        ("choices",),
-        _CHOICE,
-        (*_CHOICE, "token_ids"),
-        (*_CHOICE, "token_ids", 1),
-        (*_CHOICE, "logprobs"),
-        (*_CHOICE, "logprobs", "content"),
-        _ENTRY,
-        (*_ENTRY, "logprob"),
-        (*_ENTRY, "token_id"),
-        (*_ENTRY, "top_logprobs"),
-        (*_ENTRY, "top_logprobs", 1, "logprob"),
-        (*_CHOICE, "weight_versions"),
-        (*_CHOICE, "weight_versions", 0, "version"),
+        ("id",),
+        ("tokens",),
+        ("tokens", 1),
+        ("logprobs",),
+        ("logprobs", 0),
+        ("entropies",),
+        ("entropies", 0),
+        ("crc",),
+        ("versions",),
+        ("versions", 0),
     ],
     ("vllm", "score"): [
-        ("request_id",),
-        ("choices",),
-        ("prompt_logprobs",),
-        ("prompt_logprobs", 2),
-        ("prompt_logprobs", 2, FIRST),
-        ("prompt_logprobs", 2, FIRST, "logprob"),
-        ("prompt_logprobs", 2, "-1", "logprob"),
-        (*_CHOICE, "weight_versions"),
+        ("id",),
+        ("logprobs",),
+        ("logprobs", 2),
+        ("entropies",),
+        ("entropies", 2),
+        ("crc",),
+        ("versions",),
     ],
     ("sglang", "row"): [
         ("output_ids",),
@@ -244,9 +251,11 @@ def _whole(stream: bool) -> dict[str, Callable[[list[Any]], bytes]]:
 def _tokens(server: str, parts: list[Any], change: Callable[[list[int]], list[int]]) -> bytes:
     """Other tokens without their log-probs."""
     parts = copy.deepcopy(parts)
-    holder = parts[0]["choices"][0] if server == "vllm" else parts[0]
-    name = "token_ids" if server == "vllm" else "output_ids"
-    holder[name] = change(holder[name])
+    name = "tokens" if server == "vllm" else "output_ids"
+    crc = columns(parts[0]).get("crc")
+    parts[0][name] = change(parts[0][name])
+    if server == "vllm" and all(0 <= token < VOCABULARY for token in parts[0][name]):
+        parts[0]["crc"] = crc  # of the sound ones: that tokens and log-probs belong together shows there only
     return response(encoded(parts, False))
 
 
@@ -254,7 +263,6 @@ def _rows(server: str) -> dict[str, Callable[[list[Any]], bytes]]:
     """Damage to the tokens of a row, and whole rows that are not the request's."""
     build = _vllm_part if server == "vllm" else _sglang_part
     own = [token_at(place) for place in range(TOKENS)]
-    name = NAMES[server]
     changes: dict[str, Callable[[list[int]], list[int]]] = {
         "the first token lost": lambda t: t[1:],
         "the last token lost": lambda t: t[:-1],
@@ -267,12 +275,12 @@ def _rows(server: str) -> dict[str, Callable[[list[Any]], bytes]]:
 
     def other(request_id: Callable[[str], str], tokens: list[int]) -> Callable[[list[Any]], bytes]:
         def poison(parts: list[Any]) -> bytes:
-            mine = parts[0]["request_id"] if server == "vllm" else parts[0]["meta_info"]["id"]
+            mine = parts[0]["id"] if server == "vllm" else parts[0]["meta_info"]["id"]
             return response(encoded([build(request_id(mine), tokens, TOKENS)], False))
 
         return poison
 
-    rows["the answer to another request"] = other(lambda mine: name + "another", own[::-1])
+    rows["the answer to another request"] = other(lambda mine: "another", own[::-1])
     rows["too many tokens with their log-probs"] = other(lambda mine: mine, [*own, 5, 6])
     rows["too few tokens with their log-probs"] = other(lambda mine: mine, own[:-1])
     rows["no tokens"] = other(lambda mine: mine, [])
@@ -320,8 +328,10 @@ def cases() -> list[Case]:
 def _cases() -> Iterator[Case]:
     for (server, kind), paths in PATHS.items():
         for path, (text, value) in itertools.product(paths, VALUES.items()):
+            if path[0] == "entropies" and text == "2.5":  # which one may be
+                continue
             yield Case(server, kind, f"{'.'.join(map(str, path))} is {text}", replaced(0, path, value, False))
-    for server in NAMES:
+    for server in SERVERS:
         for kind in ("row", "stream", "score"):
             for name, poison in _whole(kind == "stream").items():
                 yield Case(server, kind, name, poison)
@@ -329,11 +339,12 @@ def _cases() -> Iterator[Case]:
             yield Case(server, "row", name, poison)
         for name, poison in _events().items():
             yield Case(server, "stream", name, poison)
-        paths = [path for path in PATHS[server, "row"] if len(path) < 4]
+        # The first event has one token.
+        paths = [path for path in PATHS[server, "row"] if len(path) < 4 and path[-1] != 1]
         for path, text in itertools.product(paths, ("null", "a text", "a huge integer")):
-            if path[-1] != "weight_versions" and path[-1] != "finish_reason":  # of the last event only
+            if path[0] != "versions" and path[-1] != "finish_reason":  # of the last event only
                 yield Case(server, "stream", f"{path} is {text}", replaced(0, path, VALUES[text], True))
-        last = (*_CHOICE, "weight_versions") if server == "vllm" else (*_META, "weight_version")
+        last = ("versions",) if server == "vllm" else (*_META, "weight_version")
         yield Case(server, "stream", "no version in the last event", replaced(2, last, None, True))
     for name, (_, body) in CONTROL.items():
         yield Case("vllm", "control", name, lambda parts, b=body: response(json.dumps(b).encode()))

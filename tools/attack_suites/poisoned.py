@@ -29,7 +29,7 @@ from components.text.stops import TokenText
 from pipeline.core.handles import Requests, Sampling
 from pipeline.core.jagged import Jagged
 
-GENERATE = {"/inference/v1/generate", "/generate"}
+GENERATE = {"/creditgraph/rows", "/generate"}
 LARGEST = 1 << 20  # bytes of a response here, so that one beyond the limit is small
 
 
@@ -95,10 +95,9 @@ class PoisonedServer:
     def _sound(self, path: str, body: dict[str, Any]) -> list[Any]:
         if path in GENERATE:
             self.answers += 1
-            sampling = body["sampling_params"]
-            scored = "prompt_logprobs" in sampling or "logprob_start_len" in body
+            scored = "context" in body or "logprob_start_len" in body
             kind = "score" if scored else "stream" if body.get("stream") else "row"
-            return answers.sound(self.kind, kind, str(body.get("request_id") or body.get("rid")))
+            return answers.sound(self.kind, kind, str(body.get("id") or body.get("rid")))
         state = {"version": 1, "checksum": "c" * 32, "installed": True}
         return [
             {

@@ -365,13 +365,13 @@ STARTS: list[tuple[str, str]] = [
     ("model.max_context=100000000", "… expected model.max_context ≤ 512, the context of the model, got 100000000. …"),
     (
         "model.max_context=1",
-        "… all 4000 rows were rejected (4000 × prompt of N tokens; the context leaves N for …",
+        "… all 4000 rows were rejected (4000 × prompt of N tokens; expected at most N…",
     ),
     ("data.train.split=nothing", "… chains: split 'nothing' does not exist. Known: eval, train, validation."),
     ("data.train.skip=100000", "… the embedded task: skip left out all of its 4000 usable rows. …"),
     ("data.train={source: file, path: /nowhere.jsonl}", "… data file /nowhere.jsonl does not exist, expected one of …"),
     ("data.train={source: file, path: /etc/passwd}", "… data file /etc/passwd: expected one of .jsonl, .json, …"),
-    ("prompts.reserve=100000", "… all 4000 rows were rejected (4000 × prompt of N tokens; the context leaves N for …"),
+    ("prompts.max_tokens=1", "… all 4000 rows were rejected (4000 × prompt of N tokens; expected at most N…"),
     ("run.root=/dev/null", "/dev/null/r: cannot be written (Not a directory): a file is in the place of a folder; …"),
 ]
 

@@ -108,6 +108,7 @@ class ServerPool:
         self._losses = 0
         self._update: Update | None = None
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._homes: dict[int, Server] = {}  # by group, until the weights change
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server pool", daemon=True)
@@ -228,6 +229,7 @@ class ServerPool:
     async def _update_all(self, update: Update) -> None:
         begin = time.perf_counter()
         self._update = update
+        self._homes.clear()
         self.updates = []
         usable = [server for server in self.servers if server.state in ("starting", "ready", "updating")]
         failures = await asyncio.gather(*(self._load(server, update) for server in usable), return_exceptions=True)
@@ -255,14 +257,13 @@ class ServerPool:
     # Requests
 
     async def _send_all(self, requests: Sequence[_AnyRequest], task: _Task) -> None:
-        homes: dict[int, Server] = {}
-        await _all([asyncio.create_task(self._send(request, homes, task)) for request in requests])
+        await _all([asyncio.create_task(self._send(request, task)) for request in requests])
 
-    async def _send(self, request: _AnyRequest, homes: dict[int, Server], task: _Task) -> None:
+    async def _send(self, request: _AnyRequest, task: _Task) -> None:
         """Sends one request until a server returns a valid response."""
         wrong: list[Server] = []
         while True:
-            server = await self._choose(request.group, homes, wrong)
+            server = await self._choose(request.group, wrong)
             label = server.label
             self._counters["requests"] += 1
             try:
@@ -317,16 +318,16 @@ class ServerPool:
 
     # Routing
 
-    async def _choose(self, group: int, homes: dict[int, Server], avoid: Sequence[Server]) -> Server:
+    async def _choose(self, group: int, avoid: Sequence[Server]) -> Server:
         """A server with room: the prompt's own, if that is not much busier than the least busy one."""
         while True:
             ready = [server for server in self.servers if server.state == "ready"]
             if ready:
                 candidates = [server for server in ready if server not in avoid] or ready
                 least = min(candidates, key=lambda server: server.outstanding)
-                home = homes.get(group)
+                home = self._homes.get(group)
                 if home is None or home not in candidates:
-                    homes[group] = home = least
+                    self._homes[group] = home = least
                 chosen = home if home.outstanding <= 2 * least.outstanding + _SPILL else least
                 for server in (chosen, least):
                     if server.outstanding < self.settings.max_in_flight:

@@ -1,7 +1,7 @@
 """Starts vLLM servers (0.32) and implements their HTTP API.
 
-Token ids go in and out by /inference/v1/generate, which also reports the weights version. Log-probs and entropies are
-those of `components.engine.vllm.worker.ExactSampler`, which the worker extension puts in place. Weights come as
+Token ids go in and out by `components.engine.vllm.route`, which also reports the weights version. Log-probs and
+entropies are those of `components.engine.vllm.exact`, which the worker extension puts in place. Weights come as
 safetensors files that every worker reads; the extension is called through /collective_rpc, and both that and pausing
 need the server's development mode, whose paths `components.engine.vllm.key` closes to those without the server's key.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import re
 import sys
@@ -40,7 +39,9 @@ from components.engine.served.dialect import (
     result_of,
 )
 from components.engine.served.process import KEY_VARIABLE, SOCKET, Launch
-from components.engine.vllm.replies import GENERATE, ID_PREFIX, read_event, read_response, read_scores
+from components.engine.vllm.columns import pack_ids
+from components.engine.vllm.replies import read_event, read_response, read_scores
+from components.engine.vllm.route import ROWS
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
 from pipeline.core.errors import ConfigError
@@ -49,8 +50,10 @@ if TYPE_CHECKING:
     from components.engine.vllm.nccl import Broadcaster
 
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
+SCHEDULER = "components.engine.vllm.scheduler.exact_scheduler"
 _TOKENS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
 _TOGETHER_SECONDS = 0.005  # requests that end within this time are ended by one call
+_CPU_CACHE_GB = 1.0
 _IN_ENGINE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -66,22 +69,36 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
         "trust_remote_code": model.trust_remote_code,
         "max_num_seqs": settings.max_rows,
         "tensor_parallel_size": settings.tensor_parallel,
-        "enforce_eager": settings.enforce_eager,
-        # vLLM rewinds the random stream of a row whose prompt it cuts in two, which only GPU generators can.
+        # On a CPU, compiling takes a minute and gains nothing.
+        "enforce_eager": cpu or settings.enforce_eager,
+        # The V1 runner rewinds the random stream of a row whose prompt it cuts in two, which CPU generators cannot.
         "enable_chunked_prefill": not cpu,
         "gpu_memory_utilization": settings.gpu_memory,
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
+        "scheduler_cls": SCHEDULER,
         "seed": 0,
     }
-    if settings.kv_cache_gb:
-        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gb * 2**30)
+    if cache := settings.kv_cache_gb or (_CPU_CACHE_GB if cpu else 0.0):
+        options["kv_cache_memory_bytes"] = int(cache * 2**30)
     if cpu:
         options["block_size"] = 32  # others have no kernel
     if rank := settings.lora.max_rank:
         options |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
     return options
+
+
+def engine_variables(settings: VllmSettings, model: ServedModel) -> dict[str, str]:
+    """Environment variables of vLLM's engine, in this process or in a server."""
+    cpu = model.device == "cpu"
+    return {
+        # The V2 runner needs Triton, which CPUs lack.
+        "VLLM_USE_V2_MODEL_RUNNER": "0" if cpu else "1",
+        "VLLM_BATCH_INVARIANT": "1" if settings.exact and not cpu else "0",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 @dataclass
@@ -122,12 +139,10 @@ class VllmDialect:
         """The API server with worker extension and development mode."""
         options = engine_options(self._settings, self._model) | {"served_model_name": identity}
         options |= {"host": "{host}", "port": port} if port else {"uds": f"{{scratch}}/{SOCKET}"}
-        options |= {"enable_scale_out": True, "disable_uvicorn_access_log": True}
+        options["disable_uvicorn_access_log"] = True
         environment: dict[str, str | None] = {
             "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            **engine_variables(self._settings, self._model),
             # A connection that the server closes just when it is reused would look like a fault.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             KEY_VARIABLE: "{key}",
@@ -169,28 +184,26 @@ class VllmDialect:
         body = self.generate_body(request, request_id) | self._adapter(client)
         if request.stream:
             body["stream"] = True
-            body["sampling_params"]["stream_interval"] = self._settings.stream_tokens
+            body["sampling"]["stream_interval"] = self._settings.stream_tokens
 
             async def end() -> None:
                 self._end_soon(client, request_id)
 
             read = partial(read_event, request_id=request_id, eos=self._eos)
-            return await read_stream(client, GENERATE, body, read, take, end)
-        response, label = read_response(await call(client, "POST", GENERATE, body), request_id, self._eos)
+            return await read_stream(client, ROWS, body, read, take, end)
+        response, label = read_response(await call(client, "POST", ROWS, body), request_id, self._eos)
         take(response, True)
         return label
 
     async def score(self, client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> ScoreResponse:
-        """Prompt log-probs; one token is sampled, because vLLM samples at least one."""
-        sampling = {"max_tokens": 1, "temperature": request.temperature, "prompt_logprobs": 1, "detokenize": False}
-        body = {"request_id": request_id, "token_ids": request.context + request.tokens, "sampling_params": sampling}
-        try:
-            reply = await call(client, "POST", GENERATE, body | self._adapter(client))
-            return read_scores(reply, request, request_id)
-        except RefusedError as error:
-            if "not JSON compliant" not in str(error):
-                raise
-            return ScoreResponse(logprobs=[math.nan] * len(request.tokens), entropies=None)  # JSON has no NaN
+        """Log-probs of the wanted tokens only, behind a context that the prefix cache may hold."""
+        body = {
+            "id": request_id,
+            "tokens": pack_ids(request.context + request.tokens),
+            "context": len(request.context),
+            "sampling": {"temperature": request.temperature},
+        }
+        return read_scores(await call(client, "POST", ROWS, body | self._adapter(client)), request_id)
 
     def generate_body(self, request: RowRequest, request_id: str) -> dict[str, Any]:
         """JSON of a generation request."""
@@ -198,14 +211,13 @@ class VllmDialect:
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "seed": request.seed,
-            "logprobs": 2,  # the sampled token's, and the entry that holds the entropy
+            "logprobs": 1,  # the entry beside the sampled token's, which holds the entropy
             "stop_token_ids": [] if request.ignore_eos else sorted(self._eos),
             "ignore_eos": request.ignore_eos,
-            "detokenize": False,
         }
         if request.temperature > 0:
             sampling |= {"top_p": request.top_p, "top_k": request.top_k}
-        return {"request_id": request_id, "token_ids": request.tokens, "sampling_params": sampling}
+        return {"id": request_id, "tokens": pack_ids(request.tokens), "sampling": sampling}
 
     async def pause(self, client: httpx.AsyncClient, in_flight: InFlight) -> None:
         """Calls /pause, which also empties the prefix cache."""
@@ -259,8 +271,7 @@ class VllmDialect:
     async def abort(self, client: httpx.AsyncClient, request_ids: Sequence[str]) -> None:
         """/abort_requests."""
         if request_ids:
-            names = [ID_PREFIX + request_id for request_id in request_ids]
-            await call(client, "POST", "/abort_requests", {"request_ids": names})
+            await call(client, "POST", "/abort_requests", {"request_ids": list(request_ids)})
 
     def close(self) -> None:
         """Drops the broadcast groups."""
@@ -271,7 +282,7 @@ class VllmDialect:
 
     def _adapter(self, client: httpx.AsyncClient) -> dict[str, str]:
         name = self._known(client).adapter
-        return {"model": name} if name else {}
+        return {"adapter": name} if name else {}
 
     def _end_soon(self, client: httpx.AsyncClient, request_id: str) -> None:
         """Ends a request together with those that come to their end in the same moment."""
@@ -319,8 +330,8 @@ class VllmDialect:
             return all(state["installed"] for state in await _workers(client, "creditgraph_state"))
         except RefusedError as error:
             raise ServerError(
-                f"{error} Expected a server with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and "
-                f"--worker-extension-cls {EXTENSION}."
+                f"{error} Expected a server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}, "
+                "started as docs/engines.md says."
             ) from error
 
 

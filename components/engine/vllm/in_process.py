@@ -21,7 +21,8 @@ from components.engine.probe import Probe, ProbeError, compare_logprobs
 from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
 from components.engine.served.process import make_scratch
-from components.engine.vllm.dialect import engine_options
+from components.engine.vllm.dialect import engine_options, engine_variables
+from components.engine.vllm.scheduler import scoring_parameters
 from components.engine.vllm.settings import VllmSettings
 from components.engine.weight_files import checksum_of
 from pipeline.core.component import Context
@@ -30,10 +31,7 @@ from pipeline.core.payloads import Weights
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
 }
 
 
@@ -60,7 +58,12 @@ class InProcess:
         self.channel: FileChannel | None = None
         if settings.lora.max_rank:
             self.channel = FileChannel(settings.channel, settings.channel.sent_dtype(context.model))
-        with _environment({**_VARIABLES, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}):
+        variables = {
+            **_VARIABLES,
+            **engine_variables(settings, model),
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        }
+        with _environment(variables):
             from vllm import LLM
 
             self._scratch = make_scratch()
@@ -148,9 +151,7 @@ class InProcess:
                     # A request that was ended may be in one more step.
                     if out.request_id in waiting and rows.feed(waiting[out.request_id], response_of(out), out.finished):
                         del waiting[out.request_id]
-                        cached = out.num_cached_tokens or 0
-                        self._count("prefill_tokens", len(out.prompt_token_ids) - cached)
-                        self._count("cached_tokens", cached)
+                        self._count_prompt(out)
                         if not out.finished:
                             ended.append(out.request_id)
                 if ended:
@@ -167,12 +168,11 @@ class InProcess:
         with self._running(waiting) as steps:
             for n, request in enumerate(requests):
                 tokens = request.context + request.tokens
-                name = self._add(tokens, max_tokens=1, temperature=request.temperature, prompt_logprobs=1)
-                waiting[name] = n
+                waiting[self._add(tokens, **scoring_parameters(len(request.context), request.temperature))] = n
             for out in itertools.chain.from_iterable(steps):
                 n = waiting.pop(out.request_id)
-                # Two numbers per prompt token after the first.
-                numbers = out.prompt_logprobs.logprobs[2 * (len(requests[n].context) - 1) :]
+                self._count_prompt(out)
+                numbers = out.prompt_logprobs.logprobs  # two per scored token
                 responses[n] = ScoreResponse(logprobs=numbers[::2], entropies=[-x for x in numbers[1::2]])
         return [responses[n] for n in range(len(requests))]
 
@@ -228,8 +228,10 @@ class InProcess:
             self.llm.wake_up()
             self._asleep = False
 
-    def _count(self, name: str, amount: int) -> None:
-        self._counters[name] = self._counters.get(name, 0.0) + amount
+    def _count_prompt(self, out: Any) -> None:
+        cached = out.num_cached_tokens or 0
+        for name, amount in (("prefill_tokens", len(out.prompt_token_ids) - cached), ("cached_tokens", cached)):
+            self._counters[name] = self._counters.get(name, 0.0) + amount
 
     def take_counters(self) -> dict[str, float]:
         """Prompt tokens since the last call."""
@@ -256,7 +258,7 @@ class InProcess:
 def response_of(out: Any) -> RowResponse:
     """vLLM's output of one request, or of one step of it.
 
-    `components.engine.vllm.worker.ExactSampler` gives two numbers per token: log-prob and minus the entropy.
+    `components.engine.vllm.exact` gives two numbers per token: log-prob and minus the entropy.
     """
     (done,) = out.outputs
     numbers = done.logprobs.logprobs

@@ -33,12 +33,16 @@ class AdapterSettings:
 class VllmSettings(ServerSettings):
     """Settings of vLLM, in servers or in this process."""
 
-    kv_cache_gb: float = 1.0
-    """gigabytes of KV cache; on a GPU, 0 means the memory that gpu_memory leaves"""
+    kv_cache_gb: float = 0.0
+    """gigabytes of KV cache; 0: on a GPU the memory that gpu_memory leaves, on a CPU 1 GB"""
     gpu_memory: float = 0.5
     """share of the GPU's memory for weights and KV cache; the learner needs the rest"""
-    enforce_eager: bool = True
-    """True: no compilation, starts in seconds; False: compiled, slower start, faster on a GPU"""
+    enforce_eager: bool = False
+    """on a GPU, neither compiles nor captures CUDA graphs: starts sooner, samples slower; a CPU never does"""
+    exact: bool = False
+    """on a GPU, kernels whose rounding does not depend on what else is decoded: equal requests give equal tokens,
+    slower; False: a row's seed fixes its noise alone, so a token near a tie, and all after it, may come out otherwise
+    when the row is requested again or a run is repeated"""
     cpu_threads: int = 1
     """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
     sleep: bool = False

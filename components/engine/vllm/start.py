@@ -17,6 +17,7 @@ from multiprocessing.context import BaseContext
 
 from components.engine.vllm.key import server_key
 
+MIDDLEWARE = "components.engine.vllm.route.GuardedRows"
 _USERS = (
     "vllm.v1.engine.core",
     "vllm.v1.engine.utils",
@@ -49,7 +50,7 @@ def fork_everywhere() -> None:
 
 if __name__ == "__main__":
     server_key()
-    sys.argv += ["--middleware", "components.engine.vllm.key.KeyMiddleware"]
+    sys.argv += ["--middleware", MIDDLEWARE]
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

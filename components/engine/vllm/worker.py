@@ -1,80 +1,18 @@
-"""Code that runs in vLLM's workers: log-probs and entropies of the sampling distribution, and loading of new weights.
-
-vLLM's own log-probs are either those before temperature or those after top-p and top-k truncation, and it reports no
-entropies. `ExactSampler` gives both quantities of softmax(logits / temperature), before truncation, for sampled and for
-prompt tokens. A request for one log-prob in addition to the sampled token's gets minus the entropy instead,
-under an id that is not the sampled one (or for two: over HTTP, vLLM counts the sampled token's own among them). Written
-for the model runner of vLLM 0.32 that `VLLM_USE_V2_MODEL_RUNNER=0` chooses.
-"""
+"""Code that runs in vLLM's workers: it installs `components.engine.vllm.exact`, and loads new weights."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.sampler import Sampler
 
+from components.engine.vllm import exact
 from components.engine.weight_files import Checksum, checksum_of, wait_for
 from components.models.weights import read_file
-
-_GREEDY = 1e-5  # vLLM samples greedily below this temperature
-
-
-class ExactSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler, with log-probs and entropies at the sampling temperature and before truncation.
-
-    Args:
-        base: the runner's sampler, which still draws the tokens.
-        forbidden: bool [V], columns that are no token and never drawn (they stay in the softmax), or None.
-    """
-
-    def __init__(self, base: Any, forbidden: Tensor | None) -> None:
-        super().__init__(base.logprobs_mode, base.use_fp64_gumbel)
-        self.topk_topp_sampler = base.topk_topp_sampler
-        self.forbidden = forbidden
-        self.scoring_temperature = 1.0
-
-    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """Draws a token per row; logits [B, V]."""
-        count = sampling_metadata.max_num_logprobs
-        logprobs = None if count is None else self._logprobs(logits, sampling_metadata.temperature)
-        if self.forbidden is not None:
-            logits = logits.masked_fill(self.forbidden, -torch.inf)
-        plain = dataclasses.replace(sampling_metadata, max_num_logprobs=None)
-        out = super().forward(logits, plain, *args, **kwargs)
-        if logprobs is not None:
-            out.logprobs_tensors = self.gather_logprobs(logprobs, count, out.sampled_token_ids[:, 0].long())
-        return out
-
-    def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probs of prompt tokens, [T, V], at the temperature of the request that is being scored."""
-        return (logits.float() / self.scoring_temperature).log_softmax(-1)
-
-    def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Log-prob of each token, [T], and minus the entropy as a second column if one or two are requested."""
-        if num_logprobs > 2:
-            return super().gather_logprobs(logprobs, num_logprobs, token_ids)
-        ids = [token_ids]
-        values = [logprobs.gather(1, token_ids[:, None])[:, 0]]
-        if num_logprobs:
-            ids.append((token_ids + 1) % logprobs.shape[1])
-            values.append((logprobs.exp() * logprobs).nansum(-1))
-        # The output must have ranks, but nobody uses them and computing them costs a pass over the vocabulary.
-        return LogprobsTensors(torch.stack(ids, 1).to(torch.int32), torch.stack(values, 1), torch.ones_like(token_ids))
-
-    @staticmethod
-    def _logprobs(logits: Tensor, temperature: Tensor | None) -> Tensor:
-        scaled = logits.float()
-        if temperature is not None:
-            scaled = scaled / torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
-        return scaled.log_softmax(-1)
 
 
 class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
@@ -107,34 +45,16 @@ class WorkerExtension:
     creditgraph_own: bool = True  # whether it holds the model's own weights, on which adapters build
 
     def creditgraph_install(self, forbidden: Sequence[int]) -> None:
-        """Installs `ExactSampler`; `forbidden` ids are never drawn."""
+        """Installs the samplers of `components.engine.vllm.exact`; `forbidden` ids are never drawn."""
         runner = self.model_runner
-        if not hasattr(runner, "_get_prompt_logprobs_dict"):
-            raise RuntimeError("creditgraph: expected the model runner of VLLM_USE_V2_MODEL_RUNNER=0, got another one.")
         mask = None
         if forbidden:
             mask = torch.zeros(runner.model_config.get_vocab_size(), dtype=torch.bool)
             mask[list(forbidden)] = True
             mask = mask.to(runner.device)
-        runner.sampler = ExactSampler(runner.sampler, mask)
-        prompt_logprobs = runner._get_prompt_logprobs_dict
+        exact.install(runner, mask)
         if getattr(runner, "lora_manager", None) is not None:
             runner.lora_manager._lora_model_cls = WitnessedAdapter
-
-        def each_at_its_temperature(runner: Any, *args: Any) -> dict[str, Any]:
-            waiting = runner.num_prompt_logprobs
-            tables: dict[str, Any] = {}
-            for request in list(waiting):
-                runner.num_prompt_logprobs = {request: waiting[request]}
-                if request in runner.requests:
-                    runner.sampler.scoring_temperature = runner.requests[request].sampling_params.temperature or 1.0
-                tables.update(prompt_logprobs(*args))
-                if request not in runner.num_prompt_logprobs:
-                    del waiting[request]
-            runner.num_prompt_logprobs = waiting
-            return tables
-
-        runner._get_prompt_logprobs_dict = types.MethodType(each_at_its_temperature, runner)
 
     def creditgraph_load(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Loads Hugging Face tensors; returns the state after it, with the checksum of all of them."""
@@ -174,8 +94,7 @@ class WorkerExtension:
     def creditgraph_state(self) -> dict[str, Any]:
         """Version and checksum of the weights held (−1 and "" before the first); whether the sampler is installed."""
         version, checksum = self.creditgraph_loaded
-        installed = isinstance(self.model_runner.sampler, ExactSampler)
-        return {"version": version, "checksum": checksum, "installed": installed}
+        return {"version": version, "checksum": checksum, "installed": exact.is_installed(self.model_runner)}
 
     def creditgraph_reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Loads (name, tensor) pairs layer by layer: on CPUs linear layers keep a packed copy and no parameter."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.models.gpus import DEVICES, Device, kind_of
 from pipeline.app.arguments import OVERRIDES_HELP, add_overrides
+from pipeline.app.costs import cost_lines
 from pipeline.app.sweep import build_all, check_distinct, combinations
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose.experiment import Experiment
@@ -67,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         for experiment in experiments:
             lanes = "generation overlaps learning" if experiment.graph.overlaps else "one lane"
-            print(f"valid: {len(experiment.graph)} nodes, {lanes}")
+            print("\n".join([f"valid: {len(experiment.graph)} nodes, {lanes}", *cost_lines(experiment)]))
             if options.device:
                 print(planned(experiment, options.device, options.gpus, options.engine_gpus))
         return 0

@@ -71,8 +71,8 @@ def print_preview(experiment: Experiment, count: int, max_tokens: int) -> None:
     context = context_length(experiment.model)
     room = context - max(map(len, prompts))
     console.print(Text(f"  context {context:,} tokens; the longest prompt above leaves {room:,}"))
-    limit = f"  prompts of {context - node.config.reserve:,} tokens or more are rejected and counted"
-    console.print(Text(f"{limit} (prompts.reserve)"))
+    limit = f"  prompts of more than {min(node.config.max_tokens, context - 1):,} tokens are rejected and counted"
+    console.print(Text(f"{limit} ({node.name}.max_tokens)"))
     for warning in _warnings(prompts, templates[0], tokenizer, ends):
         console.print(Text(f"note: {visible(warning)}"))
 

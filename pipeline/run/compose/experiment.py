@@ -193,6 +193,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
     from pipeline.core.component import ModelSpec
     from pipeline.core.graph import build_graph
     from pipeline.core.settings import build_config
+    from pipeline.run.compose.row_length import longest_row
     from pipeline.run.recorder import chosen_outputs
     from pipeline.run.run_settings import RunSettings
 
@@ -231,6 +232,7 @@ def build_experiment(values: dict[str, Any], place: str = "configuration") -> Ex
             problems.append(str(error))
     if problems:
         raise GraphError(list(dict.fromkeys(problems)), place)
+    built["model"] = built["model"].with_rows(longest_row(graph))
     return Experiment(**built, data=data, graph=graph, resolved=values)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from components.engine.messages import BadResponse, RowResponse
+from components.engine.messages import BadResponse, RowResponse, group_of
 from components.engine.rows import Rows
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.handles import Requests, Sampling, ThoughtLimits
@@ -150,9 +150,9 @@ def test_a_row_is_one_request_with_limits_group_and_keyed_seed(start):
     rows = rows_of(policy, requests(prompts, **sampling, thoughts=thoughts))
     first = rows.start()
     assert [(r.row, r.group, r.tokens, r.max_tokens) for r in first] == [
-        (0, 0, [5, 6], 6),
-        (1, 1, [8], 6),
-        (2, 0, [5, 6], 6),
+        (0, group_of([5, 6]), [5, 6], 6),
+        (1, group_of([8]), [8], 6),
+        (2, group_of([5, 6]), [5, 6], 6),
     ]
     assert {(r.temperature, r.top_p, r.top_k, r.stream) for r in first} == {(0.5, 0.9, 3, True)}
     assert first[2].seed == counter_seed(2, 0)

@@ -168,7 +168,7 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
     ]
     assert rejected[5] == "a JSON list, expected an object"
     assert rejected[6].startswith("not JSON (")
-    assert rejected[7] == "prompt of 600 tokens; the context leaves 511 for it"
+    assert rejected[7] == "prompt of 600 tokens; expected at most 511"
     assert rejected[8] == "no word of the prompt is in the model's vocabulary"
     assert node.context.rejected[2]["row"] == {"source": str(path), "row": 3}
     assert node.context.metrics["rejected"] == 9
@@ -176,11 +176,11 @@ def test_bad_rows_are_skipped_counted_and_recorded(tmp_path):
     assert draw(node, 1)[0].answer == ["3", "10"]
 
 
-def test_reserve_keeps_room_for_the_response(tmp_path):
+def test_longer_prompts_than_the_setting_are_rejected(tmp_path):
     entry = jsonl(tmp_path / "a.jsonl", [{"question": "<solve>" + " 7" * (n - 1), "answer": "1"} for n in (11, 12, 13)])
-    node = started(entry, model=ModelSpec(max_context=32), reserve=20, batch=1)
+    node = started(entry, model=ModelSpec(max_context=32), max_tokens=11, batch=1)
     assert len(node.rows) == 1
-    assert reasons(node)[0] == "prompt of 12 tokens; the context leaves 11 for it"
+    assert reasons(node)[0] == "prompt of 12 tokens; expected at most 11"
 
 
 @pytest.mark.parametrize(

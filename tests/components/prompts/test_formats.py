@@ -134,10 +134,10 @@ SHORT = {"question": "What is 1 + 1?", "answer": "2"}
 
 
 def test_prompts_that_do_not_fit_are_rejected_and_counted(format_folders, tmp_path):
-    node = prompts(format_folders["llama"], [SHORT, *LONG], tmp_path, reserve=100)
+    node = prompts(format_folders["llama"], [SHORT, *LONG], tmp_path, max_tokens=923)
     assert [row.answer for row in node.rows] == ["2"]
     assert node.context.rejected[0]["reason"].startswith("prompt of 1")
-    assert node.context.rejected[0]["reason"].endswith(" tokens; the context leaves 923 for it")
+    assert node.context.rejected[0]["reason"].endswith(" tokens; expected at most 923")
     assert node.context.metrics["rejected"] == 2
 
 

@@ -6,6 +6,7 @@ tests change it while the server runs.
 """
 
 import argparse
+import base64
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
@@ -30,6 +32,22 @@ def token_at(seed: int, place: int) -> int:
 
 def logprob_at(version: int, token: int) -> float:
     return -0.1 - 0.001 * token - 0.01 * (version % 10)
+
+
+def column(kind: str, values) -> str:
+    """`components.engine.vllm.columns` as a plain loop: "i" for ids, "f" for numbers."""
+    return base64.b64encode(struct.pack(f"<{len(values)}{kind}", *values)).decode()
+
+
+def columns(name, tokens, logprobs, entropy, reason, versions):
+    texts = [column("i", tokens), column("f", logprobs), column("f", [entropy] * len(logprobs))]
+    whole = dict(zip(("tokens", "logprobs", "entropies"), texts, strict=True))
+    return {**whole, "id": name, "reason": reason, "versions": versions, "crc": zlib.crc32("|".join(texts).encode())}
+
+
+def ids_of(text: str) -> list[int]:
+    data = base64.b64decode(text)
+    return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def say(text: str) -> None:
@@ -135,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reply({"error": "busy"}, 500)
             with state.changed:
                 for name in body["request_ids"]:
-                    state.running.get(name.removeprefix("generate-tokens-"), {})["aborted"] = True
+                    state.running.get(name, {})["aborted"] = True
                     state.log(aborted=name)
                 state.changed.notify_all()
             return self.reply({"status": "aborted"})
@@ -148,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"status": "resumed"})
         if path == "/collective_rpc":
             return self.collective(body, fault)
-        if path == "/inference/v1/generate":
+        if path == "/creditgraph/rows":
             return self.generate(body, fault)
         return self.reply({"error": "unknown path"}, 404)
 
@@ -189,20 +207,12 @@ class Handler(BaseHTTPRequestHandler):
         )
 
     def generate(self, body, fault):
-        state, sampling, name = self.state, body["sampling_params"], body["request_id"]
-        if "prompt_logprobs" in sampling:
-            ids = body["token_ids"]
-            table = [None] + [
-                {str(t): {"logprob": logprob_at(state.version, t)}, "-1": {"logprob": -1.0}} for t in ids[1:]
-            ]
-            spans = [{"version": state.reported, "start": 0, "end": 1}]
-            return self.reply(
-                {
-                    "prompt_logprobs": table,
-                    "choices": [{"weight_versions": spans}],
-                    "request_id": f"generate-tokens-{name}",
-                }
-            )
+        state, sampling, name = self.state, body["sampling"], body["id"]
+        body["token_ids"] = ids_of(body["tokens"])
+        if "context" in body:
+            state.log(scored=body["token_ids"])
+            scored = [logprob_at(state.version, t) for t in body["token_ids"][body["context"] :]]
+            return self.reply(columns(name, [1], scored, 1.0, "length", [state.reported]))
         request: dict = {}
         with state.changed:
             state.changed.wait_for(lambda: not state.paused)
@@ -243,43 +253,25 @@ class Handler(BaseHTTPRequestHandler):
         if request.get("aborted"):
             count, reason = count // 2, "abort"
         tokens = [token_at(seed, place) for place in range(count)]
-        choice = self.choice(tokens, reason, fault, version, reported, count)
         with state.changed:
             state.tokens += count
         state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason)
-        return self.reply(
-            {
-                "request_id": f"generate-tokens-{body['request_id']}",
-                "choices": [] if fault == "no completions" else [choice],
-            }
-        )
+        return self.reply(self.part(body, tokens, reason, fault, version, reported))
 
-    def choice(self, tokens, reason, fault, version, reported, count):
-        """`count`: tokens in all, or None for a part that is not the last."""
+    def part(self, body, tokens, reason, fault, version, reported):
+        """`reason`: None for a part that is not the last."""
         if fault == "outside vocabulary":
             tokens = [VOCABULARY + 7, *tokens[1:]]
-        content = [
-            {
-                "token_id": t,
-                "logprob": logprob_at(version, t),
-                "top_logprobs": [{"token_id": t, "logprob": -0.1}, {"token_id": -1, "logprob": -1.5}],
-            }
-            for t in tokens
-        ]
+        logprobs = [logprob_at(version, t) for t in tokens]
         if fault == "few log-probs":
-            content = content[: len(tokens) // 2]
-        spans = [{"version": "77" if fault == "wrong version" else reported, "start": 0, "end": count}]
-        return {
-            "index": 0,
-            "finish_reason": reason,
-            "token_ids": tokens,
-            "logprobs": {"content": content},
-            "weight_versions": None if count is None else spans,
-        }
+            logprobs = logprobs[: len(tokens) // 2]
+        versions = [] if reason is None else ["77" if fault == "wrong version" else reported]
+        whole = columns(body["id"], tokens, logprobs, 1.5, reason, versions)
+        return {"id": body["id"]} if fault == "no completions" else whole
 
     def stream(self, body, request, fault, version, reported):
         """Server-sent events: the first token, then parts of the requested size, `part_seconds` apart."""
-        state, sampling = self.state, body["sampling_params"]
+        state, sampling = self.state, body["sampling"]
         seed, count, size = sampling["seed"], sampling["max_tokens"], sampling["stream_interval"]
         pause = state.fault().get("part_seconds", 0.0)
         self.send_response(200)
@@ -288,10 +280,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
 
-        name = f"generate-tokens-{body['request_id']}"
-
-        def event(choices):
-            data = json.dumps({"request_id": name, "choices": choices}) if fault != "garbage" else '{"gateway": "none"}'
+        def event(part):
+            data = json.dumps(part) if fault != "garbage" else '{"gateway": "none"}'
             try:
                 self.wfile.write(f"data: {data}\n\n".encode())
                 self.wfile.flush()
@@ -312,14 +302,9 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if fault == "die in generation" and sent > 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            event(
-                []
-                if fault == "no completions"
-                else [self.choice(part, reason, fault, version, reported, sent if reason else None)]
-            )
+            event(self.part(body, part, reason, fault, version, reported))
             if reason:
                 state.log(prompt=body["token_ids"], seed=seed, version=version, reason=reason, sent=sent)
-                self.wfile.write(b"data: [DONE]\n\n")
                 return
 
 

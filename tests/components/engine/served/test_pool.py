@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from components.engine.messages import ScoreRequest, group_of
 from components.engine.served.addresses import Address, find_servers, read_rendezvous
 from components.engine.served.settings import ServerSettings
 from components.engine.vllm.settings import VllmSettings
@@ -30,6 +31,22 @@ def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):
     assert counted["requests"] == 36
     assert run.pool.num_ready() == 3
     assert "retries" not in counted
+
+
+def test_scores_go_where_their_prompt_was_sampled(fleet):
+    run = fleet(3, options=["--seconds", "0.02"])
+    run.load(1)
+    run.generate(prompts=9, group=2)
+    prompts = [[3, 4 + n] for n in range(9)]
+    requests = [
+        ScoreRequest(row=n, group=group_of(prompt), context=[*prompt, 9, 9], tokens=[5, 6], temperature=1.0)
+        for n, prompt in enumerate(prompts)
+    ]
+    run.pool.score(requests)
+    sampled = {tuple(e["prompt"]): e["server"] for e in run.records() if "prompt" in e}
+    scored = {tuple(e["scored"][:2]): e["server"] for e in run.records() if "scored" in e}
+    assert scored == sampled
+    assert len(set(scored.values())) == 3
 
 
 def test_one_large_group_spills_to_idle_servers(fleet):

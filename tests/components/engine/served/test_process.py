@@ -144,7 +144,7 @@ def test_a_server_samples_past_end_of_text_when_asked():
     row = RowRequest(row=0, group=0, tokens=[5], max_tokens=9, seed=1, temperature=1.0, top_p=1.0, top_k=0, stream=True)
     onward = dataclasses.replace(row, ignore_eos=True)
     dialect = VllmDialect(VllmSettings(), model)
-    bodies = [dialect.generate_body(request, "r")["sampling_params"] for request in (row, onward)]
+    bodies = [dialect.generate_body(request, "r")["sampling"] for request in (row, onward)]
     assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [([1], False), ([], True)]
     bodies = [wire.generate_body(request, "r", 0)["sampling_params"] for request in (row, onward)]
     assert [body.get("ignore_eos", False) for body in bodies] == [False, True]

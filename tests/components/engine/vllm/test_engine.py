@@ -12,6 +12,7 @@ from vllm_pair import CONTEXT, Pair, corrupt_a_layer, skip_the_tied_head, swap_o
 
 from components.engine.messages import BadResponse
 from components.engine.vllm.engine import VllmEngine
+from components.rollouts.branch_cost import branch_cost
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
@@ -245,6 +246,26 @@ def test_branches_are_scored(pair, chains):
     )
     got, expected = (p.score_branches(trunk, row, at, tokens) for p in (pair.policy, pair.reference))
     torch.testing.assert_close(got.logprobs.values, expected.logprobs.values, rtol=0, atol=1e-4)
+
+
+def test_branches_cost_what_is_planned(pair):
+    """vLLM's own count of tokens through the model is that of `branch_cost`, before and after the trunks are cached."""
+    generator = torch.Generator().manual_seed(11)
+    trunk = Jagged.from_rows(torch.randint(5, 40, (3, 170), generator=generator).tolist(), torch.int32)
+    row = torch.tensor([0, 1, 0, 2, 1, 0])
+    at = torch.tensor([33, 170, 150, 64, 90, 1])
+    tokens = Jagged.from_rows([[7, 8], [9], [10, 11, 12], [7], [8], [9, 9]], torch.int32)
+    planned = branch_cost(row, at, tokens.lengths, block=32)
+    found = []
+    for _ in range(2):
+        pair.vllm.context.iteration += 1
+        got = pair.policy.score_branches(trunk, row, at, tokens, 0.7)
+        found.append(pair.vllm.context.metrics["prefill_tokens"])
+    assert found == [planned.prefilled, planned.prefilled_cached]
+    context = trunk.slice_rows(torch.zeros_like(at), at, row)
+    logprobs, entropies = pair.exact(context, tokens, 0.7)
+    torch.testing.assert_close(got.logprobs.values, logprobs, rtol=0, atol=5e-5)
+    torch.testing.assert_close(got.entropies.values, entropies, rtol=0, atol=5e-5)
 
 
 def test_padding_columns_are_never_drawn(pair, chains):

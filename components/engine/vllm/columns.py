@@ -1,0 +1,47 @@
+"""Columns of numbers in JSON: base64 of little-endian 32-bit values, which takes nanoseconds per value to read."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def pack_ids(values: Sequence[int]) -> str:
+    """Token ids as text."""
+    return base64.b64encode(np.asarray(values, "<i4").tobytes()).decode("ascii")
+
+
+def pack_numbers(values: Sequence[float]) -> str:
+    """Numbers as text, rounded to float32; NaN and infinities are kept."""
+    return base64.b64encode(np.asarray(values, "<f4").tobytes()).decode("ascii")
+
+
+def read_ids(text: object) -> list[int]:
+    """The ids that `pack_ids` wrote; TypeError or ValueError for anything else.
+
+    >>> read_ids(pack_ids([5, 151_000]))
+    [5, 151000]
+    """
+    ids: list[int] = np.frombuffer(_bytes(text), "<i4").tolist()
+    return ids
+
+
+def read_numbers(text: object) -> list[float]:
+    """The numbers that `pack_numbers` wrote; TypeError or ValueError for anything else."""
+    numbers: list[float] = np.frombuffer(_bytes(text), "<f4").tolist()
+    return numbers
+
+
+def crc_of(reply: Mapping[str, Any]) -> int:
+    """CRC-32 of the three columns of a reply, which shows that they belong together; TypeError if one is no text."""
+    return zlib.crc32("|".join((reply["tokens"], reply["logprobs"], reply["entropies"])).encode())
+
+
+def _bytes(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise TypeError(f"expected a column as text, got {str(text)[:80]!r}")
+    return base64.b64decode(text, validate=True)

