@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class HFLearner(PolicyLearner):
             no_decay=self.model.embedding_names(),
         )
         self.backend = HFBackend(context, self.model, self.optimizer, max_context)
+        self.rest()
 
     def weights(self) -> Weights:
         """The whole model, or its adapters with `lora.publish=adapter`."""
@@ -65,11 +66,9 @@ class HFLearner(PolicyLearner):
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser state with the trained parameters, version and counter."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "version": self.version,
-            "trained_tokens": self.trained_tokens,
-        }
+        with self.backend.onloaded():
+            optimizer = self.optimizer.state_dict()
+        return {"optimizer": optimizer, "version": self.version, "trained_tokens": self.trained_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
@@ -78,7 +77,8 @@ class HFLearner(PolicyLearner):
                 f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
                 f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
             )
-        self.optimizer.load_state_dict(state["optimizer"])
+        with self.backend.onloaded():
+            self.optimizer.load_state_dict(state["optimizer"])
         self.version = int(state["version"])
         self.trained_tokens = int(state["trained_tokens"])
 
@@ -99,6 +99,14 @@ class HFBackend(Backend):
         self.optimizer = optimizer
         self.max_context = max_context
         self.packs = model.packs
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors, adapters merged."""
+        return self.model.export()
+
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """AdamW's moments, the float32 masters and all gradients."""
+        return self.optimizer.offloadable()
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """Scores one micro-batch after the other."""

@@ -81,14 +81,18 @@ class MegatronBackend(Backend):
                 return
             yield item
 
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Main weights, moments and gradient buffers."""
+        return self.optimizer.offloadable()
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Writes this rank's shards; see checkpoint.py."""
-        with megatron_on_cpu():
+        with megatron_on_cpu(), self.onloaded():
             save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads a checkpoint of `save`, at this or another layout; returns its state."""
-        with megatron_on_cpu():
+        with megatron_on_cpu(), self.onloaded():
             return load_shards(folder, self.model.chunks, self.optimizer)
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
