@@ -1,9 +1,10 @@
-"""A process group of this process and one SGLang server, to broadcast weights: gloo on CPUs, NCCL on GPUs."""
+"""A process group of this process and servers, to broadcast weights: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -15,26 +16,44 @@ _LOCK = threading.Lock()
 _NUMBERS = count()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the members of a group meet.
+
+    Attributes:
+        name: name of the group, which no other group of a member has.
+        address, port: where rank 0 listens for the others.
+        backend: "gloo" or "nccl"; NCCL needs a GPU of its own for each member.
+        world: number of members.
+        seconds: limit for meeting, and for each broadcast.
+    """
+
+    name: str
+    address: str
+    port: int
+    backend: str
+    world: int
+    seconds: float
+
+
 def new_group_name() -> str:
-    """A name that no other group of this process or of a server has; both sides join the group by it."""
+    """A name that no other group of this process or of a server has."""
     return f"creditgraph-{os.getpid()}-{next(_NUMBERS)}"
 
 
 class UpdateGroup:
-    """Rank 0 of a group whose other ranks are a server's. The constructor blocks until the server has joined.
+    """One member of a group; rank 0 sends. The constructor blocks until all have met.
 
-    There is one group per server, so that a dead server blocks no other one. The group is built as SGLang builds its
-    side (`sglang.srt.utils.common.init_custom_process_group`), independent of other groups of this process.
+    The group is built as SGLang builds its side (`sglang.srt.utils.common.init_custom_process_group`), independent of
+    other groups of this process.
 
     Args:
-        name: name of the group, see `new_group_name`.
-        address, port: address on which this process listens for the others.
-        backend: "gloo" or "nccl"; NCCL needs GPUs that differ between this process and the server.
-        ranks: number of the server's ranks.
-        timeout: seconds for meeting, and for each broadcast.
+        meeting: where the members meet.
+        rank: number of this member.
+        device: device of the tensors.
     """
 
-    def __init__(self, name: str, address: str, port: int, backend: str, ranks: int, timeout: float) -> None:
+    def __init__(self, meeting: Meeting, rank: int, device: str | torch.device) -> None:
         from torch.distributed.distributed_c10d import (
             Backend,
             GroupName,
@@ -44,25 +63,37 @@ class UpdateGroup:
         )
         from torch.distributed.rendezvous import rendezvous
 
-        self.name = name
-        self.device = "cuda" if backend == "nccl" else "cpu"
-        limit = timedelta(seconds=timeout)
-        store, rank, size = next(rendezvous(f"tcp://{address}:{port}", 0, 1 + ranks, timeout=limit))
+        self.name = meeting.name
+        self.device = torch.device(device)
+        limit = timedelta(seconds=meeting.seconds)
+        place = f"tcp://{meeting.address}:{meeting.port}"
+        store, rank, size = next(rendezvous(place, rank, meeting.world, timeout=limit))
         store.set_timeout(limit)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # NCCL takes the thread's current device
         with _LOCK:
-            prefixed = PrefixStore(name, store)
+            prefixed = PrefixStore(meeting.name, store)
             group, _ = _new_process_group_helper(
-                size, rank, [], Backend(backend), prefixed, group_name=GroupName(name), timeout=limit
+                size,
+                rank,
+                [],
+                Backend(meeting.backend),
+                prefixed,
+                group_name=GroupName(meeting.name),
+                timeout=limit,
             )
             _world.pg_group_ranks[group] = {i: i for i in range(size)}
         self._group: Any = group
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Sends a tensor to all ranks; returns when it is sent."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Sends rank 0's tensor to all others, which give one to be filled; returns it when it is there."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         tensor = tensor.to(self.device)
         torch.distributed.broadcast(tensor, src=0, group=self._group)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return tensor
 
     def close(self) -> None:
         """Leaves the group."""

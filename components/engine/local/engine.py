@@ -83,7 +83,7 @@ class LocalEngine(Engine):
     def run(self, *, weights: Weights) -> Outputs:
         """Loads weights (the model's own if they have no tensors and no path); returns a policy of their version."""
         start = time.perf_counter()
-        if weights.tensors is None and weights.path is None:
+        if weights.initial:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
         weights = merged(weights, self.context.model)
         self.decoder.load(self.names.resolve(weights))

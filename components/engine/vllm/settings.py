@@ -41,8 +41,6 @@ class VllmSettings(ServerSettings):
     """True: no compilation, starts in seconds; False: compiled, slower start, faster on a GPU"""
     cpu_threads: int = 1
     """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
-    sleep: bool = False
-    """release the memory of weights and KV cache between calls (only in this process and on a GPU; else ignored)"""
     arguments: tuple[str, ...] = ()
     """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they override others"""
     lora: AdapterSettings = field(default_factory=AdapterSettings)
