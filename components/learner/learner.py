@@ -64,15 +64,11 @@ class PolicyLearner(Component):
         """Starts at version 0, when the engines have given their memory back."""
         super().setup(context)
         context.turns.begin()
+        context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
         self.guard = Guard(self.config.mismatch)
         self.version = 0
         self.trained_tokens = 0
         self._reading = threading.Lock()  # held while weights are streamed, and while they change
-
-    def rest(self) -> None:
-        """Ends the learner's turn on its device, with what engines need not wait for on the CPU; ends `setup`."""
-        self.backend.offload()
-        self.context.turns.end()
 
     def weights(self) -> Weights:
         """Returns a snapshot of the present weights; all ranks call it."""
@@ -80,7 +76,7 @@ class PolicyLearner(Component):
 
     def published(self) -> Weights:
         """The present weights, as a stream where readers are done before they change; all ranks call it."""
-        if self.context.lockstep and self.context.ranks.per_replica == 1 and not self._publishes_adapter:
+        if self.context.lockstep and self.backend.exports_alone and not self._publishes_adapter:
             weights = Weights(version=self.version, stream=partial(self._stream, self.version))
         else:
             weights = self.weights()
@@ -136,7 +132,6 @@ class PolicyLearner(Component):
         """Trains on one rollout batch; all ranks call it, each with the batch of all replicas."""
         check_aligned(trajectories, credit)
         self.context.turns.begin()
-        self.backend.onload()
         training = RolloutTraining(self.config, self.context, self.backend, trajectories, credit, self.version)
         with self._reading:
             result = training.run()
@@ -146,9 +141,6 @@ class PolicyLearner(Component):
             self.version += 1
         with training.clock("publish"):
             weights = self.published()
-        if self.context.turns.shared:
-            with training.clock("turns"):
-                self.rest()
         seconds = {f"seconds_{phase}": value for phase, value in training.seconds.items()}
         self.context.log(**metrics, **self.backend.pass_metrics(), **seconds)
         return Outputs(

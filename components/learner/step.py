@@ -62,25 +62,22 @@ class Backend(ABC):
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time, valid until the next update; all ranks iterate."""
 
+    @property
+    def exports_alone(self) -> bool:
+        """Whether `export` needs no other rank, so that this one may call it whenever its weights do not change."""
+        return self.context.ranks.world == 1
+
     @abstractmethod
     def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
         """Tensors that only learning needs (optimiser state, gradients), and those whose memory must stay."""
 
     def offload(self) -> None:
-        """Moves the former to the CPU, so that engines have the memory; nothing where no engine shares the device."""
-        if self.context.turns.shared:
-            self._host.offload(*self.offloadable())
+        """Moves the former to the CPU, so that engines have the memory."""
+        self._host.offload(*self.offloadable())
 
     def onload(self) -> None:
         """Moves back what `offload` has moved, bit for bit; before any other method but `export` and `score`."""
         self._host.onload()
-
-    @contextmanager
-    def onloaded(self) -> Iterator[None]:
-        """Has everything on the device while a checkpoint is written or read."""
-        self.onload()
-        yield
-        self.offload()
 
     def sum(self, value: Tensor) -> Tensor:
         """Returns a tensor summed over replicas, on every rank."""

@@ -39,6 +39,7 @@ class RankView:
     Attributes:
         nodes: those that run on this rank: all on a leader, collective ones elsewhere.
         first: whether this is rank 0, which alone writes the run directory.
+        turns: whose turn it is on the devices.
     """
 
     def __init__(self, graph: Graph, team: Team) -> None:
@@ -50,6 +51,7 @@ class RankView:
         self.many = self.ranks.num_replicas > 1
         self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
         self._lane_of = graph.lanes
+        self.turns = Turns()
         for node in graph.nodes:
             self._refuse_handles(node)
 
@@ -65,7 +67,7 @@ class RankView:
         device = resolve_device(settings.device, ranks.local_rank if ranks.world > 1 else None)
         overlaps = settings.overlap and self.graph.overlaps
         late = {w.source for n in self.graph.nodes for _, w in n.all_wires if w.delay > 1}
-        turns = self._turns(device, overlaps)
+        self.turns = self._turns(device, overlaps)
         runners = {}
         for index, node in enumerate(self.graph.nodes):
             if node not in self.nodes:
@@ -82,7 +84,7 @@ class RankView:
                 ranks=ranks,
                 all_sum=self.collectives(node.name).all_sum if self.many else identity_sum,
                 lockstep=not overlaps and node.name not in late,
-                turns=turns,
+                turns=self.turns,
                 trace=trace,
             )
             runners[node.name] = NodeRunner(node, context)

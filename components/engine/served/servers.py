@@ -77,7 +77,7 @@ class Servers:
             except BaseException:
                 self.pool.close()
                 raise
-            context.turns.register(self.pool.sleep)
+            context.turns.add_engine(self.pool.sleep)
         context.trace.watch(context.node, self.pool.in_flight)
 
     def restore(self) -> bool:

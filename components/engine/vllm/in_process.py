@@ -72,7 +72,7 @@ class InProcess:
         self.llm.collective_rpc("creditgraph_install", args=(list(model.forbidden),))
         if model.sleeps:
             self._sleep()
-            context.turns.register(self._sleep)
+            context.turns.add_engine(self._sleep)
 
     def restore(self) -> bool:
         """The model's own weights stay loaded below adapters."""

@@ -55,7 +55,6 @@ class HFLearner(PolicyLearner):
             no_decay=self.model.embedding_names(),
         )
         self.backend = HFBackend(context, self.model, self.optimizer, max_context)
-        self.rest()
 
     def weights(self) -> Weights:
         """The whole model, or its adapters with `lora.publish=adapter`."""
@@ -66,9 +65,11 @@ class HFLearner(PolicyLearner):
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser state with the trained parameters, version and counter."""
-        with self.backend.onloaded():
-            optimizer = self.optimizer.state_dict()
-        return {"optimizer": optimizer, "version": self.version, "trained_tokens": self.trained_tokens}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "trained_tokens": self.trained_tokens,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
@@ -77,8 +78,7 @@ class HFLearner(PolicyLearner):
                 f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
                 f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
             )
-        with self.backend.onloaded():
-            self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.version = int(state["version"])
         self.trained_tokens = int(state["trained_tokens"])
 
@@ -103,6 +103,11 @@ class HFBackend(Backend):
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors, adapters merged."""
         return self.model.export()
+
+    @property
+    def exports_alone(self) -> bool:
+        """Of parameters that ranks hold together, each needs the others."""
+        return not any(hasattr(p, "full_tensor") for p in self.model.causal_lm.parameters())
 
     def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
         """AdamW's moments, the float32 masters and all gradients."""

@@ -87,12 +87,12 @@ class MegatronBackend(Backend):
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Writes this rank's shards; see checkpoint.py."""
-        with megatron_on_cpu(), self.onloaded():
+        with megatron_on_cpu():
             save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads a checkpoint of `save`, at this or another layout; returns its state."""
-        with megatron_on_cpu(), self.onloaded():
+        with megatron_on_cpu():
             return load_shards(folder, self.model.chunks, self.optimizer)
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:

@@ -52,7 +52,6 @@ class MegatronLearner(PolicyLearner):
 
         logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter of every bucket
         self.backend: MegatronBackend = MegatronBackend(context, self.config)
-        self.rest()
 
     def weights(self) -> Weights:
         """Exports the weights; all ranks call it, and the leader of each replica keeps a snapshot for its engine."""

@@ -13,6 +13,7 @@ from components.learner.step import RolloutTraining
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
+from pipeline.core.turns import Turns
 
 VOCAB = 42
 # Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
@@ -83,7 +84,9 @@ def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
     return learner
 
 
-def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32") -> Any:
+def megatron_learner(
+    folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32", turns: Turns | None = None
+) -> Any:
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist
 
@@ -100,6 +103,7 @@ def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, An
             ranks=ranks,
             all_sum=sum_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
+            turns=turns or Turns(),
         )
     )
     return learner
@@ -321,20 +325,19 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
     from pathlib import Path
 
     from components.models.fixed_sequence import fixed_tokens
-    from pipeline.core.turns import Turns
 
     def learn(turns: Turns, resume: bool = False) -> tuple[Any, Any]:
-        learner = megatron_learner(folder, layout, CASES["reinforce"], dtype)
-        learner.context.turns = turns
-        learner.rest()
+        learner = megatron_learner(folder, layout, CASES["reinforce"], dtype, turns)
         if resume:
             learner.load_shards(Path(target))
         for seed in (1,) if resume else (0, 1):
+            turns.end()  # as the executor does when an iteration begins
             learner.context.iteration = seed
             trajectories, credit = make_batch(seed, version=seed)
             out = learner.run(trajectories=trajectories, credit=credit)
             if seed == 0 and turns.shared:
                 learner.save_shards(Path(target))
+        turns.end()
         return learner, out
 
     _, expected = learn(Turns())
