@@ -97,6 +97,11 @@ class ExternalEngine(Engine):
     def setup(self, context: Context) -> None:
         """Loads the tokenizer and the shape of the model, then starts the backend on the model's own weights."""
         super().setup(context)
+        if self.config.sleep == "always" and not context.device.startswith("cuda"):
+            raise ConfigError(
+                f"{context.node}.sleep: expected GPUs, whose memory a server can give back, got device "
+                f"'{context.device}'. Set {context.node}.sleep=auto."
+            )
         self.tokenizer = load_tokenizer(context.model)
         config = load_config(context.model)
         self.context_length = check_context(context.model, config)
@@ -127,7 +132,9 @@ class ExternalEngine(Engine):
         """Servers that this run starts, where the GPUs of the host do not suffice for them and the learner."""
         if config.sleep == "never" or config.elsewhere or not device.startswith("cuda"):
             return False
-        return config.sleep == "always" or world > 1 or torch.cuda.device_count() <= config.gpus_needed
+        needed: int = config.servers * config.tensor_parallel
+        several = world > 1 or not config.served or torch.cuda.device_count() <= needed
+        return config.sleep == "always" or several
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:

@@ -138,8 +138,11 @@ class Server(Launched):
 
     async def sleep(self) -> None:
         """Waits for its requests, then has it give its memory back until `load`; raises RunError naming it."""
-        if self.state == "lost" and self.own:
-            await self.stop_process()  # started again when the next update comes
+        if self.state == "lost" and self.own and self._recovery is not None:
+            self._recovery.cancel()
+            await asyncio.gather(self._recovery, return_exceptions=True)
+            await self.stop_process()
+            self._recovery = asyncio.create_task(self._recover(restart=True))  # waits until a server may start
         if self.state not in ("starting", "ready"):
             return  # asleep already, or out of the pool
         self._become("updating")

@@ -121,11 +121,6 @@ class ServerSettings:
             )
 
     @property
-    def gpus_needed(self) -> int:
-        """GPUs of the servers that this run starts; 0 for an engine in this process, which is on the learner's."""
-        return self.servers * self.tensor_parallel
-
-    @property
     def served(self) -> bool:
         """Whether there are servers."""
         return bool(self.servers or self.elsewhere)

@@ -160,6 +160,8 @@ class Transfer:
             error = raised
             if self._links is not None:
                 self._links.close()  # it cannot be used again
+            if self.gone and not self.checksum.done():
+                self.checksum.set_exception(error)  # an error on this side, which every server would meet
         for _, done in members:
             if not done.done():
                 done.set_result(None) if error is None else done.set_exception(error)

@@ -7,7 +7,8 @@ import pytest
 from components.engine.served.settings import ServerSettings
 from components.engine.sglang.engine import SGLangEngine
 from components.engine.vllm.engine import VllmEngine
-from pipeline.core.errors import RunError
+from pipeline.core.component import Context
+from pipeline.core.errors import ConfigError, RunError
 
 
 def calls(run):
@@ -101,3 +102,8 @@ def test_engines_share_devices_where_gpus_do_not_suffice_for_both(engine, monkey
 def test_servers_of_others_cannot_be_asked_to_sleep():
     with pytest.raises(ValueError, match=r"sleep: expected servers that this run starts, got addresses or rendezvous"):
         ServerSettings(addresses=("h:1",), sleep="always")
+
+
+def test_a_cpu_has_no_memory_to_give_back():
+    with pytest.raises(ConfigError, match=r"engine.sleep: expected GPUs, .* got device 'cpu'. Set engine.sleep=auto"):
+        VllmEngine(VllmEngine.Config(sleep="always")).setup(Context(node="engine"))
