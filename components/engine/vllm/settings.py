@@ -54,8 +54,8 @@ class VllmSettings(ServerSettings):
             raise ValueError(f"kv_cache_gb: expected at least 0, got {self.kv_cache_gb}.")
         if not 0 < self.gpu_memory <= 1:
             raise ValueError(f"gpu_memory: expected 0 < gpu_memory ≤ 1, got {self.gpu_memory}.")
-        if self.lora.max_rank and self.channel.kind == "broadcast":
+        if self.lora.max_rank and self.channel.kind != "file":
             raise ValueError(
                 "channel.kind: expected 'file' with a learner that publishes adapters, which travel through files, "
-                "got 'broadcast'. Set that, or learner.lora.publish=merged."
+                f"got '{self.channel.kind}'. Set that, or learner.lora.publish=merged."
             )
