@@ -85,7 +85,7 @@ class LocalEngine(Engine):
         start = time.perf_counter()
         if weights.initial:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
-        weights = merged(weights, self.context.model)
+        weights = merged(weights, self.context.model).storable()  # the learner's own tensors change
         self.decoder.load(self.names.resolve(weights))
         self.version = weights.version
         self._weights = weights if self.config.attributions else None

@@ -7,6 +7,7 @@ import pytest
 from components.engine.served.settings import ServerSettings
 from components.engine.sglang.engine import SGLangEngine
 from components.engine.vllm.engine import VllmEngine
+from components.engine.vllm.in_process import InProcess
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, RunError
 
@@ -107,3 +108,36 @@ def test_servers_of_others_cannot_be_asked_to_sleep():
 def test_a_cpu_has_no_memory_to_give_back():
     with pytest.raises(ConfigError, match=r"engine.sleep: expected GPUs, .* got device 'cpu'. Set engine.sleep=auto"):
         VllmEngine(VllmEngine.Config(sleep="always")).setup(Context(node="engine"))
+
+
+@pytest.mark.parametrize(("level", "own_after"), [(2, False), (1, True)])
+def test_vllm_in_this_process_sleeps_and_wakes_by_tag(level, own_after):
+    """The calls, with an object in vLLM's place."""
+    done, free = [], [100]
+
+    class Vllm:
+        def collective_rpc(self, name):
+            assert name == "creditgraph_free_bytes"
+            return list(free)
+
+        def sleep(self, level):
+            done.append(level)
+            free[0] += 50
+
+        def wake_up(self, tags):
+            done.append(tags)
+
+    backend = InProcess.__new__(InProcess)
+    backend.llm, backend._asleep, backend._level, backend._own, backend._adapter = Vllm(), set(), level, True, "one"
+    backend._sleep()
+    backend._sleep()  # once is enough
+    # Weights that were dropped must come again; those on the CPU come back by waking.
+    assert backend.restore() is own_after
+    assert done == [level, *([["weights"], ["kv_cache"]] if own_after else [])]
+    backend._asleep = set()
+    backend.llm.sleep = lambda level: None
+    backend._context = Context(node="engine")
+    with pytest.raises(
+        RunError, match=r"expected vLLM to give GPU memory back .*, got 150 free bytes after it and 150"
+    ):
+        backend._sleep()
