@@ -338,9 +338,11 @@ def test_endpoints_exist(pair):
 
 
 @needs_sglang
-def test_training(pair, tmp_path):
+@pytest.mark.parametrize("kind", ["broadcast", "file"])
+def test_training(pair, tmp_path, kind):
     """Toy SRPO, weights updated in every iteration, engine and learner at one in what they think of each token."""
     pair.load(pair.sglang)
+    weights = tmp_path / "weights"
     settings = [
         "run.iterations=2",
         "evaluator.every=0",
@@ -348,7 +350,7 @@ def test_training(pair, tmp_path):
         "evaluator.num_problems=8",
         "engine.servers=0",
     ]
-    settings.append("prompts.batch=4")
+    settings += ["prompts.batch=4", f"engine.channel.kind={kind}", f"engine.channel.path={weights}"]
     address = f"engine.addresses=['{pair.address.removeprefix('http://')}']"
     key = f"engine.key_file={pair.key_file}"
     assert (
@@ -360,6 +362,8 @@ def test_training(pair, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()][:2]
     assert [row["learner/mismatch_abs_max"] < 5e-5 for row in rows] == [True] * 2
     assert all(row["engine/sampled_tokens"] > 200 and row["engine/servers_ready"] == 1 for row in rows)
+    assert all(0 < row["engine/update_difference"] < 1e-4 for row in rows), "from the learner's own log-probs"
+    assert weights.exists() == (kind == "file"), "the learner's tensors went straight to the server"
 
 
 def test_settings_that_cannot_work():
