@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from components.engine.weight_files import (
     FULL,
     Checksum,
     buckets,
-    checksum_of,
+    checksum_of_stream,
     layout_of,
     overwrite_file,
     to_send,
@@ -46,16 +46,18 @@ _ADAPTER_CONFIG = "adapter_config.json"
 class ChannelSettings:
     """Transfer of weights to servers."""
 
-    kind: Literal["file", "broadcast"] = field(default="file", metadata=PLACE)
-    """file: safetensors that servers read; broadcast: from this process to the servers' over a process group, NCCL
-    between GPUs (not yet run on one), gloo between CPUs (SGLang only)"""
+    kind: Literal["file", "broadcast", "ipc"] = field(default="file", metadata=PLACE)
+    """file: safetensors that servers read, for CPUs and for servers of another cluster. Without files, in buckets, as
+    the learner exports them: broadcast, over one process group to all servers at once, NCCL between GPUs that differ
+    from the learner's, gloo between CPUs; ipc, to servers that run on this process's own GPU. Both are tested with
+    gloo and mocked GPUs only"""
     path: str = field(default="/dev/shm", metadata=PLACE)
     """folder for weight files; a shared file system when servers run on other hosts"""
     dtype: Literal["model", "bfloat16", "float32"] = "model"
     """dtype of the tensors in transfer; model: that of model.dtype, so that float32 stays exact"""
     bucket_mb: int = field(default=128, metadata=PLACE)
-    """most megabytes of whole tensors per file, or per packed broadcast; servers load one file while the next is
-    written"""
+    """most megabytes of whole tensors per file, or per message, of which two are held at a time; servers load one while
+    the next is made"""
 
     def __post_init__(self) -> None:
         if self.bucket_mb < 1:
@@ -81,8 +83,10 @@ class Update:
         adapter: name by which requests select the LoRA adapter that `path` holds in PEFT's layout; "" for whole
             weights.
         loaded: whether another process has published them and has servers load them; they are then only verified here.
+        transfer: the `components.engine.served.transfer.Transfer` from which servers get them instead of from files.
         probe: a request whose response shows whether the weights took effect, or None.
         expected: the log-probs of that response, which may still be being computed.
+        check: whether servers compare hashes of the weights they hold, where they do so by themselves.
     """
 
     version: int
@@ -92,8 +96,10 @@ class Update:
     written: bool = True
     adapter: str = ""
     loaded: bool = False
+    transfer: Any = None
     probe: Probe | None = None
     expected: Future[list[float]] | None = None
+    check: bool = True
 
     def label(self) -> str:
         """What a server reports as its weights version: version and checksum, so that no other weights have it."""
@@ -134,7 +140,7 @@ class FileChannel:
         Raises:
             RunError: there is no room; names the setting.
         """
-        tensors = to_send(weights.tensors or {}, self._dtype)
+        tensors = to_send(dict(weights.pairs()), self._dtype)
         if weights.adapter is None:
             cut = buckets(tensors, self._settings.bucket_mb << 20)
             parts = {f"bucket-{n:05d}.safetensors": bucket for n, bucket in enumerate(cut)}
@@ -164,7 +170,7 @@ class FileChannel:
 
     def describe(self, weights: Weights) -> Update:
         """Describes the same weights as published by another process; writes nothing."""
-        checksum = self._writer.submit(checksum_of, to_send(weights.tensors or {}, self._dtype))
+        checksum = self._writer.submit(checksum_of_stream, weights.pairs(), self._dtype)
         adapter = "" if weights.adapter is None else f"{PREFIX}{weights.version}"
         return Update(version=weights.version, checksum=checksum, adapter=adapter, loaded=True)
 

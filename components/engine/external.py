@@ -7,6 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +15,12 @@ from torch import Tensor
 
 from components.engine.base import Engine, EnginePolicy, Outputs
 from components.engine.messages import ScoreRequest, ScoreResponse, group_of
-from components.engine.probe import TOLERANCE, Probe, probe_request, reference_logprobs, skeleton
+from components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
 from components.engine.rows import Rows
 from components.engine.served.dialect import Dialect, ServedModel
 from components.engine.served.servers import Servers
 from components.engine.served.settings import ServerSettings
 from components.engine.vocabulary import eos_mask, generation_config, padding_columns
-from components.engine.weight_files import in_dtype
 from components.engine.weights import WeightNames, merged
 from components.models.load import check_context, check_weight_files, load_config, load_tokenizer, resolve_model_path
 from components.text.stops import TokenText
@@ -35,7 +35,7 @@ EXTERNAL_METRICS = (
     Metric(
         "update_difference",
         "nats",
-        "largest difference of a fixed sequence's log-probs from those of a transformers forward with the new weights",
+        "largest difference of a fixed sequence's log-probs from those of the learner, in updates that are checked",
     ),
     Metric("servers_ready", "servers", "servers that hold the current weights and respond"),
     Metric("servers_lost", "servers", "servers that stopped responding"),
@@ -93,10 +93,16 @@ class ExternalEngine(Engine):
     temperatures: tuple[float, float] = (0.0, math.inf)
     adapter_rank: int = 0
     backend: Backend | None = None
+    _updates: int = 0
 
     def setup(self, context: Context) -> None:
         """Loads the tokenizer and the shape of the model, then starts the backend on the model's own weights."""
         super().setup(context)
+        if self.config.sleep == "always" and not context.device.startswith("cuda"):
+            raise ConfigError(
+                f"{context.node}.sleep: expected GPUs, whose memory a server can give back, got device "
+                f"'{context.device}'. Set {context.node}.sleep=auto."
+            )
         self.tokenizer = load_tokenizer(context.model)
         config = load_config(context.model)
         self.context_length = check_context(context.model, config)
@@ -114,12 +120,22 @@ class ExternalEngine(Engine):
             forbidden=[] if padding is None else padding.nonzero()[:, 0].tolist(),
             eos=self.eos.nonzero()[:, 0].tolist(),
             device=torch.device(context.device).type,
+            sleeps=context.turns.shared and self.shares_devices(self.config, context.device, context.ranks.world),
             trust_remote_code=context.model.trust_remote_code,
         )
         if self.config.served:
             self.backend = Servers(context, self.dialect(model), self.config)
         else:
             self.backend = self.in_process(model)
+
+    @classmethod
+    def shares_devices(cls, config: Any, device: str, world: int) -> bool:
+        """Servers that this run starts, where the GPUs of the host do not suffice for them and the learner."""
+        if config.sleep == "never" or config.elsewhere or not device.startswith("cuda"):
+            return False
+        needed: int = config.servers * config.tensor_parallel
+        several = world > 1 or not config.served or torch.cuda.device_count() <= needed
+        return config.sleep == "always" or several
 
     @abstractmethod
     def dialect(self, model: ServedModel) -> Dialect:
@@ -136,7 +152,7 @@ class ExternalEngine(Engine):
         """Loads `weights` and returns their policy; weights with neither tensors nor path are the model's own."""
         start = time.perf_counter()
         own = resolve_model_path(self.context.model.path)
-        if weights.tensors is None and weights.path is None:
+        if weights.initial:
             weights = dataclasses.replace(weights, path=own)
         if weights.path != own or not self.active.restore():
             published, probe = self._check(weights)
@@ -156,33 +172,46 @@ class ExternalEngine(Engine):
     def _check(self, weights: Weights) -> tuple[Weights, Probe | None]:
         """Checks weights for the backend, and makes the probe that shows whether it uses them; raises DataError."""
         spec = self.context.model
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        sent = self.config.channel.sent_dtype(spec)
-        arrived = dtype  # dtype of the tensors in the probe's forward
-        tensors: dict[str, Tensor] = {}
         if self.adapter_rank == 0:
             weights = merged(weights, spec)
-        if weights.adapter is None:
-            tensors = self.names.resolve(weights)
-            weights = Weights(version=weights.version, tensors=self.names.distinct(tensors))
-            arrived = sent if self.config.served else dtype
-        elif weights.adapter.rank > self.adapter_rank:
+        if weights.adapter is not None and weights.adapter.rank > self.adapter_rank:
             raise RunError(
                 f"engine '{self.context.node}': expected adapters of rank {self.adapter_rank} at most, for which it "
                 f"was started, got rank {weights.adapter.rank} in weights version {weights.version}. "
                 f"Set {self.context.node}.lora.rank={weights.adapter.rank}, or learner.lora.publish=merged."
             )
-        elif self.config.probe:
-            rounded = dataclasses.replace(weights, tensors=in_dtype(weights.tensors or {}, sent))
-            tensors = self.names.resolve(merged(rounded, spec))
-        if not self.config.probe:
-            return weights, None
+        if weights.adapter is not None:
+            return weights, self._probe(weights)
+        if weights.stream is not None:
+            return dataclasses.replace(weights, stream=partial(self.names.checked, weights)), self._probe(weights)
+        weights = dataclasses.replace(weights, tensors=self.names.resolve(weights), path=None)
+        probe = self._probe(weights)
+        return dataclasses.replace(weights, tensors=self.names.distinct(weights.tensors or {})), probe
+
+    def _probe(self, weights: Weights) -> Probe | None:
+        """The probe of an update that is to be checked; forwards of transformers only for weights of no learner."""
+        self._updates += 1
+        if not self.config.check_every or (self._updates - 1) % self.config.check_every:
+            return None
+        spec = self.context.model
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        sent = self.config.channel.sent_dtype(spec) if self.config.served else dtype
+        tolerance = self.config.tolerance.bfloat16
+        if dtype == sent == torch.float32:
+            tolerance = self.config.tolerance.float32
+        if weights.scored is not None:
+            return probe_of(weights.scored, tolerance)
+        if weights.adapter is not None:
+            rounded = {name: t.to(sent) for name, t in (weights.tensors or {}).items()}
+            weights = merged(dataclasses.replace(weights, tensors=rounded), spec)
+            sent = dtype
         request = probe_request(self.vocab_size, self.context_length)
+        tensors = self.names.resolve(weights)
 
         def expected() -> list[float]:
-            return reference_logprobs(self.model, self.names.of_model(tensors), request, dtype, arrived)
+            return reference_logprobs(self.model, self.names.of_model(tensors), request, dtype, sent)
 
-        return weights, Probe(request=request, expected=expected, tolerance=TOLERANCE[spec.dtype])
+        return Probe(request=request, expected=expected, tolerance=tolerance)
 
     def close(self) -> None:
         """Ends the backend."""

@@ -1,4 +1,6 @@
-"""The check that an engine computes with its weights: a fixed sequence is scored by it and by transformers.
+"""The check that an engine computes with its weights: a fixed sequence is scored by it and by the learner.
+
+Weights that no learner holds, such as those of a folder, are scored by transformers on the CPU instead.
 
 One rule for every engine, in this process or in a server, is in `compare_logprobs`.
 """
@@ -14,13 +16,10 @@ import torch
 from torch import Tensor
 
 from components.engine.messages import ScoreRequest
+from components.models.fixed_sequence import fixed_tokens
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import CreditgraphError, extra
-
-# Nats by which engine and reference may differ at equal weights. bfloat16 keeps 8 bits, and the two round in another
-# order.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-_TOKENS = 16
+from pipeline.core.payloads import ScoredSequence
 
 
 class ProbeError(CreditgraphError):
@@ -33,7 +32,7 @@ class Probe:
 
     Attributes:
         request: to the engine.
-        expected: computes the log-probs of its tokens, with a forward of the model.
+        expected: the log-probs of its tokens.
         tolerance: nats by which the engine may differ.
     """
 
@@ -66,10 +65,18 @@ def compare_logprobs(actual: Sequence[float], expected: Sequence[float], toleran
     return largest
 
 
+def probe_of(scored: ScoredSequence, tolerance: float) -> Probe:
+    """The probe by what the learner that holds the weights has computed."""
+    return Probe(request=_request(scored.tokens), expected=lambda: list(scored.logprobs), tolerance=tolerance)
+
+
 def probe_request(vocab_size: int, context_length: int) -> ScoreRequest:
-    """The fixed sequence: ids spread over the vocabulary, the first of them as context."""
-    ids = [(7919 * n + 13) % vocab_size for n in range(min(_TOKENS, context_length))]
-    return ScoreRequest(row=0, group=0, context=ids[:1], tokens=ids[1:], temperature=1.0)
+    """The request of the fixed sequence, for weights that no learner holds."""
+    return _request(fixed_tokens(vocab_size, context_length))
+
+
+def _request(ids: Sequence[int]) -> ScoreRequest:
+    return ScoreRequest(row=0, group=0, context=list(ids[:1]), tokens=list(ids[1:]), temperature=1.0)
 
 
 def skeleton(spec: ModelSpec, config: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class WeightNames:
 
     def resolve(self, weights: Weights) -> dict[str, Tensor]:
         """A complete name → tensor mapping of `weights`; raises DataError for missing, unknown and misshapen ones."""
+        weights = weights.storable()
         place = f"weights version {weights.version}"
         if (weights.tensors is None) == (weights.path is None):
             actual = "neither" if weights.path is None else "both"
@@ -73,6 +74,25 @@ class WeightNames:
     def of_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The resolved tensors under the names of the transformers model, which stacks the experts of a layer."""
         return stack(tensors, self._own)
+
+    def checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """The pairs of streamed weights, of tied ones the first that comes, under its first name.
+
+        Raises DataError for an unknown or misshapen tensor when it comes, and at the end for missing ones.
+        """
+        place = f"weights version {weights.version}"
+        shapes: dict[str, tuple[int, ...]] = {}
+        step = "Publish the whole model of model.path, adapters merged."
+        for name, tensor in weights.pairs():
+            first = self.tied.get(name, name)
+            if first in shapes:
+                continue
+            shapes[first] = tuple(tensor.shape)
+            if self.shapes.get(first) != shapes[first]:
+                check_shapes(place, {**self.shapes, **shapes}, self.shapes, step)
+            yield first, tensor
+        ties = {name: shapes[first] for name, first in self.tied.items() if first in shapes}
+        check_shapes(place, shapes | ties, self.shapes, step)
 
     def distinct(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors, of tied ones only the first."""

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
+
+import torch
+from torch import Tensor
 
 from components.learner.metrics import LEARNER_METRICS, Guard
 from components.learner.objective import shipped_metrics
+from components.learner.packing.pack import pack
 from components.learner.settings import LearnerSettings
 from components.learner.step import Backend, RolloutTraining
 from components.learner.throughput import throughput
+from components.models.fixed_sequence import fixed_tokens
+from components.models.load import load_config
 from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.errors import CreditgraphError
+from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, TokenLogprobs, TrainReport, Trajectories, Weights, check_aligned
+from pipeline.core.payloads import (
+    Credit,
+    ScoredSequence,
+    TokenLogprobs,
+    TrainReport,
+    Trajectories,
+    Weights,
+    check_aligned,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +62,86 @@ class PolicyLearner(Component):
         return (*cls.metrics, *config.objective.build().metrics)
 
     def setup(self, context: Context) -> None:
-        """Starts at version 0."""
+        """Starts at version 0, when the engines have given their memory back."""
         super().setup(context)
+        context.turns.begin()
+        context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
         self.guard = Guard(self.config.mismatch)
         self.version = 0
         self.trained_tokens = 0
+        self._reading = threading.Lock()  # held while weights are streamed, and while they change
 
     def weights(self) -> Weights:
         """Returns a snapshot of the present weights; all ranks call it."""
         raise NotImplementedError
 
+    def published(self) -> Weights:
+        """The present weights, as a stream where readers are done before they change; all ranks call it."""
+        if self.context.lockstep and self.backend.exports_alone and not self._publishes_adapter:
+            weights = Weights(version=self.version, stream=partial(self._stream, self.version))
+        else:
+            weights = self.weights()
+        return replace(weights, scored=self.scored())
+
+    @property
+    def _publishes_adapter(self) -> bool:
+        lora = getattr(self.config, "lora", None)
+        return lora is not None and lora.publish == "adapter"
+
+    def _stream(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        if not self._reading.acquire(blocking=False):
+            raise CreditgraphError(
+                f"node '{self.context.node}': weights version {version} are being changed or read; they can be read "
+                "again when the next version is published."
+            )
+        try:
+            if self.version != version:
+                raise CreditgraphError(
+                    f"node '{self.context.node}': expected a reader of weights version {self.version}, which this "
+                    f"learner holds, got one of version {version}, which is gone."
+                )
+            if self.context.device.startswith("cuda"):
+                torch.cuda.set_device(self.context.device)  # the current device is a thread's own
+            yield from self.backend.export()
+        finally:
+            self._reading.release()
+
+    @torch.no_grad()
+    def scored(self) -> ScoredSequence:
+        """Log-probs of the fixed sequence on the device that holds the weights; all ranks call it."""
+        context = self.context
+        vocabulary = int(load_config(context.model).get_text_config().vocab_size)
+        ids = torch.tensor([fixed_tokens(vocabulary, self.backend.max_context)], device=context.device)
+        row = torch.zeros(1, dtype=torch.int64, device=context.device)
+        batch = pack(
+            Jagged.from_rows(ids[:, :1].tolist(), torch.int64).to(context.device),
+            Jagged.from_rows(ids[:, 1:].tolist(), torch.int64).to(context.device),
+            row,
+        )
+        logprobs = torch.zeros(ids.shape[1] - 1, device=context.device)
+        # Ranks of an earlier pipeline stage have none.
+        for rows in self.backend.score([batch], 1.0, reference=False):
+            logprobs += rows.values
+        mean = self.backend.sum(logprobs) / context.ranks.num_replicas
+        return ScoredSequence(tokens=tuple(ids[0].tolist()), logprobs=tuple(mean.tolist()))
+
     def initial(self) -> dict[str, Any]:
         """The present weights: version 0, or the resumed version after `load_state_dict`."""
-        return {"weights": self.weights()}
+        return {"weights": self.published()}
 
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:
         """Trains on one rollout batch; all ranks call it, each with the batch of all replicas."""
         check_aligned(trajectories, credit)
+        self.context.turns.begin()
         training = RolloutTraining(self.config, self.context, self.backend, trajectories, credit, self.version)
-        result = training.run()
-        self.trained_tokens += result.tokens
-        metrics = result.metrics | {"trained_tokens_total": float(self.trained_tokens)}
-        self.guard.check(self.context.node, metrics)
-        self.version += 1
+        with self._reading:
+            result = training.run()
+            self.trained_tokens += result.tokens
+            metrics = result.metrics | {"trained_tokens_total": float(self.trained_tokens)}
+            self.guard.check(self.context.node, metrics)
+            self.version += 1
         with training.clock("publish"):
-            weights = self.weights()
+            weights = self.published()
         phases = {f"seconds_{phase}": value for phase, value in training.seconds.items()}
         for phase, peak in training.memory.items():
             if peak.reserved:

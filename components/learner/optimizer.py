@@ -174,6 +174,14 @@ class Optimizer:
         for name in self._narrow:
             self._parameters[name].grad = None
 
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Masters, moments and gradients; and the parameters, which stay."""
+        moments = [v for state in self._adam.state.values() for v in state.values() if isinstance(v, Tensor)]
+        masters = list(self._masters.values())
+        stay: list[Tensor] = list(self._parameters.values())
+        gradients = [p.grad for p in (*masters, *stay) if p.grad is not None]
+        return [*masters, *moments, *gradients], stay
+
     def state_dict(self) -> dict[str, Any]:
         """Master weights and moments by parameter name, and the step count; all copies."""
         moments = {

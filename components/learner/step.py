@@ -15,6 +15,7 @@ from torch import Tensor
 from components.learner.batch import RolloutBatch
 from components.learner.metrics import mismatch_meters, mismatch_values
 from components.learner.objective import LossInputs, Meters, aggregate, counts, loss_terms, prepare
+from components.learner.offload import HostMemory
 from components.learner.optimizer import Update
 from components.learner.packing.pack import PackedBatch
 from components.learner.settings import LearnerSettings
@@ -41,6 +42,7 @@ class Backend(ABC):
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self._host = HostMemory()
 
     @abstractmethod
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
@@ -57,6 +59,27 @@ class Backend(ABC):
     @abstractmethod
     def skip_update(self) -> Update:
         """Advances only the schedule; gradients are dropped."""
+
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in Hugging Face names, one at a time, valid until the next update; all ranks iterate."""
+
+    @property
+    def exports_alone(self) -> bool:
+        """Whether `export` needs no other rank, so that this one may call it whenever its weights do not change."""
+        return self.context.ranks.world == 1
+
+    @abstractmethod
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors that only learning needs (optimiser state, gradients), and those whose memory must stay."""
+
+    def offload(self) -> None:
+        """Moves the former to the CPU, so that engines have the memory."""
+        self._host.offload(*self.offloadable())
+
+    def onload(self) -> None:
+        """Moves back what `offload` has moved, bit for bit; before any other method but `export` and `score`."""
+        self._host.onload()
 
     def sum(self, value: Tensor) -> Tensor:
         """Returns a tensor summed over replicas, on every rank."""

@@ -39,6 +39,7 @@ from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
 from pipeline.core.streams import Stream
 from pipeline.core.trace import NO_TRACE, Trace
+from pipeline.core.turns import Turns
 
 Placement = Literal["replica", "collective"]
 
@@ -176,6 +177,8 @@ class Context:
             replica.
         metrics: numbers logged by the node, which the executor collects after each run; use `log`.
         counts: names of the metrics that are summed over replicas.
+        lockstep: whether every other node reads this node's outputs before it runs again, so that they may be alive.
+        turns: whose turn it is on the memory of this process's devices.
         trace: the run's timeline; `with context.trace.span("prefill", "generation"):` shows a part of `run` in it.
     """
 
@@ -192,6 +195,8 @@ class Context:
     all_sum: Callable[[Tensor], Tensor] = identity_sum
     metrics: dict[str, float] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
+    lockstep: bool = False
+    turns: Turns = field(default_factory=Turns, repr=False, compare=False)
     trace: Trace = field(default=NO_TRACE, repr=False, compare=False)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     _counter: tuple[int, int] = (-1, 0)
@@ -272,6 +277,17 @@ class Component:
     def ranks_per_replica(cls, config: Any) -> int:
         """Number of processes that hold one replica of a collective node's model; known before anything loads."""
         return 1
+
+    @classmethod
+    def shares_devices(cls, config: Any, device: str, world: int) -> bool:
+        """Whether a node with these settings uses the learner's GPUs, and gives their memory back while it learns.
+
+        Args:
+            config: its settings.
+            device: device of the run, as `Context.device`.
+            world: number of ranks.
+        """
+        return False
 
     @classmethod
     def metrics_of(cls, config: Any) -> tuple[Metric, ...]:

@@ -87,6 +87,7 @@ def encode(state: Any, place: str, copy: bool = True) -> Encoded:
         if isinstance(value, bytes):
             return {"!": "bytes", "v": base64.b64encode(value).decode()}
         if isinstance(value, Payload) and not isinstance(value, Handle):
+            value = value.storable()
             fields = {f.name: walk(getattr(value, f.name), f"{where}.{f.name}") for f in dataclasses.fields(value)}
             return {"!": "payload", "class": class_name(type(value)), "origin": value.origin, "v": fields}
         raise RunError(

@@ -9,8 +9,8 @@ conversion (`pipeline.run.recording`) follows from that and from nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,6 +25,10 @@ class Payload:
     """Anything that may travel on a wire. `origin` ("node.output") is set by the executor and used in error texts."""
 
     origin: ClassVar[str] = ""
+
+    def storable(self) -> Payload:
+        """The same value without anything alive, for a checkpoint."""
+        return self
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -278,23 +282,56 @@ class Adapter(Payload):
     targets: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoredSequence(Payload):
+    """A fixed sequence and the log-probs that weights give it, by which an engine shows that it uses these weights.
+
+    Attributes:
+        tokens: ids, the first of which is only context.
+        logprobs: log-prob of every token but the first at temperature 1 [nats].
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weights(Payload):
-    """Weights that a learner publishes and an engine loads: HF-named tensors, a folder with them, or neither.
+    """Weights that a learner publishes and an engine loads: HF-named tensors, a stream or a folder of them, or none.
 
-    With neither, they are the weights with which the model was loaded.
+    With none, they are the weights with which the model was loaded.
 
     Attributes:
         version: number of learner iterations that led to these weights; 0 is the initial model.
-        tensors: name → tensor (a snapshot the learner never changes), or None when `path` is given.
+        tensors: name → tensor (a snapshot the learner never changes), or None.
+        stream: yields the same pairs from the learner's parameters, one tensor at a time, as often as it is called
+            until the learner trains again; then it raises CreditgraphError. A tensor is valid until the learner trains.
         path: folder with safetensors in Hugging Face layout, or None.
         adapter: `tensors` are then those of a LoRA adapter on the model's own weights, under PEFT's names; or None.
+        scored: log-probs of a fixed sequence, from the learner that holds the weights; None if no learner does.
     """
 
     version: int
     tensors: dict[str, Tensor] | None = None
+    stream: Callable[[], Iterator[tuple[str, Tensor]]] | None = None
     path: str | None = None
     adapter: Adapter | None = None
+    scored: ScoredSequence | None = None
+
+    @property
+    def initial(self) -> bool:
+        """Whether they are the weights with which the model was loaded."""
+        return self.tensors is None and self.stream is None and self.path is None
+
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, of a stream one at a time; nothing of a folder."""
+        return iter((self.tensors or {}).items()) if self.stream is None else self.stream()
+
+    def storable(self) -> Weights:
+        """The same with a snapshot in place of the stream."""
+        if self.stream is None:
+            return self
+        return replace(self, tensors={name: tensor.clone() for name, tensor in self.stream()}, stream=None)
 
 
 def check_aligned(left: Batch, right: Batch) -> None:

@@ -14,18 +14,18 @@ from time import perf_counter, process_time
 from types import TracebackType
 from typing import Any
 
-from pipeline.core.component import Context, ModelSpec, identity_sum
+from pipeline.core.component import ModelSpec
 from pipeline.core.errors import ConfigError, LostError
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.checkpoint import SHARDS, Checkpoints
 from pipeline.run.distributed.team import Team
 from pipeline.run.metrics import JsonLines, Sink
-from pipeline.run.node_runner import LaneReport, NodeReport, NodeRunner, initial_value, lacking
+from pipeline.run.node_runner import LaneReport, NodeReport, initial_value, lacking
 from pipeline.run.placement import InFlight, RankView
 from pipeline.run.recorder import Recorder
 from pipeline.run.run_directory import METRICS, REJECTED, RunDirectory
-from pipeline.run.run_settings import Observer, RunSettings, resolve_device
+from pipeline.run.run_settings import Observer, RunSettings
 from pipeline.run.snapshots import Snapshots
 from pipeline.run.stops import Outcome, Stops
 from pipeline.run.timeline.spans import Timeline
@@ -84,7 +84,8 @@ class Executor:
         self._start = -1  # unknown before restore
         self._reports: dict[tuple[str, int], LaneReport] = {}
         self._carried: dict[str, float] = {}  # seconds that the next iteration logs
-        self._runners = self._make_runners(model or ModelSpec(), data or {}, path)
+        self._overlaps = settings.overlap and graph.overlaps
+        self._runners = self._view.runners(settings, model or ModelSpec(), data or {}, path, self._trace)
         self._snapshots = Snapshots(
             graph,
             self._runners,
@@ -93,32 +94,6 @@ class Executor:
             Checkpoints(path / "checkpoints", settings.checkpoint.keep) if path else None,
             settings.checkpoint.every,
         )
-
-    def _make_runners(
-        self, model: ModelSpec, data: dict[str, dict[str, Any]], path: Path | None
-    ) -> dict[str, NodeRunner]:
-        ranks = self._team.ranks
-        device = resolve_device(self.settings.device, ranks.local_rank if ranks.world > 1 else None)
-        runners = {}
-        for index, node in enumerate(self.graph.nodes):
-            if node not in self._view.nodes:
-                continue
-            several = ranks.num_replicas > 1
-            context = Context(
-                node=node.name,
-                node_index=index,
-                seed=self.settings.seed,
-                iterations=self.settings.iterations,
-                device=device,
-                model=model,
-                data=data,
-                run_dir=path,
-                ranks=ranks,
-                all_sum=self._view.collectives(node.name).all_sum if several else identity_sum,
-                trace=self._trace,
-            )
-            runners[node.name] = NodeRunner(node, context)
-        return runners
 
     @property
     def components(self) -> dict[str, Any]:
@@ -177,6 +152,7 @@ class Executor:
             try:
                 self._run_lanes()
             except LostError:
+                self._view.turns.recall()
                 self._snapshots.save_finished(self._flush)
                 raise
             reason = self._stops.agreed()
@@ -192,6 +168,7 @@ class Executor:
 
         The iteration is the number of iterations of the run; `@k` wires carry their newest value.
         """
+        self._view.turns.end()
         names = [n.name for n in self.graph.nodes if n.cls.final_pass]
         needed = self.graph.ancestors(names)
         outputs: dict[tuple[str, str], Any] = {}
@@ -265,8 +242,9 @@ class Executor:
 
     def _run_lanes(self) -> None:
         lanes = self.graph.lanes
-        if not (self.settings.overlap and self.graph.overlaps):
-            self._main_lane("main", list(self._view.nodes), others=[])
+        if not self._overlaps:
+            # The learner last: a node that runs after it would need the weights of before.
+            self._main_lane("main", sorted(self._view.nodes, key=lambda n: lanes[n.name]), others=[])
             return
         generation = [n for n in self._view.nodes if lanes[n.name] == "generation"]
         learning = [n for n in self._view.nodes if lanes[n.name] == "learning"]
@@ -320,6 +298,7 @@ class Executor:
     def _run_nodes(self, lane: str, nodes: list[Node], iteration: int) -> None:
         """One iteration of a lane."""
         begin = perf_counter()
+        self._view.turns.end()
         waited = self._values.waited()
         report = LaneReport()
         for node in nodes:

@@ -9,20 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.core.component import Context, ModelSpec, identity_sum
 from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.sockets import Node, Wire
+from pipeline.core.trace import Trace
+from pipeline.core.turns import Turns
 from pipeline.run.distributed.team import Collectives, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain
-from pipeline.run.node_runner import NodeReport, set_origin
+from pipeline.run.node_runner import NodeReport, NodeRunner, set_origin
+from pipeline.run.run_settings import RunSettings, resolve_device
 from pipeline.run.values import Values, as_inputs
 
 InFlight = dict[tuple[str, str, int], Any]
@@ -34,6 +39,7 @@ class RankView:
     Attributes:
         nodes: those that run on this rank: all on a leader, collective ones elsewhere.
         first: whether this is rank 0, which alone writes the run directory.
+        turns: whose turn it is on the devices.
     """
 
     def __init__(self, graph: Graph, team: Team) -> None:
@@ -45,12 +51,55 @@ class RankView:
         self.many = self.ranks.num_replicas > 1
         self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
         self._lane_of = graph.lanes
+        self.turns = Turns()
         for node in graph.nodes:
             self._refuse_handles(node)
 
     def collectives(self, node: str) -> Collectives:
         """Communication of a node's lane."""
         return self._collectives[self._lane_of[node]]
+
+    def runners(
+        self, settings: RunSettings, model: ModelSpec, data: dict[str, dict[str, Any]], path: Path | None, trace: Trace
+    ) -> dict[str, NodeRunner]:
+        """Node → runner with its context, for the nodes of this rank."""
+        ranks = self.ranks
+        device = resolve_device(settings.device, ranks.local_rank if ranks.world > 1 else None)
+        overlaps = settings.overlap and self.graph.overlaps
+        late = {w.source for n in self.graph.nodes for _, w in n.all_wires if w.delay > 1}
+        self.turns = self._turns(device, overlaps)
+        runners = {}
+        for index, node in enumerate(self.graph.nodes):
+            if node not in self.nodes:
+                continue
+            context = Context(
+                node=node.name,
+                node_index=index,
+                seed=settings.seed,
+                iterations=settings.iterations,
+                device=device,
+                model=model,
+                data=data,
+                run_dir=path,
+                ranks=ranks,
+                all_sum=self.collectives(node.name).all_sum if self.many else identity_sum,
+                lockstep=not overlaps and node.name not in late,
+                turns=self.turns,
+                trace=trace,
+            )
+            runners[node.name] = NodeRunner(node, context)
+        return runners
+
+    def _turns(self, device: str, overlaps: bool) -> Turns:
+        sharing = [n for n in self.graph.nodes if n.cls.shares_devices(n.config, device, self.ranks.world)]
+        if sharing and overlaps:
+            name = sharing[0].name
+            raise ConfigError(
+                f"{name}: expected a learner that waits while {name} samples, because they take turns on the same "
+                "GPUs, got wires '@2' that let them work at the same time. Set run.overlap=false, give the servers "
+                f"GPUs of their own, or set {name}.sleep=never."
+            )
+        return Turns(bool(sharing), self.team.barrier)
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
         """Returns the inputs of a node; for a collective node, the batches of all replicas."""

@@ -83,9 +83,9 @@ class LocalEngine(Engine):
     def run(self, *, weights: Weights) -> Outputs:
         """Loads weights (the model's own if they have no tensors and no path); returns a policy of their version."""
         start = time.perf_counter()
-        if weights.tensors is None and weights.path is None:
+        if weights.initial:
             weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
-        weights = merged(weights, self.context.model)
+        weights = merged(weights, self.context.model).storable()  # the learner's own tensors change
         self.decoder.load(self.names.of_model(self.names.resolve(weights)))
         self.version = weights.version
         self._weights = weights if self.config.attributions else None

@@ -20,6 +20,7 @@ from pipeline.run.run_directory import replacing
 
 ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start
 UNIX = "unix:"  # begins the address of a server on a Unix socket
+LOOPBACK = "127.0.0.1"
 BY_HAND = "by-hand"  # outside of jobs
 SHORTEST_KEY = 16  # characters
 SAY_SECONDS = 10.0  # between two lines about the same wait

@@ -54,6 +54,7 @@ class ServedModel:
         forbidden: ids of columns without a token in the tokenizer, which are never drawn.
         eos: ids that end a response.
         device: "cpu" or "cuda".
+        sleeps: whether the engine gives its memory back while the learner learns.
         trust_remote_code: passed to the engine.
     """
 
@@ -64,6 +65,7 @@ class ServedModel:
     forbidden: Sequence[int] = ()
     eos: Sequence[int] = ()
     device: str = "cpu"
+    sleeps: bool = False
     trust_remote_code: bool = False
 
 
@@ -108,6 +110,14 @@ class Dialect(Protocol):
 
     async def resume(self, client: httpx.AsyncClient) -> None:
         """Resumes sampling after `pause`; does nothing without one."""
+        ...
+
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        """Gives the memory of weights and cache back, without requests running; ServerError if it has freed none."""
+        ...
+
+    async def wake(self, client: httpx.AsyncClient, weights: bool) -> None:
+        """Takes memory back after `sleep`: for the weights, which are loaded next, then (False) for all else."""
         ...
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:

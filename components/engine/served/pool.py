@@ -33,6 +33,7 @@ from components.engine.served.addresses import Address, with_keys, write_rendezv
 from components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
 from components.engine.served.server import Interrupted, Server
 from components.engine.served.settings import PoolSettings
+from components.engine.served.transfer import together
 from pipeline.core.errors import LostError, RunError
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class ServerPool:
         place: node name, for messages.
         remove: folders that are removed when this process is gone, however it ended (weight files).
         rendezvous: name of the file with the addresses of servers that are started here.
+        may_start: whether the devices are free for a server to start; it waits until they are.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ServerPool:
         place: str = "engine",
         remove: Sequence[Path] = (),
         rendezvous: str = "engines.json",
+        may_start: Callable[[], bool] = lambda: True,
     ) -> None:
         self.settings = settings
         self.place = place
@@ -99,6 +102,7 @@ class ServerPool:
                 changed=self._wake,
                 address=address,
                 own=not address.url,
+                may_start=lambda: not self._resting and may_start(),
             )
             for n, address in enumerate(with_keys(addresses))
         ]
@@ -107,6 +111,7 @@ class ServerPool:
         self._counters: dict[str, float] = defaultdict(float)
         self._losses = 0
         self._update: Update | None = None
+        self._resting = False  # from `sleep` to the next update no server may start
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._homes: dict[int, Server] = {}  # by group, until the weights change
         self._ticker: asyncio.Task[None] | None = None
@@ -129,6 +134,10 @@ class ServerPool:
     def update(self, update: Update) -> None:
         """Has every server load `update`; those that fail are out until they hold it. Raises RunError when all fail."""
         self._call(self._update_all(update))
+
+    def sleep(self) -> None:
+        """Has every server give its memory back until the next update; raises RunError for one that cannot."""
+        self._call(self._sleep_all())
 
     def generate(
         self,
@@ -215,7 +224,7 @@ class ServerPool:
     # Starting
 
     async def _start(self) -> None:
-        await _all([asyncio.create_task(server.start()) for server in self.servers])
+        await together(*(server.start() for server in self.servers))
         self._ticker = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
@@ -230,14 +239,17 @@ class ServerPool:
         begin = time.perf_counter()
         self._update = update
         self._homes.clear()
+        self._resting = False
         self.updates = []
-        usable = [server for server in self.servers if server.state in ("starting", "ready", "updating")]
+        usable = [server for server in self.servers if server.state in ("starting", "ready", "updating", "asleep")]
+        if update.transfer is not None:
+            update.transfer.expect([server.client for server in usable])
         failures = await asyncio.gather(*(self._load(server, update) for server in usable), return_exceptions=True)
         if any(failures):
             # An error on this side is the cause, and would occur with every other server too.
             pending: tuple[Future[Any] | None, ...] = (update.checksum, update.expected)
             for work in pending:
-                if work is not None:
+                if work is not None and (update.transfer is None or work.done()):
                     await result_of(work)
         for server, failure in zip(usable, failures, strict=True):
             if isinstance(failure, BaseException) and not isinstance(failure, Exception):
@@ -254,10 +266,14 @@ class ServerPool:
         await server.load(update, self.settings.in_flight)
         self.updates.append((f"server {server.index}", begin, time.perf_counter()))
 
+    async def _sleep_all(self) -> None:
+        self._resting = True
+        await together(*(server.sleep() for server in self.servers))
+
     # Requests
 
     async def _send_all(self, requests: Sequence[_AnyRequest], task: _Task) -> None:
-        await _all([asyncio.create_task(self._send(request, task)) for request in requests])
+        await together(*(self._send(request, task) for request in requests))
 
     async def _send(self, request: _AnyRequest, task: _Task) -> None:
         """Sends one request until a server returns a valid response."""
@@ -383,18 +399,3 @@ class ServerPool:
             if task is not asyncio.current_task():
                 task.cancel()
         await asyncio.sleep(0)
-
-
-async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Waits for all; the first failure cancels the others and is raised."""
-    if not tasks:
-        return
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

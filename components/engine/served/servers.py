@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from components.engine.channel import FileChannel
+from components.engine.channel import FileChannel, Update
 from components.engine.messages import ScoreRequest, ScoreResponse
 from components.engine.probe import Probe
 from components.engine.rows import Rows
@@ -18,7 +18,9 @@ from components.engine.served.addresses import Address, find_servers, share_gpus
 from components.engine.served.dialect import Dialect
 from components.engine.served.pool import ServerPool
 from components.engine.served.settings import ServerSettings
+from components.engine.served.transfer import Links, Transfer
 from pipeline.core.component import Context
+from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Weights
 
 
@@ -39,8 +41,11 @@ class Servers:
         self._shared = settings.elsewhere and ranks.num_replicas > 1
         self._follows = self._shared and ranks.replica > 0
         gpus: list[list[str]] = []
-        if torch.device(context.device).type == "cuda" and self._own:
-            gpus = share_gpus(settings.servers, settings.tensor_parallel, visible_gpus(), ranks)
+        device = torch.device(context.device)
+        if device.type == "cuda" and self._own:
+            visible = visible_gpus()
+            gpus = share_gpus(settings.servers, settings.tensor_parallel, visible, ranks)
+            check_kind(settings.channel.kind, gpus, visible[device.index or 0], context.node)
         addresses = find_servers(settings, context.node, ranks.replica, gpus)
         # Replicas that start their own servers share the run directory, and perhaps a host.
         pool = settings.pool
@@ -58,8 +63,21 @@ class Servers:
             context.node,
             [self.channel.folder, *([folder] if self._scratch else [])],
             f"engines.{ranks.replica}.json" if ranks.replica else "engines.json",
+            may_start=lambda: not context.turns.learning,
         )
+        kind = settings.channel.kind
+        self._links = Links(device, pool.update_seconds) if kind == "broadcast" else None
+        self._streams = kind != "file"
+        self._settings = settings.channel
+        self._transfer: Transfer | None = None
         self.pool.start()
+        if context.turns.shared and self._own:
+            try:
+                self.pool.sleep()
+            except BaseException:
+                self.pool.close()
+                raise
+            context.turns.add_engine(self.pool.sleep)
         context.trace.watch(context.node, self.pool.in_flight)
 
     def restore(self) -> bool:
@@ -70,10 +88,14 @@ class Servers:
         """Publishes weights and has every server load them."""
         if self._follows:
             update = self.channel.describe(weights)
+        elif self._streams and weights.adapter is None:
+            update = self._stream(weights)
         else:
             update = self.channel.publish(weights)
+        update = dataclasses.replace(update, check=probe is not None)
         if probe is not None:
-            expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), update.checksum)
+            written = [] if update.transfer is not None else [update.checksum]
+            expected = self._executor.submit(self._expected, probe, torch.get_num_threads(), written)
             update = dataclasses.replace(update, probe=probe, expected=expected)
         # The first replica changes the weights when none samples any more; the others then verify them.
         self._meet()
@@ -89,10 +111,19 @@ class Servers:
             self._context.log(update_difference=max(server.difference for server in self.pool.servers))
         self.channel.retire(weights.version)
 
+    def _stream(self, weights: Weights) -> Update:
+        """An update of tensors that come to the servers without files."""
+        if self._transfer is not None:
+            self._transfer.close()
+        dtype = self._settings.sent_dtype(self._context.model)
+        size = self._settings.bucket_mb << 20
+        self._transfer = Transfer(weights.pairs, weights.version, dtype, size, self._links)
+        return Update(version=weights.version, checksum=self._transfer.checksum, transfer=self._transfer)
+
     @staticmethod
-    def _expected(probe: Probe, threads: int, written: Future[str]) -> list[float]:
+    def _expected(probe: Probe, threads: int, written: list[Future[str]]) -> list[float]:
         """Log-probs of the probe; computed in a thread while servers load, once the files they need are written."""
-        wait([written])
+        wait(written)
         torch.set_num_threads(threads)  # OpenMP counts for each thread that starts work
         return probe.expected()
 
@@ -121,7 +152,34 @@ class Servers:
     def close(self) -> None:
         """Ends the servers and removes their weight files."""
         self.pool.close()
+        if self._transfer is not None:
+            self._transfer.close()
+        if self._links is not None:
+            self._links.close()
         self._executor.shutdown()
         self.channel.close()
         if self._scratch is not None:
             self._scratch.cleanup()
+
+
+def check_kind(kind: str, gpus: Sequence[Sequence[str]], own: str, node: str) -> None:
+    """Raises ConfigError for servers that cannot get weights in this way.
+
+    Args:
+        kind: `ChannelSettings.kind`.
+        gpus: GPUs of each server that this process starts.
+        own: the GPU of this process.
+        node: of the engine, for messages.
+    """
+    used = [gpu for each in gpus for gpu in each]
+    if kind == "broadcast" and own in used:
+        raise ConfigError(
+            f"{node}.channel.kind: expected servers on other GPUs than the learner's for 'broadcast', because NCCL "
+            f"takes each GPU once, got a server on GPU {own}, which the learner has too. Set {node}.channel.kind=ipc "
+            "(one server of one GPU for each rank) or file."
+        )
+    if kind == "ipc" and set(used) != {own}:
+        raise ConfigError(
+            f"{node}.channel.kind: expected servers on GPU {own}, the learner's, for 'ipc', got some on "
+            f"{', '.join(sorted(set(used) - {own}))}. Set {node}.channel.kind=broadcast for GPUs of their own, or file."
+        )

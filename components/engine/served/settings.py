@@ -54,6 +54,23 @@ class PoolSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Largest difference [nats] between log-probs of engine and learner at equal weights, by the coarsest dtype of the
+    two and of the transfer."""
+
+    float32: float = 1e-3
+    """sums in another order differ by about 1e-5; weights that are one update old often by less than 1e-3"""
+    bfloat16: float = 0.5
+    """bfloat16 keeps 8 bits, so a logit between 32 and 64 is a multiple of 1/4; engine and learner round it, and all
+    that leads to it, in another order, and each may be one step off. Finds wrong weights, not old ones"""
+
+    def __post_init__(self) -> None:
+        for name in ("float32", "bfloat16"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Servers of an engine and their use; base of the settings of vLLM and SGLang."""
 
@@ -73,17 +90,35 @@ class ServerSettings:
     stream_tokens: int = 8
     """tokens in each message of a server about a row whose text may end it; fewer tokens need more messages, more
     tokens are sampled beyond the end"""
-    probe: bool = True
-    """compares log-probs of a fixed sequence with a transformers forward of the same tensors after each update"""
+    check_every: int = 1
+    """updates between two checks that the engine computes with the weights it was given: its log-probs of a fixed
+    sequence of 16 tokens against the learner's, which computes them on the device that holds the weights; 0 never"""
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    """largest difference in that check"""
+    sleep: Literal["auto", "always", "never"] = field(default="auto", metadata=PLACE)
+    """whether an engine on the learner's GPUs gives their memory back while the learner learns, which in return moves
+    its optimiser and gradients to the CPU while the engine samples; auto: where the GPUs do not suffice for both"""
     pool: PoolSettings = field(default_factory=PoolSettings, metadata=PLACE)
     """time limits, back-pressure, retries"""
     channel: ChannelSettings = field(default_factory=ChannelSettings)
     """how weights reach the servers"""
 
     def __post_init__(self) -> None:
-        for name, least in (("servers", 0), ("tensor_parallel", 1), ("max_rows", 1), ("stream_tokens", 1)):
+        for name, least in (
+            ("servers", 0),
+            ("check_every", 0),
+            ("tensor_parallel", 1),
+            ("max_rows", 1),
+            ("stream_tokens", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}.")
+
+        if self.elsewhere and self.sleep == "always":
+            raise ValueError(
+                "sleep: expected servers that this run starts, got addresses or rendezvous of others, whose GPUs this "
+                "run does not hand out. Set servers instead, or sleep=never."
+            )
 
     @property
     def served(self) -> bool:

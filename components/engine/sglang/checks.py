@@ -44,12 +44,11 @@ def expected_hashes(tensors: Mapping[str, Tensor], dtype: torch.dtype, cuda: boo
         cuda: whether the server hashes on a GPU, with a different hash function.
     """
     hashes: dict[str, str] = {}
-    device = "cuda" if cuda and torch.cuda.is_available() else "cpu"
     for name in tensors:
         whole, parts = parts_of(name)
         if whole in hashes or any(part not in tensors for part in parts):
             continue
-        tensor = torch.cat([tensors[part].to(device, dtype) for part in parts])
+        tensor = torch.cat([tensors[part].to(dtype) for part in parts])  # and hashed on their device
         if whole.endswith(_PADDED):
             tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % _PADDED_ROWS, *tensor.shape[1:])])
         hashes[whole] = f"{(hash_on_gpu if cuda else hash_on_cpu)(tensor):016x}"

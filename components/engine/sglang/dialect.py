@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import torch
 
+from components.engine.bucket import Bucket
 from components.engine.channel import Update
+from components.engine.group import Meeting
 from components.engine.messages import BadResponse, RowRequest, RowResponse, ScoreRequest, ScoreResponse
-from components.engine.served.addresses import free_port, own_address
 from components.engine.served.dialect import (
     InFlight,
     ServedModel,
@@ -30,7 +33,6 @@ from components.engine.served.dialect import (
 from components.engine.served.process import KEY_VARIABLE, Launch
 from components.engine.sglang import wire
 from components.engine.sglang.checks import expected_hashes, first_difference
-from components.engine.sglang.group import UpdateGroup, new_group_name
 from components.engine.sglang.settings import SGLangSettings
 from components.engine.weight_files import checksum_of
 from components.models.weights import read_file
@@ -69,7 +71,8 @@ def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, An
         "tp_size": settings.tensor_parallel,
         "grammar_backend": "none",
         "log_level": "warning",
-        "enable_deterministic_inference": True,
+        "enable_deterministic_inference": settings.deterministic,
+        "enable_memory_saver": model.sleeps,
         "sleep_on_idle": True,
         # Each event of a stream holds new tokens only.
         "incremental_streaming_output": True,
@@ -77,7 +80,7 @@ def engine_options(settings: SGLangSettings, model: ServedModel) -> dict[str, An
     }
     if cache := settings.process.cache_tokens or (_CPU_CACHE_TOKENS if cpu else 0):
         options["max_total_tokens"] = cache
-    return options | (_CPU_OPTIONS if cpu else {})
+    return options | (_CPU_OPTIONS if cpu else {"mem_fraction_static": settings.gpu_memory})
 
 
 def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, str | None]:
@@ -101,7 +104,7 @@ def engine_variables(settings: SGLangSettings, model: ServedModel) -> dict[str, 
 class SGLangDialect:
     """`Dialect` of SGLang.
 
-    Log-probs are SGLang's own: at the sampling temperature, before truncation. Seeds count because servers run with
+    Log-probs are SGLang's own: at the sampling temperature, before truncation. Seeds count where servers run with
     --enable-deterministic-inference.
 
     Args:
@@ -115,10 +118,10 @@ class SGLangDialect:
         # For entropies SGLang must send all log-probs of each token's vocabulary.
         self._entropies = model.vocab_size <= settings.entropy_vocab
         self._top = model.vocab_size if self._entropies else 0
-        self._groups: dict[str, UpdateGroup] = {}
         self._busy: set[str] = set()
-        # Of the newest update, once for all servers.
-        self._hashes: tuple[Update, asyncio.Future[tuple[str, dict[str, str]]]] | None = None
+        # Servers whose weights were compared since they were started, and what the others have been given.
+        self._checked: weakref.WeakSet[httpx.AsyncClient] = weakref.WeakSet()
+        self._hashes: weakref.WeakKeyDictionary[httpx.AsyncClient, dict[str, str]] = weakref.WeakKeyDictionary()
 
     @property
     def sockets(self) -> bool:
@@ -211,76 +214,65 @@ class SGLangDialect:
         await call(client, "POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
-        """Loads the weights from disk or by broadcast; either drops the prefix cache."""
-        await result_of(update.checksum)
+        """Loads the weights from disk or from a transfer; either drops the prefix cache."""
         url = str(client.base_url)
         self._busy.add(url)
         try:
-            if self._settings.channel.kind == "file":
-                await _succeed(client, "/update_weights_from_disk", wire.disk_body(update.path, update.label()))
+            if update.transfer is not None:
+                receiver = _Receiver(client, self._settings.tensor_parallel)
+                if client not in self._checked:
+                    self._hashes[client] = receiver.hashes
+                    receiver.hashed = self._expected
+                await update.transfer.receive(receiver)
                 return
-            if url not in self._groups:
-                self._groups[url] = await self._join(client)
-            await _succeed(client, "/begin_weight_update", {})
-            try:
-                for n, file in enumerate(update.files, 1):
-                    await self._broadcast(client, file, update.label() if n == len(update.files) else None)
-            finally:
-                await _succeed(client, "/end_weight_update", {})
-        except BaseException:
-            group = self._groups.pop(url, None)
-            if group is not None:
-                group.close()
-            raise
+            await result_of(update.checksum)
+            await _succeed(client, "/update_weights_from_disk", wire.disk_body(update.path, update.label()))
         finally:
             self._busy.discard(url)
 
-    async def _broadcast(self, client: httpx.AsyncClient, file: str, label: str | None) -> None:
-        tensors = await asyncio.to_thread(lambda: dict(read_file(file)))
-        group = self._groups[str(client.base_url)]
-        posted = asyncio.create_task(
-            _succeed(client, "/update_weights_from_distributed", wire.broadcast_body(group.name, tensors, label))
-        )
-        sent = asyncio.create_task(asyncio.to_thread(lambda: group.broadcast(wire.flat_bytes(tensors))))
-        await _both(posted, sent)
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        """/release_memory_occupation of weights, cache and CUDA graphs; the server drops its weights."""
+        if not (await call(client, "GET", "/server_info")).get("enable_memory_saver"):
+            raise ServerError(
+                "expected a server that gives GPU memory back when it sleeps (--enable-memory-saver), got one without. "
+                "Set engine.sleep=never and lower engine.gpu_memory, or give the servers GPUs of their own."
+            )
+        await call(client, "POST", "/pause_generation", {"mode": "abort"})
+        await call(client, "POST", "/release_memory_occupation", {})
 
-    async def _join(self, client: httpx.AsyncClient) -> UpdateGroup:
-        backend = "gloo" if self._model.device == "cpu" else "nccl"
-        address = own_address(client.base_url.host, client.base_url.port or 80)
-        meeting = free_port(address)
-        ranks = self._settings.tensor_parallel
-        name = new_group_name()
-        opened = asyncio.create_task(
-            asyncio.to_thread(UpdateGroup, name, address, meeting, backend, ranks, self._settings.pool.update_seconds)
-        )
-        joined = asyncio.create_task(
-            _succeed(client, "/init_weights_update_group", wire.group_body(name, address, meeting, backend, ranks))
-        )
-        group: UpdateGroup = await _both(joined, opened)
-        return group
+    async def wake(self, client: httpx.AsyncClient, weights: bool) -> None:
+        """/resume_memory_occupation, by tag."""
+        await call(client, "POST", "/resume_memory_occupation", wire.resume_body(weights))
 
     async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
-        """Label, and the update's checksum if the server's own hashes are those of the update's files."""
+        """Label; at the first update of a server also the checksum, if its hashes are those of what it was given."""
         info = await call(client, "GET", "/model_info")
         label = str(info.get("weight_version"))
-        if not update.files:
-            return label, None  # another process published them and compares
+        # The server hashes all its weights, which takes as long as reading them; label and probe show later mistakes.
+        if client in self._checked or (not update.files and update.transfer is None):
+            return label, None  # or another process published them and compares
         reply = await call(client, "POST", "/weights_checker", wire.checksum_body())
         with parsing("POST /weights_checker"):
             ranks = [dict(rank["checksums"]) for rank in reply["ranks"]]
-        if self._hashes is None or self._hashes[0] is not update:
-            self._hashes = (update, asyncio.ensure_future(asyncio.to_thread(self._read_files, update)))
-        in_files, expected = await asyncio.shield(self._hashes[1])
-        if in_files != update.checksum.result():
-            return label, f"{in_files} (in the files themselves)"
+        arrived = update.checksum.result()
+        expected = self._hashes.pop(client, {})
+        if update.transfer is None:
+            arrived, expected = await asyncio.to_thread(self._read_files, update)
+        if arrived != update.checksum.result():
+            return label, f"{arrived} (in the files themselves)"
         difference = first_difference(expected, ranks)
-        return label, None if difference is None else difference or in_files
+        if not difference:
+            self._checked.add(client)
+        return label, None if difference is None else difference or arrived
 
     def _read_files(self, update: Update) -> tuple[str, dict[str, str]]:
         """Checksum of the files' tensors, and the hashes that a server reports that holds them."""
         tensors = {name: tensor for file in update.files for name, tensor in read_file(file)}
+        return checksum_of(tensors), self._expected(tensors)
+
+    def _expected(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         dtype: torch.dtype = getattr(torch, self._model.dtype)
-        return checksum_of(tensors), expected_hashes(tensors, dtype, self._model.device != "cpu")
+        return expected_hashes(tensors, dtype, self._model.device != "cpu")
 
     async def progress(self, client: httpx.AsyncClient) -> float | None:
         """Decoding steps and prefilled tokens so far."""
@@ -303,10 +295,42 @@ class SGLangDialect:
         return dict(loads[0]) if loads else {}
 
     def close(self) -> None:
-        """Leaves all groups."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
+        """Nothing is held."""
+
+
+@dataclass
+class _Receiver:
+    """`components.engine.served.transfer.Receiver` of a server, by its endpoints."""
+
+    client: httpx.AsyncClient
+    ranks: int
+    hashed: Callable[[Mapping[str, torch.Tensor]], dict[str, str]] | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    _joined: ClassVar[weakref.WeakKeyDictionary[httpx.AsyncClient, str]] = weakref.WeakKeyDictionary()
+
+    async def join(self, meeting: Meeting, first: int) -> None:
+        if before := self._joined.pop(self.client, ""):
+            with contextlib.suppress(ServerError):  # it may have lost the group already
+                await call(self.client, "POST", "/destroy_weights_update_group", {"group_name": before})
+        await _succeed(self.client, "/init_weights_update_group", wire.group_body(meeting, first))
+        self._joined[self.client] = meeting.name
+
+    async def begin(self) -> None:
+        with contextlib.suppress(ServerError):  # a session that a failed transfer has left open
+            await call(self.client, "POST", "/end_weight_update", {})
+        await _succeed(self.client, "/begin_weight_update", {})
+
+    async def take(self, bucket: Bucket, group: str) -> None:
+        if self.hashed is not None:
+            self.hashes |= await asyncio.to_thread(self.hashed, bucket.tensors)
+        if group:
+            await _succeed(self.client, "/update_weights_from_distributed", wire.broadcast_body(group, bucket))
+            return
+        body = await asyncio.to_thread(wire.tensor_body, bucket, self.ranks)
+        await _succeed(self.client, "/update_weights_from_tensor", body)
+
+    async def end(self) -> None:
+        await _succeed(self.client, "/end_weight_update", {})
 
 
 async def _succeed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
@@ -314,15 +338,3 @@ async def _succeed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     reply = await call(client, "POST", path, body)
     if not isinstance(reply, dict) or reply.get("success") is not True:
         raise ServerError(f"POST {path}: expected success, got {reply}.")
-
-
-async def _both(first: asyncio.Task[Any], second: asyncio.Task[Any]) -> Any:
-    """Returns the result of the second once both are done; raises the first failure without waiting for the other."""
-    try:
-        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return second.result()
-    finally:
-        first.cancel()
-        second.cancel()

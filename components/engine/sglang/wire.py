@@ -6,14 +6,20 @@ package.
 
 from __future__ import annotations
 
+import base64
+import inspect
+import io
 import json
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
+from components.engine.bucket import Bucket, gpu_id
+from components.engine.group import Meeting
 from components.engine.messages import FinishReason, RowRequest, RowResponse, ScoreRequest, ScoreResponse
 from components.engine.served.dialect import ServerError, check_id, number, parsing, token_id
 from pipeline.core.errors import ConfigError
@@ -180,42 +186,67 @@ def disk_body(path: str, label: str) -> dict[str, Any]:
     return {"model_path": path, "weight_version": label, "flush_cache": True}
 
 
-def group_body(name: str, address: str, port: int, backend: str, ranks: int) -> dict[str, Any]:
-    """POST /init_weights_update_group: a process group of this process (rank 0) and the server's ranks."""
+def group_body(meeting: Meeting, first: int) -> dict[str, Any]:
+    """POST /init_weights_update_group: the server's ranks, from `first` on, in a group whose rank 0 is this process."""
     return {
-        "master_address": address,
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 1 + ranks,
-        "group_name": name,
-        "backend": backend,
+        "master_address": meeting.address,
+        "master_port": meeting.port,
+        "rank_offset": first,
+        "world_size": meeting.world,
+        "group_name": meeting.name,
+        "backend": meeting.backend,
     }
 
 
-def broadcast_body(name: str, tensors: Mapping[str, Tensor], label: str | None) -> dict[str, Any]:
-    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor ordered by `in_order`."""
-    ordered = in_order(tensors)
-    body: dict[str, Any] = {
-        "names": [tensor_name for tensor_name, _ in ordered],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-        "shapes": [list(tensor.shape) for _, tensor in ordered],
-        "group_name": name,
+def broadcast_body(group: str, bucket: Bucket) -> dict[str, Any]:
+    """POST /update_weights_from_distributed: one bucket, received as one flat byte tensor."""
+    return {
+        "names": [name for name, _, _ in bucket.forms],
+        "dtypes": [dtype for _, dtype, _ in bucket.forms],
+        "shapes": [shape for _, _, shape in bucket.forms],
+        "group_name": group,
         "load_format": "flattened_bucket",
-        "flush_cache": label is not None,
+        **_labelled(bucket),
     }
-    if label is not None:
-        body["weight_version"] = label
-    return body
 
 
-def in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Tensors by falling element size, so that each starts at a multiple of its element size in the flat bucket."""
-    return sorted(tensors.items(), key=lambda item: -item[1].element_size())
+def tensor_body(bucket: Bucket, ranks: int) -> dict[str, Any]:
+    """POST /update_weights_from_tensor: one bucket, from shared memory of this host's GPU, or by value on a CPU."""
+    return {"serialized_named_tensors": [pickled(bucket.views)] * ranks, **_labelled(bucket)}
 
 
-def flat_bytes(tensors: Mapping[str, Tensor]) -> Tensor:
-    """uint8 [total bytes]: all tensors in the order of `in_order`."""
-    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in in_order(tensors)])
+def _labelled(bucket: Bucket) -> dict[str, Any]:
+    # Caches are dropped, and the label set, with the last bucket.
+    if bucket.label is None:
+        return {"flush_cache": False}
+    return {"flush_cache": True, "weight_version": bucket.label}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as SGLang's `MultiprocessingSerializer`: those on a GPU by their memory's CUDA IPC handle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return NotImplemented
+        reduce: Any = reductions.reduce_tensor
+        rebuild, arguments = reduce(value)
+        # A GPU's number differs between processes, its id does not; SGLang reads both.
+        names = list(inspect.signature(rebuild).parameters)
+        place = names.index("storage_device")
+        return rebuild, (*arguments[:place], gpu_id(value.device), *arguments[place + 1 :])
+
+
+def pickled(pairs: Sequence[tuple[str, Tensor]]) -> str:
+    """Named tensors, which must live until they are read if they are on a GPU, in base64."""
+    buffer = io.BytesIO()
+    # On a CPU without the rest of the bucket's memory, which pickle would add to each view.
+    _Pickler(buffer).dump([(name, t.clone() if t.device.type == "cpu" else t) for name, t in pairs])
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def resume_body(weights: bool) -> dict[str, Any]:
+    """POST /resume_memory_occupation: of the weights, or of all else."""
+    return {"tags": ["weights"] if weights else ["kv_cache", "cuda_graph"]}
 
 
 def abort_body(request_id: str | None) -> dict[str, Any]:

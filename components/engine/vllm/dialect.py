@@ -14,13 +14,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
+from components.engine.bucket import Bucket, share
 from components.engine.channel import PREFIX, Update
+from components.engine.group import Meeting
 from components.engine.messages import (
     RowRequest,
     ScoreRequest,
@@ -44,10 +46,6 @@ from components.engine.vllm.replies import read_event, read_response, read_score
 from components.engine.vllm.route import ROWS
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
-from pipeline.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from components.engine.vllm.nccl import Broadcaster
 
 EXTENSION = "components.engine.vllm.worker.WorkerExtension"
 SCHEDULER = "components.engine.vllm.scheduler.exact_scheduler"
@@ -78,6 +76,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
         "generation_config": "vllm",
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,
+        "enable_sleep_mode": model.sleeps,
         "seed": 0,
     }
     if cache := settings.kv_cache_gb or (_CPU_CACHE_GB if cpu else 0.0):
@@ -121,19 +120,13 @@ class VllmDialect:
         self._settings = settings
         self._model = model
         self._eos = frozenset(model.eos)
-        self._broadcasts = settings.channel.kind == "broadcast"
-        self._broadcaster: Broadcaster | None = None
         self._servers: dict[str, _Known] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        if self._broadcasts and model.device == "cpu":
-            raise ConfigError(
-                "engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast', which needs GPUs."
-            )
 
     @property
     def sockets(self) -> bool:
-        """vLLM can; a broadcast needs the server's address."""
-        return not self._broadcasts
+        """vLLM can."""
+        return True
 
     def launch(self, port: int, identity: str) -> Launch:
         """The API server with worker extension and development mode."""
@@ -154,8 +147,6 @@ class VllmDialect:
         }
         if self._settings.lora.max_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if self._broadcasts:
-            options["weight_transfer_config"] = '{"backend": "nccl"}'
         if self._model.device == "cpu":
             if self._settings.tensor_parallel == 1:
                 # No separate process for the worker, because the engine would exchange every step with it by spinning.
@@ -228,14 +219,31 @@ class VllmDialect:
         """/resume."""
         await call(client, "POST", "/resume")
 
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        """Level 2, which drops weights; level 1, which keeps them on the CPU, where adapters build on them."""
+        before = await _workers(client, "creditgraph_free_bytes")
+        level = "1" if self._settings.lora.max_rank else "2"
+        await call(client, "POST", "/sleep", query={"level": level, "mode": "abort"})
+        after = await _workers(client, "creditgraph_free_bytes")
+        if any(now <= then for then, now in zip(before, after, strict=True)):
+            raise ServerError(
+                f"expected a server that gives GPU memory back when it sleeps (--enable-sleep-mode), got {min(after)} "
+                f"free bytes after it and {min(before)} before. Set engine.sleep=never and lower engine.gpu_memory, or "
+                "give the servers GPUs of their own."
+            )
+
+    async def wake(self, client: httpx.AsyncClient, weights: bool) -> None:
+        """/wake_up, by tag."""
+        await call(client, "POST", "/wake_up", query={"tags": "weights" if weights else "kv_cache"})
+
     async def update(self, client: httpx.AsyncClient, update: Update) -> None:
         """Has the workers read the files; vLLM's own version number follows only when they have."""
         if not await self._installed(client):
             await _workers(client, "creditgraph_install", forbidden=list(self._model.forbidden))
         if update.adapter:
             await self._load_adapter(client, update)
-        elif self._broadcasts:
-            await self._broadcast(client, update)
+        elif update.transfer is not None:
+            await update.transfer.receive(_Receiver(client, self._settings.tensor_parallel, update.version))
         else:
             await _workers(
                 client,
@@ -251,11 +259,9 @@ class VllmDialect:
             raise ServerError("expected its prefix cache to be empty after an update, but requests are running.")
 
     async def reported(self, client: httpx.AsyncClient, update: Update) -> tuple[str | None, str | None]:
-        """vLLM's label and the workers' checksum, once these agree; after a broadcast there is no checksum."""
+        """vLLM's label and the workers' checksum, once these agree."""
         label = str((await call(client, "GET", "/weight_info"))["weight_version"])
         self._known(client).adapter = update.adapter
-        if self._broadcasts:
-            return label, None
         states = await _workers(client, "creditgraph_state")
         held = {(int(state["version"]), str(state["checksum"])) for state in states}
         if len(held) != 1 or next(iter(held))[0] != update.version:
@@ -274,8 +280,7 @@ class VllmDialect:
             await call(client, "POST", "/abort_requests", {"request_ids": list(request_ids)})
 
     def close(self) -> None:
-        """Drops the broadcast groups."""
-        self._broadcaster = None
+        """Nothing is held."""
 
     def _known(self, client: httpx.AsyncClient) -> _Known:
         return self._servers.setdefault(str(client.base_url), _Known())
@@ -314,17 +319,6 @@ class VllmDialect:
         await _post_text(client, "/v1/load_lora_adapter", lora_name=update.adapter, lora_path=update.path)
         await _workers(client, "creditgraph_adapter", version=update.version)
 
-    async def _broadcast(self, client: httpx.AsyncClient, update: Update) -> None:
-        from components.engine.vllm.nccl import Broadcaster
-
-        if self._broadcaster is None:
-            self._broadcaster = Broadcaster(self._settings.channel.bucket_mb << 20, self._settings.pool.update_seconds)
-        await result_of(update.checksum)
-        workers = int((await call(client, "GET", "/get_world_size"))["world_size"])
-        url = str(client.base_url).rstrip("/")
-        key = client.headers.get("Authorization", "").removeprefix("Bearer ")
-        await asyncio.to_thread(self._broadcaster.send, url, key, update.files, workers)
-
     async def _installed(self, client: httpx.AsyncClient) -> bool:
         try:
             return all(state["installed"] for state in await _workers(client, "creditgraph_state"))
@@ -333,6 +327,28 @@ class VllmDialect:
                 f"{error} Expected a server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}, "
                 "started as docs/engines.md says."
             ) from error
+
+
+@dataclass
+class _Receiver:
+    """`components.engine.served.transfer.Receiver` of a server, by its worker extension."""
+
+    client: httpx.AsyncClient
+    ranks: int
+    version: int
+
+    async def join(self, meeting: Meeting, first: int) -> None:
+        await _workers(self.client, "creditgraph_join", meeting=asdict(meeting), first=first)
+
+    async def begin(self) -> None:
+        await _workers(self.client, "creditgraph_begin", version=self.version)
+
+    async def take(self, bucket: Bucket, group: str) -> None:
+        shared = None if group else await asyncio.to_thread(share, bucket.flat)
+        await _workers(self.client, "creditgraph_take", forms=bucket.forms, shared=shared)
+
+    async def end(self) -> None:
+        await _workers(self.client, "creditgraph_end")
 
 
 async def _workers(client: httpx.AsyncClient, method: str, **arguments: Any) -> list[Any]:

@@ -28,8 +28,7 @@ class VllmEngine(ExternalEngine):
 
     A group shares its prompt through the prefix cache. Log-probs and entropies are those at the sampling temperature
     and before truncation, as engine.local gives them. Weights change in place and are verified. From a learner with
-    `lora.publish=adapter` only LoRA adapters are loaded, one per version, on weights that are loaded once. `sleep`
-    works on GPUs only and has not been run on one.
+    `lora.publish=adapter` only LoRA adapters are loaded, one per version, on weights that are loaded once.
     """
 
     metrics = (

@@ -48,8 +48,9 @@ class InProcess:
         self._context = context
         self._eos = list(model.eos)
         self._threads = settings.cpu_threads
-        self._sleep = settings.sleep and model.device != "cpu"
-        self._asleep = False
+        # Adapters build on weights that stay on the CPU.
+        self._level = 1 if settings.lora.max_rank else 2
+        self._asleep: set[str] = set()
         self._own = True  # whether it holds the model's own weights
         self._counters: dict[str, float] = {}
         self._request_ids = itertools.count()
@@ -69,20 +70,25 @@ class InProcess:
             self._scratch = make_scratch()
             with _temporary_files(self._scratch), _kernel_threads(self._threads):
                 options = engine_options(settings, model)
-                self.llm: Any = LLM(**options, enable_sleep_mode=self._sleep, disable_log_stats=True)
+                self.llm: Any = LLM(**options, disable_log_stats=True)
         self.core = self.llm.llm_engine
         self.llm.collective_rpc("creditgraph_install", args=(list(model.forbidden),))
+        if model.sleeps:
+            self._sleep()
+            context.turns.add_engine(self._sleep)
 
     def restore(self) -> bool:
         """The model's own weights stay loaded below adapters."""
         if self._own:
             self._adapter = None
+            self._wake("weights")
+            self._wake("kv_cache")
         return self._own
 
     def load(self, weights: Weights, probe: Probe | None) -> None:
         """Loads weights in place and verifies them."""
         place = f"engine '{self._context.node}': update to weights version {weights.version}"
-        self._wake()
+        self._wake("weights")
         self._own = weights.adapter is not None
         try:
             with _kernel_threads(self._threads):
@@ -91,6 +97,7 @@ class InProcess:
             raise RunError(
                 f"{place}: vLLM could not load them ({error}). Start the run again; it continues from its checkpoint."
             ) from error
+        self._wake("kv_cache")
         if not self.llm.reset_prefix_cache():
             raise RunError(
                 f"{place}: expected an empty prefix cache, but requests are running. Wait for generation to end."
@@ -116,7 +123,7 @@ class InProcess:
     def _load(self, weights: Weights) -> tuple[str, dict[str, Any]]:
         """Loads whole weights; the checksum of what was sent, and the state of the worker after it."""
         self._adapter = None
-        tensors = weights.tensors or {}
+        tensors = dict(weights.pairs())
         (state,) = self.llm.collective_rpc("creditgraph_load", args=(weights.version, tensors))
         return checksum_of(tensors), state
 
@@ -207,7 +214,6 @@ class InProcess:
     @contextmanager
     def _running(self, waiting: dict[str, int]) -> Iterator[Iterator[list[Any]]]:
         """Yields the outputs of each step while requests are `waiting`; after an error the others are aborted."""
-        self._wake()
         try:
             with _kernel_threads(self._threads):
                 yield self._steps(waiting)
@@ -215,18 +221,30 @@ class InProcess:
             if waiting:
                 self.core.abort_request(list(waiting))
                 waiting.clear()
-            if self._sleep and not self._asleep:
-                self.llm.sleep(level=1)
-                self._asleep = True
 
     def _steps(self, waiting: dict[str, int]) -> Iterator[list[Any]]:
         while waiting:
             yield self.core.step()
 
-    def _wake(self) -> None:
-        if self._asleep:
-            self.llm.wake_up()
-            self._asleep = False
+    def _sleep(self) -> None:
+        """Gives the memory back until the next weights come."""
+        if not self._asleep:
+            (before,) = self.llm.collective_rpc("creditgraph_free_bytes")
+            self.llm.sleep(level=self._level)
+            (after,) = self.llm.collective_rpc("creditgraph_free_bytes")
+            if after <= before:
+                raise RunError(
+                    f"engine '{self._context.node}': expected vLLM to give GPU memory back when it sleeps, got {after} "
+                    f"free bytes after it and {before} before. Set {self._context.node}.sleep=never and lower "
+                    f"{self._context.node}.gpu_memory."
+                )
+            self._asleep = {"weights", "kv_cache"}
+            self._own = self._own and self._level == 1
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self.llm.wake_up(tags=[tag])
+            self._asleep.discard(tag)
 
     def _count_prompt(self, out: Any) -> None:
         cached = out.num_cached_tokens or 0

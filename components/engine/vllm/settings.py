@@ -45,8 +45,6 @@ class VllmSettings(ServerSettings):
     when the row is requested again or a run is repeated"""
     cpu_threads: int = 1
     """threads of vLLM's CPU kernels; more than free cores slow it down several times"""
-    sleep: bool = False
-    """release the memory of weights and KV cache between calls (only in this process and on a GPU; else ignored)"""
     arguments: tuple[str, ...] = ()
     """further arguments of vLLM's servers, such as --swap-space=8; they come last, so they override others"""
     lora: AdapterSettings = field(default_factory=AdapterSettings)
@@ -60,8 +58,8 @@ class VllmSettings(ServerSettings):
             raise ValueError(f"kv_cache_gb: expected at least 0, got {self.kv_cache_gb}.")
         if not 0 < self.gpu_memory <= 1:
             raise ValueError(f"gpu_memory: expected 0 < gpu_memory ≤ 1, got {self.gpu_memory}.")
-        if self.lora.max_rank and self.channel.kind == "broadcast":
+        if self.lora.max_rank and self.channel.kind != "file":
             raise ValueError(
                 "channel.kind: expected 'file' with a learner that publishes adapters, which travel through files, "
-                "got 'broadcast'. Set that, or learner.lora.publish=merged."
+                f"got '{self.channel.kind}'. Set that, or learner.lora.publish=merged."
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 
 from components.engine.vllm import exact
+from components.engine.vllm.receive import Receiver, refresh_tied
 from components.engine.weight_files import Checksum, checksum_of, wait_for
 from components.models.weights import read_file
 
@@ -32,13 +33,12 @@ class WitnessedAdapter(LoRAModel):  # type: ignore[misc]
         return super().from_lora_tensors(lora_model_id, tensors, *args, **kwargs)
 
 
-class WorkerExtension:
+class WorkerExtension(Receiver):
     """Methods that vLLM adds to its workers (`worker_extension_cls`); called through `collective_rpc`.
 
     Servers call them over HTTP, so arguments and results are JSON, but for `creditgraph_load`.
     """
 
-    model_runner: Any
     reload_weights: Any
     list_loras: Any
     creditgraph_loaded: tuple[int, str] = (-1, "")  # version and checksum
@@ -117,10 +117,3 @@ class WorkerExtension:
             raise RuntimeError("creditgraph: expected vLLM to hold the adapter that it read last, but it does not.")
         self.creditgraph_loaded = (version, checksum)
         return self.creditgraph_state()
-
-
-def refresh_tied(model: Any) -> None:
-    """Packs a tied output head again: on CPUs it has a packed copy of the embedding, which a reload does not update."""
-    head = getattr(model, "lm_head", None)
-    if head is not None and getattr(model.config, "tie_word_embeddings", False):
-        head.quant_method.process_weights_after_loading(head)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,19 @@ class HFBackend(Backend):
         self.optimizer = optimizer
         self.max_context = max_context
         self.packs = model.packs
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors, adapters merged."""
+        return self.model.export()
+
+    @property
+    def exports_alone(self) -> bool:
+        """Of parameters that ranks hold together, each needs the others."""
+        return not any(hasattr(p, "full_tensor") for p in self.model.causal_lm.parameters())
+
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """AdamW's moments, the float32 masters and all gradients."""
+        return self.optimizer.offloadable()
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """Scores one micro-batch after the other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -102,20 +103,23 @@ class LearnerModel:
         return batch.by_row(*values)
 
     @torch.no_grad()
-    def published(self) -> dict[str, Tensor]:
-        """A snapshot under the names of files: adapters merged, a tied head left out (the embedding holds it)."""
-        out: dict[str, Tensor] = {}
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors under the names of files: adapters merged, a tied head left out (the embedding holds it)."""
         deltas = {} if self._peft is None else _lora_deltas(self.causal_lm)
+        head = _head_name(self.causal_lm) if self.tied else ""
         for name, tensor in unstack(self.causal_lm.state_dict()):
             if ".lora_" in name:
                 continue
             name = name.replace(".base_layer.", ".")
+            if name == head:
+                continue
             delta = deltas.get(name)
             # peft's merge adds the delta in the delta's dtype, then rounds once.
-            out[name] = tensor.clone() if delta is None else (tensor + delta.to(tensor.dtype))
-        if self.tied:
-            out.pop(_head_name(self.causal_lm), None)
-        return out
+            yield name, tensor if delta is None else tensor + delta.to(tensor.dtype)
+
+    def published(self) -> dict[str, Tensor]:
+        """A snapshot of `export`."""
+        return {name: tensor.clone() for name, tensor in self.export()}
 
     @torch.no_grad()
     def published_adapter(self) -> tuple[dict[str, Tensor], Adapter]:

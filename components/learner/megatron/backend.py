@@ -105,6 +105,10 @@ class MegatronBackend(Backend):
                 return
             yield item
 
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Main weights, moments and gradient buffers."""
+        return self.optimizer.offloadable()
+
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Writes this rank's shards; see checkpoint.py."""
         with megatron_on_cpu():

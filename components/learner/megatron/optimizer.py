@@ -96,6 +96,19 @@ class MegatronOptimizer:
         # The same parameters as learner.hf: weight matrices without embedding and output head.
         return parameter.dim() > 1 and not any(n in name for n in ("word_embeddings", "output_layer"))
 
+    def offloadable(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Main weights, moments and gradient buffers; and the parameters, which stay."""
+        tensors: list[Tensor] = []
+        for part in self.inner.chained_optimizers:
+            if not part.is_stub_optimizer:
+                tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
+                moments = part.optimizer.state.values()
+                tensors += [v for state in moments for v in state.values() if isinstance(v, Tensor)]
+        chunks: list[Any] = self.chunks
+        for chunk in chunks:
+            tensors += [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return tensors, [p for chunk in chunks for p in chunk.parameters()]
+
     def clear(self) -> None:
         """Drops all gradients; call before the passes of a step."""
         for chunk in self.chunks:

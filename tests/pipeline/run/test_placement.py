@@ -1,11 +1,66 @@
 """Reports of replicas, folded pair by pair as ranks do, against sums and means over all of them."""
 
+from dataclasses import dataclass
+
 import pytest
 
-from pipeline.core.graph import Graph
+from pipeline.core.component import Component, ModelSpec
+from pipeline.core.errors import ConfigError
+from pipeline.core.graph import Graph, build_graph
+from pipeline.core.payloads import TrainReport
+from pipeline.core.trace import NO_TRACE
 from pipeline.run.distributed.team import Collectives, Ranks, Team
+from pipeline.run.executor import Executor
 from pipeline.run.node_runner import NodeReport
 from pipeline.run.placement import RankView
+from pipeline.run.run_settings import RunSettings
+
+said = []
+NOTHING = TrainReport(metrics={}, seconds={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    text: TrainReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    report: TrainReport
+
+
+class Engines(Component):
+    """An engine on the learner's GPUs."""
+
+    @classmethod
+    def shares_devices(cls, config, device, world):
+        return True
+
+    def setup(self, context):
+        super().setup(context)
+        context.turns.add_engine(lambda: said.append("engine gives back"))
+
+    def run(self, *, report: TrainReport) -> Text:
+        said.append("engine runs")
+        return Text(text=NOTHING)
+
+
+class Learner(Component):
+    placement = "collective"
+
+    def setup(self, context):
+        super().setup(context)
+        context.turns.begin()
+        context.turns.add_learner(lambda: said.append("learner offloads"), lambda: said.append("learner onloads"))
+        said.append("learner is set up")
+
+    def initial(self):
+        return {"report": NOTHING}
+
+    def run(self, *, text: TrainReport) -> Report:
+        self.context.turns.begin()
+        said.append("learner runs")
+        return Report(report=NOTHING)
 
 
 def report(replica):
@@ -54,3 +109,47 @@ def test_merged_reports_are_sums_means_and_the_slowest(replicas):
     assert result.rejected == [{"row": r} for r in range(replicas)]
     assert result.seconds == max(r.seconds for r in all_of_them)
     assert result.counts == {"score/rows"}
+
+
+class Alone(Engines):
+    """An engine on GPUs of its own."""
+
+    @classmethod
+    def shares_devices(cls, config, device, world):
+        return False
+
+
+def runners(delay, overlap=True, use="Engines"):
+    nodes = {"engine": {"use": f"{__name__}:{use}", "in": {"report": f"learner.report@{delay}"}}}
+    nodes["learner"] = {"use": f"{__name__}:Learner", "in": {"text": "engine.text"}}
+    graph = build_graph({"nodes": nodes})
+    view = RankView(graph, Team())
+    made = view.runners(RunSettings(overlap=overlap, device="cpu"), ModelSpec(), {}, None, NO_TRACE)
+    return view, {name: runner.context for name, runner in made.items()}
+
+
+def test_outputs_may_be_alive_where_every_reader_is_done_before_the_node_runs_again():
+    assert runners(1)[1]["learner"].lockstep
+    assert not runners(2, use="Alone")[1]["learner"].lockstep
+    assert not runners(2, overlap=False)[1]["learner"].lockstep, "an older version is read"
+
+
+def test_nodes_that_share_devices_take_turns():
+    view, contexts = runners(1)
+    assert view.turns.shared
+    assert contexts["engine"].turns is contexts["learner"].turns is view.turns
+    assert not runners(1, use="Alone")[0].turns.shared
+    with pytest.raises(ConfigError, match=r"engine: expected a learner that waits while engine samples, .*sleep=never"):
+        runners(2)
+
+
+def test_the_learners_turn_lasts_from_its_setup_to_the_next_iteration(tmp_path):
+    said.clear()
+    view, _ = runners(1)
+    with Executor(view.graph, RunSettings(iterations=2, device="cpu")) as executor:
+        executor.setup()
+        executor.restore()
+        executor.run()
+    turn = ["engine gives back", "learner onloads"]
+    once = ["learner offloads", "engine runs", *turn, "learner runs"]
+    assert said == ["engine gives back", "learner is set up", *once, *once, "learner offloads"]

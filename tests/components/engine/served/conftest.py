@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from components.engine.base import Limits
-from components.engine.channel import ChannelSettings, FileChannel
+from components.engine.channel import ChannelSettings, FileChannel, Update
 from components.engine.guard import descendants
 from components.engine.rows import Rows
 from components.engine.served.addresses import Address
@@ -21,6 +21,7 @@ from components.engine.served.dialect import ServedModel
 from components.engine.served.pool import ServerPool
 from components.engine.served.process import Launch
 from components.engine.served.settings import PoolSettings
+from components.engine.served.transfer import Transfer
 from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.settings import VllmSettings
 from components.text.stops import TokenText
@@ -76,8 +77,15 @@ class Fleet:
         )
         self.settings = PoolSettings(**{**QUICK, **settings})
         where = list(addresses) or [Address(url="", name=f"server {n}") for n in range(servers)]
+        self.learning = False
         self.pool = ServerPool(
-            FakeDialect(folder, options), self.settings, where, folder, "engine", [self.channel.folder]
+            FakeDialect(folder, options),
+            self.settings,
+            where,
+            folder,
+            "engine",
+            [self.channel.folder],
+            may_start=lambda: not self.learning,
         )
         self.version = 0
         if start:
@@ -91,6 +99,18 @@ class Fleet:
         self.version = version
         self.pool.update(self.channel.publish(Weights(version=version, tensors=tensors)))
         self.channel.retire(version)
+
+    def stream(self, version: int, source=None) -> Transfer:
+        """Has the servers load the same from a stream, in buckets of three tensors."""
+
+        def tensors():
+            for n in range(12):
+                yield f"layer.{n}", torch.full((4, 3), float(version + n))
+
+        self.version = version
+        transfer = Transfer(source or tensors, version, torch.float32, 3 * 48, None)
+        self.pool.update(Update(version=version, checksum=transfer.checksum, transfer=transfer))
+        return transfer
 
     def rows(self, prompts: int, group: int, max_tokens: int = 8, **sampling) -> Rows:
         count = prompts * group

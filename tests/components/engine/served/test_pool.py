@@ -222,11 +222,11 @@ def test_a_chosen_port_that_is_taken_is_reported(fleet):
 def test_a_port_taken_before_the_server_listens_costs_another_try(fleet, monkeypatch):
     first = fleet(1)
     taken = int(first.pool.servers[0].address.url.rpartition(":")[2])
-    from components.engine.served import server
+    from components.engine.served import launched
 
-    ports, real = [taken], server.free_port
-    monkeypatch.setattr(server, "free_port", lambda *host: ports.pop() if ports else real(*host))
-    monkeypatch.setattr(server, "check_port", lambda *_: None)  # it was free then
+    ports, real = [taken], launched.free_port
+    monkeypatch.setattr(launched, "free_port", lambda *host: ports.pop() if ports else real(*host))
+    monkeypatch.setattr(launched, "check_port", lambda *_: None)  # it was free then
     second = fleet(1)
     assert second.pool.servers[0].starts == 2
     second.load(1)

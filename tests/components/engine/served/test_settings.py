@@ -22,7 +22,7 @@ def places(settings, prefix=""):
 
 @pytest.mark.parametrize("engine", [VllmEngine, SGLangEngine])
 def test_settings_that_may_change_when_a_run_continues(engine):
-    where = {"servers", "addresses", "key_file", "rendezvous", "pool"}
+    where = {"servers", "addresses", "key_file", "rendezvous", "pool", "sleep"}
     how = {"channel.kind", "channel.path", "channel.bucket_mb"}
     assert set(places(engine.Config)) == where | how
 

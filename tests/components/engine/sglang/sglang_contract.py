@@ -21,6 +21,10 @@ def problem_of(path, body):
         "/update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput,
         "/update_weights_from_distributed": io_struct.UpdateWeightsFromDistributedReqInput,
         "/init_weights_update_group": io_struct.InitWeightsUpdateGroupReqInput,
+        "/destroy_weights_update_group": io_struct.DestroyWeightsUpdateGroupReqInput,
+        "/update_weights_from_tensor": io_struct.UpdateWeightsFromTensorReqInput,
+        "/release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
+        "/resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
         "/begin_weight_update": io_struct.BeginWeightUpdateReqInput,
         "/end_weight_update": io_struct.EndWeightUpdateReqInput,
         "/pause_generation": io_struct.PauseGenerationReqInput,
@@ -62,6 +66,35 @@ def fields_of(kind):
     return set(kind.__struct_fields__)
 
 
+def parsed(arguments):
+    """What SGLang's parser makes of a command line; its error for one that it refuses."""
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise ValueError(message)
+
+    parser = Parser()
+    ServerArgs.add_cli_args(parser)
+    try:
+        return {name: value for name, value in vars(parser.parse_args(arguments)).items() if is_json(value)}
+    except ValueError as error:
+        return str(error)
+
+
+def is_json(value):
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def opened(text):
+    """Named tensors as SGLang opens them."""
+    from sglang.srt.utils.common import MultiprocessingSerializer
+
+    return [[name, t.float().flatten().tolist()] for name, t in MultiprocessingSerializer.deserialize(text)]
+
+
 def gpu_hash(values):
     """`gpu_tensor_hash` with its kernel interpreted and its last sum written out."""
     import sglang.kernels.ops.memory.gpu_tensor_hash as kernels
@@ -86,6 +119,8 @@ def main():
     answer = {
         "problems": [problem_of(path, body) for path, body in inputs["bodies"]],
         "hashes": [f"{gpu_hash(values):016x}" for values in inputs["hashes"]],
+        "launches": [parsed(arguments) for arguments in inputs["launches"]],
+        "opened": opened(inputs["pickled"]),
     }
     with open(inputs["answer"], "w", encoding="utf-8") as file:
         json.dump(answer, file)

@@ -1,9 +1,11 @@
 """Every request of engine.sglang is one that the real SGLang package accepts, and its responses are understood."""
 
 import asyncio
+import base64
 import dataclasses
 import json
 import math
+import pickle
 import subprocess
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,13 +14,16 @@ import httpx
 import pytest
 import torch
 
+from components.engine.bucket import in_buckets
 from components.engine.channel import Update
+from components.engine.group import Meeting
 from components.engine.messages import RowRequest, ScoreRequest
 from components.engine.served.dialect import ServedModel, ServerError
 from components.engine.sglang import wire
 from components.engine.sglang.checks import expected_hashes, first_difference, hash_on_cpu, hash_on_gpu, parts_of
 from components.engine.sglang.dialect import SGLangDialect
 from components.engine.sglang.settings import SGLangSettings
+from components.engine.weight_files import Checksum
 from pipeline.core.errors import ConfigError
 
 # One process of SGLang for all of these tests.
@@ -34,6 +39,19 @@ TENSORS = {
     "b.bias": torch.arange(3).to(torch.bfloat16),
     "c.weight": torch.ones(4),
 }
+MEETING = Meeting(name="g-1", address="127.0.0.1", port=8123, backend="gloo", world=5, seconds=9.0)
+BUCKETS = list(in_buckets(TENSORS.items(), 7, torch.float32, 40, Checksum()))
+LAUNCHES = [
+    SGLangDialect(SGLangSettings(**settings), ServedModel(path="/m", context_length=64, vocab_size=9, **model))
+    .launch(8123, "name")
+    .command[2:]
+    for model in (
+        {"dtype": "float32", "device": "cpu"},
+        {"dtype": "bfloat16", "device": "cuda"},
+        {"dtype": "bfloat16", "device": "cuda", "sleeps": True},
+    )
+    for settings in ({}, {"deterministic": False, "tensor_parallel": 2, "gpu_memory": 0.85})
+]
 
 GOOD = {
     "sampled": ("/generate", wire.generate_body(ROW, "r", 54)),
@@ -48,11 +66,17 @@ GOOD = {
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
     "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", "7-ab")),
-    "group": ("/init_weights_update_group", wire.group_body("g-1", "127.0.0.1", 8123, "gloo", 2)),
+    "group": ("/init_weights_update_group", wire.group_body(MEETING, 3)),
+    "no group": ("/destroy_weights_update_group", {"group_name": "g-1"}),
     "begin": ("/begin_weight_update", {}),
-    "broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, None)),
-    "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", TENSORS, "7-ab")),
+    "broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", BUCKETS[0])),
+    "last broadcast": ("/update_weights_from_distributed", wire.broadcast_body("g-1", BUCKETS[1])),
+    "tensors": ("/update_weights_from_tensor", wire.tensor_body(BUCKETS[0], 1)),
+    "last tensors": ("/update_weights_from_tensor", wire.tensor_body(BUCKETS[1], 1)),
     "end": ("/end_weight_update", {}),
+    "sleep": ("/release_memory_occupation", {}),
+    "wake for weights": ("/resume_memory_occupation", wire.resume_body(True)),
+    "wake": ("/resume_memory_occupation", wire.resume_body(False)),
     "pause": ("/pause_generation", {"mode": "abort"}),
     "resume": ("/continue_generation", {"torch_empty_cache": False}),
     "abort": ("/abort_request", wire.abort_body("r")),
@@ -70,6 +94,8 @@ BAD = {
     "no path": ("/update_weights_from_disk", {"weight_version": "7"}),
     "version as a number": ("/update_weights_from_disk", {"model_path": "/x", "weight_version": 7}),
     "unknown mode": ("/pause_generation", {"mode": "keep"}),
+    "tags as text": ("/resume_memory_occupation", {"tags": "weights"}),
+    "tensors as a list": ("/update_weights_from_tensor", {"serialized_named_tensors": [[1]]}),
     "text as ids": ("/generate", {**wire.generate_body(ROW, "r", 0), "input_ids": "abc"}),
 }
 
@@ -81,7 +107,10 @@ def verdicts(tmp_path_factory):
         pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
     answer = tmp_path_factory.mktemp("contract") / "answer.json"
     words = [[1, 2, 3], list(range(-9000, 9000))]
+    launches = [*LAUNCHES, ["--model-path", "/m", "--no-such-argument"]]
+    pickled = wire.pickled(BUCKETS[0].views)
     inputs = {"bodies": [*GOOD.values(), *BAD.values()], "hashes": words, "answer": str(answer)}
+    inputs |= {"launches": launches, "pickled": pickled}
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name("sglang_contract.py")],
         input=json.dumps(inputs),
@@ -99,7 +128,8 @@ def verdicts(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-3000:]
     output = json.loads(answer.read_text())
     problems = dict(zip([*GOOD, *BAD], output["problems"], strict=True))
-    return {"problems": problems, "hashes": list(zip(words, output["hashes"], strict=True))}
+    hashes = list(zip(words, output["hashes"], strict=True))
+    return {"problems": problems, "hashes": hashes, "launches": output["launches"], "opened": output["opened"]}
 
 
 def test_bodies_are_accepted(verdicts):
@@ -108,6 +138,40 @@ def test_bodies_are_accepted(verdicts):
 
 def test_wrong_bodies_are_refused(verdicts):
     assert [name for name in BAD if not verdicts["problems"][name]] == []
+
+
+def test_start_arguments_are_those_of_sglangs_parser(verdicts):
+    *parsed, refused = verdicts["launches"]
+    assert "--no-such-argument" in refused
+    names = ("enable_memory_saver", "enable_deterministic_inference", "mem_fraction_static", "tp_size")
+    assert [[one[name] for name in names] for one in parsed] == [
+        [False, True, 0.3, 1],
+        [False, False, 0.3, 2],
+        [False, True, 0.5, 1],
+        [False, False, 0.85, 2],
+        [True, True, 0.5, 1],
+        [True, False, 0.85, 2],
+    ]
+
+
+def test_sglang_opens_what_is_sent_by_value(verdicts):
+    expected = [[name, t.float().flatten().tolist()] for name, t in BUCKETS[0].tensors.items()]
+    assert verdicts["opened"] == expected
+
+
+def test_tensors_on_a_gpu_are_sent_as_handles_with_the_id_of_the_gpu(monkeypatch):
+    """CUDA by mocks: a tensor that says it is on a GPU, and torch's own names of a handle's parts."""
+    from torch.multiprocessing import reductions
+
+    monkeypatch.setattr(wire, "gpu_id", lambda device: f"GPU-of-{device}")
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda:3"))
+    given = ["c", "size", "stride", 4, "s", "dtype", 3, b"h", 99, 16, False, b"r", 0, b"e", True]
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, tuple(given)))
+    sent = wire.pickled([("a.weight", TENSORS["a.weight"])])
+    opened = []
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *parts: opened.append(list(parts)))
+    pickle.loads(base64.b64decode(sent))
+    assert opened == [[*given[:6], "GPU-of-cuda:3", *given[7:]]]
 
 
 def test_gpu_hash_is_that_of_sglangs_kernel(verdicts):
@@ -204,14 +268,18 @@ def test_scores_at_another_temperature():
         wire.score_body(request, "r", 0)
 
 
-def test_flat_bucket_is_aligned():
-    # 24 + 16 bytes of float32 first, then 6 of bfloat16, although bfloat16 lies between them.
-    assert [name for name, _ in wire.in_order(TENSORS)] == ["a.weight", "c.weight", "b.bias"]
-    assert wire.flat_bytes(TENSORS).numel() == 46
-    body = wire.broadcast_body("g", TENSORS, "7-ab")
-    assert body["names"] == ["a.weight", "c.weight", "b.bias"]
-    assert body["dtypes"] == ["float32", "float32", "bfloat16"]
-    assert body["shapes"] == [[2, 3], [4], [3]]
+def test_a_bucket_is_described_in_the_order_of_its_bytes():
+    mixed = {**TENSORS, "b.bias": torch.arange(3)}  # of int64, which keeps its dtype
+    (bucket,) = in_buckets(mixed.items(), 7, torch.bfloat16, 1000, Checksum())
+    body = wire.broadcast_body("g", bucket)
+    assert body["names"] == ["b.bias", "a.weight", "c.weight"]
+    assert body["dtypes"] == ["int64", "bfloat16", "bfloat16"]
+    assert body["shapes"] == [[3], [2, 3], [4]]
+    assert (body["weight_version"], body["flush_cache"]) == (bucket.label, True)
+    assert bucket.label.startswith("7-")
+    first, last = BUCKETS
+    assert "weight_version" not in wire.tensor_body(first, 1)
+    assert wire.tensor_body(last, 2)["serialized_named_tensors"] == [wire.pickled(last.views)] * 2
 
 
 @pytest.fixture

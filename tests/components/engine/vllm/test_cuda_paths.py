@@ -153,24 +153,6 @@ def test_requests_of_the_route_bind_to_vllms_engine():
     assert SamplingParams(max_tokens=1, prompt_logprobs=1).skip_reading_prefix_cache is True
 
 
-def test_a_broadcast_binds_to_vllms_weight_transfer():
-    from vllm.distributed.weight_transfer import clients, nccl_engine
-
-    from components.engine.vllm import nccl
-
-    info = nccl_engine.NCCLTrainerInitInfo(
-        rank=0,
-        master_address="h",
-        master_port=1,
-        world_size=3,
-        packed=True,
-        packed_buffer_size_bytes=1 << 20,
-    )
-    inspect.signature(nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init).bind(info, client=None, source=None)
-    assert parameters(nccl.KeyedClient._post) == parameters(clients.HTTPVLLMWeightSyncClient._post)
-    assert callable(nccl_engine.NCCLTrainerWeightTransferEngine.send_weights)
-
-
 def test_the_workers_methods_are_there_on_gpus():
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -194,6 +194,28 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(pool: Any, training: Any,
         assert "does not fit this model or is damaged" in text
 
 
+@pytest.mark.parametrize(("layout", "dtype"), [({**TP2, "distributed_optimizer": "on"}, "bfloat16"), (PP2, "float32")])
+def test_taking_turns_with_engines_changes_no_bit(
+    pool: Any, training: Any, folder: str, tmp_path: Path, layout: dict[str, Any], dtype: str
+) -> None:
+    answers = pool.run(training.taking_turns, folder, layout, dtype, str(tmp_path / "shards"))
+    for answer in answers:
+        assert answer["moved"] > 0
+        assert answer["left"] == 0, "bytes of optimiser and gradients on the device while engines sample"
+        assert answer["meetings"] == 6  # at the beginning and the end of three turns, one of which is the setup
+        expected, *others = answer["weights"]
+        for other in others:
+            assert (other is None) == (expected is None)
+            assert expected is None or all(torch.equal(other[n], w) for n, w in expected.items())
+        # Every rank knows them, although only the last stage computes them.
+        assert answer["tokens"]
+        assert answer["scored"] == answers[0]["scored"]
+    model = HFLearner(HFLearner.Config())
+    model.setup(training.Context(node="learner", model=training.ModelSpec(path=folder, dtype=dtype)))
+    model.model.causal_lm.load_state_dict(answers[0]["weights"][0], strict=False)
+    assert answers[0]["scored"] == pytest.approx(model.scored().logprobs, abs=1e-5 if dtype == "float32" else 0.05)
+
+
 # --- whole runs ---
 
 FAILING = """

@@ -14,6 +14,7 @@ from components.models.experts import unstack
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
+from pipeline.core.turns import Turns
 
 VOCAB = 42
 # Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
@@ -84,7 +85,9 @@ def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
     return learner
 
 
-def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32") -> Any:
+def megatron_learner(
+    folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32", turns: Turns | None = None
+) -> Any:
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist
 
@@ -101,6 +104,7 @@ def megatron_learner(folder: str, layout: dict[str, Any], settings: dict[str, An
             ranks=ranks,
             all_sum=sum_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
+            turns=turns or Turns(),
         )
     )
     return learner
@@ -311,3 +315,45 @@ def fails_to_load(folder: str, target: str) -> str:
     except RunError as error:
         return str(error)
     return ""
+
+
+def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -> dict[str, Any]:
+    """A learner that shares its devices with engines and one that does not, on the same batches; a checkpoint between.
+
+    What the first has on the device while engines sample, and whether weights and resumed weights are the same bits.
+    """
+    import dataclasses
+    from pathlib import Path
+
+    from components.models.fixed_sequence import fixed_tokens
+
+    def learn(turns: Turns, resume: bool = False) -> tuple[Any, Any]:
+        learner = megatron_learner(folder, layout, CASES["reinforce"], dtype, turns)
+        if resume:
+            learner.load_shards(Path(target))
+        for seed in (1,) if resume else (0, 1):
+            turns.end()  # as the executor does when an iteration begins
+            learner.context.iteration = seed
+            trajectories, credit = make_batch(seed, version=seed)
+            out = learner.run(trajectories=trajectories, credit=credit)
+            if seed == 0 and turns.shared:
+                learner.save_shards(Path(target))
+        turns.end()
+        return learner, out
+
+    _, expected = learn(Turns())
+    meetings: list[int] = []
+    learner, actual = learn(Turns(shared=True, meet=lambda: meetings.append(1)))
+    held, stay = learner.backend.offloadable()
+    own = {p.untyped_storage()._cdata for p in stay}
+    moved = [t for t in held if t.untyped_storage()._cdata not in own]
+    _, resumed = learn(Turns(shared=True), resume=True)
+    assert dataclasses.asdict(actual.weights.scored) == dataclasses.asdict(expected.weights.scored)
+    return {
+        "moved": len(moved),
+        "left": sum(t.untyped_storage().nbytes() for t in moved),
+        "meetings": len(meetings),
+        "weights": [None if w.weights.tensors is None else w.weights.tensors for w in (expected, actual, resumed)],
+        "scored": actual.weights.scored.logprobs,
+        "tokens": actual.weights.scored.tokens == fixed_tokens(VOCAB, 64),
+    }

