@@ -150,7 +150,7 @@ class RolloutTraining:
         start = time.perf_counter()
         yield
         if self._context.device.startswith("cuda"):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._context.device)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def run(self) -> Result:

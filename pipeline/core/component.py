@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -346,8 +347,25 @@ class Component:
 AnyComponent = TypeVar("AnyComponent", bound=Component)
 
 
+def use_device(device: str) -> None:
+    """Makes a GPU the current one of this thread; nothing for the CPU, or "cuda" without a number.
+
+    Libraries allocate and communicate on the current device, and it belongs to the thread: a new thread begins with
+    the first GPU, which may be another rank's.
+    """
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(torch.device(device))
+
+
+def same_device() -> Callable[[], None]:
+    """An initialiser of threads that gives them the current GPU of the thread that calls this."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return partial(use_device, f"cuda:{torch.cuda.current_device()}" if begun else "cpu")
+
+
 def set_up(component: AnyComponent, context: Context) -> AnyComponent:
     """Sets up a component that no run owns, and returns it; it is closed when that fails, and by the caller later."""
+    use_device(context.device)
     try:
         component.setup(context)
     except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, use_device
 from pipeline.core.encoding import Encoded, encode
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import Handle
@@ -167,7 +167,11 @@ class NodeRunner:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Prefixes errors raised inside with node and place; errors of the user keep their type."""
+        """Around every call of the component: makes its device this thread's, and prefixes errors with node and place.
+
+        Errors of the user keep their type.
+        """
+        use_device(self.context.device)
         place = f"{self.node.name} ({self.node.use}), {what}"
         try:
             yield

@@ -141,6 +141,7 @@ class ComputeClock:
     """
 
     def __init__(self, device: str) -> None:
+        self._device = device
         self._cuda = device.startswith("cuda")
         self._marks: list[tuple[Any, Any]] = []
         self._begin: Any = None
@@ -162,14 +163,14 @@ class ComputeClock:
         marks, self._marks = self._marks, []
         if not self._cuda:
             return float(sum(end - begin for begin, end in marks))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         return float(sum(begin.elapsed_time(end) for begin, end in marks)) / 1000
 
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
