@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -226,6 +226,16 @@ class Context:
         self.rejected.append({"node": self.node, "iteration": self.iteration, "row": row, "reason": reason})
 
 
+class ShardWrites(Protocol):
+    """This rank's part of a state that is still being written."""
+
+    def done(self) -> bool:
+        """Whether this rank's part is written; communicates with no other rank."""
+
+    def finish(self) -> None:
+        """Waits for it and completes the files; all ranks call it. Raises RunError when one could not write."""
+
+
 class Component:
     """Base of all nodes. Subclasses define `Config` and `run`, and override the other methods as needed.
 
@@ -327,8 +337,10 @@ class Component:
         """
         return states[replica if replica < len(states) else 0]
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> ShardWrites | None:
         """Collective nodes: writes this rank's part of a state that is too large for one process; called on all ranks.
+
+        Returns None when all of it is written, or what is still being written, of the state as it is now.
 
         The folder belongs to a checkpoint that is still being written under a temporary name, and is the same for all
         ranks. Rank 0 also saves the result of `state_dict`, which is called on all ranks first.

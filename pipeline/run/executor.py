@@ -91,7 +91,7 @@ class Executor:
             self._view,
             self._values,
             Checkpoints(path / "checkpoints", settings.checkpoint.keep) if path else None,
-            settings.checkpoint.every,
+            settings.checkpoint,
         )
 
     def _make_runners(
@@ -103,7 +103,6 @@ class Executor:
         for index, node in enumerate(self.graph.nodes):
             if node not in self._view.nodes:
                 continue
-            several = ranks.num_replicas > 1
             context = Context(
                 node=node.name,
                 node_index=index,
@@ -114,7 +113,7 @@ class Executor:
                 data=data,
                 run_dir=path,
                 ranks=ranks,
-                all_sum=self._view.collectives(node.name).all_sum if several else identity_sum,
+                all_sum=self._view.collectives(node.name).all_sum if ranks.num_replicas > 1 else identity_sum,
                 trace=self._trace,
             )
             runners[node.name] = NodeRunner(node, context)
@@ -258,10 +257,8 @@ class Executor:
                     raise lacking(self._start - 1, what)
                 if name not in initial:
                     initial[name] = self._runners[name].initial()
-                wire = Wire(name, output, delay)
-                self._values.put(name, output, tag, initial_value(self.graph[name], initial[name], wire))
-
-    # Lanes
+                first = initial_value(self.graph[name], initial[name], Wire(name, output, delay))
+                self._values.put(name, output, tag, first)
 
     def _run_lanes(self) -> None:
         lanes = self.graph.lanes
@@ -297,11 +294,13 @@ class Executor:
             self._complete(iteration, lanes)
             if self._snapshots.is_due(iteration):
                 self._checkpoint(iteration, lanes)
+            self._snapshots.poll()
             self._values.complete(iteration)
         last = self._values.completed
         if last > self._snapshots.saved:
             self._snapshots.take_last(lane, nodes, last)
             self._checkpoint(last, lanes)
+        self._snapshots.finish()
 
     def _generation_lane(self, nodes: list[Node]) -> None:
         lane = "generation"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.learner.megatron.checkpoint import load_shards, save_shards
+from components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.model import MegatronModel
 from components.learner.megatron.optimizer import MegatronOptimizer, data_parallel, finalize_gradients
@@ -81,10 +81,10 @@ class MegatronBackend(Backend):
                 return
             yield item
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Writes this rank's shards; see checkpoint.py."""
+    def save(self, folder: Path, state: dict[str, Any]) -> ShardWriter:
+        """Begins to write this rank's shards; see checkpoint.py."""
         with megatron_on_cpu():
-            save_shards(folder, self.model.chunks, self.optimizer, state)
+            return save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads a checkpoint of `save`, at this or another layout; returns its state."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from components.learner.learner import PolicyLearner
 from components.learner.megatron.settings import MegatronSettings
-from pipeline.core.component import Context
+from pipeline.core.component import Context, ShardWrites
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Weights
@@ -71,9 +71,9 @@ class MegatronLearner(PolicyLearner):
                 f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
             )
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> ShardWrites:
         """Weights, optimiser, version and counter, as a distributed checkpoint that any layout reads."""
-        self.backend.save(folder, {"version": self.version, "trained_tokens": self.trained_tokens})
+        return self.backend.save(folder, {"version": self.version, "trained_tokens": self.trained_tokens})
 
     def load_shards(self, folder: Path) -> None:
         """Continues from `save_shards` of this or another layout."""

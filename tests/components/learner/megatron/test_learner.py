@@ -194,6 +194,20 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(pool: Any, training: Any,
         assert "does not fit this model or is damaged" in text
 
 
+def test_only_the_first_replica_gathers_the_optimizer_and_in_host_memory(
+    pool: Any, training: Any, folder: str, tmp_path: Path
+) -> None:
+    answers = pool.run(training.gathered, folder, str(tmp_path / "shards"))
+    assert answers == [(True, False), (False, False), (False, False), (False, False)]
+
+
+def test_a_rank_that_cannot_write_its_shards_is_an_error_on_every_rank(
+    pool: Any, training: Any, folder: str, tmp_path: Path
+) -> None:
+    for text in pool.run(training.fails_to_save, folder, str(tmp_path / "shards")):
+        assert "a rank could not write its part of the checkpoint" in text
+
+
 # --- whole runs ---
 
 FAILING = """
