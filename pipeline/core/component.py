@@ -329,6 +329,11 @@ class Component:
         return []
 
     @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """Variables that libraries read when CUDA starts; `train` sets those that are not set before anything loads."""
+        return {}
+
+    @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
         """Replica nodes: returns the state that `load_state_dict` receives in replica `replica` of `replicas`.
 

@@ -54,7 +54,9 @@ class MegatronBackend(Backend):
             settings.calculate_per_token_loss = True  # the loss arrives with its denominators
             several = context.device.startswith("cuda") and context.ranks.num_replicas > 1
             distributed = config.distributed_optimizer == "on" or (config.distributed_optimizer == "auto" and several)
-            self.chunks = data_parallel(settings, self.model.chunks, distributed)
+            self.chunks = data_parallel(
+                settings, self.model.chunks, distributed, _overlaps(config, several, distributed)
+            )
             steps = context.iterations * config.steps_per_batch
             dtype = getattr(torch, context.model.dtype)
             self.optimizer = MegatronOptimizer(self.chunks, config.optimizer, steps, dtype, distributed)
@@ -65,13 +67,22 @@ class MegatronBackend(Backend):
     def _load(self, config: MegatronSettings) -> MegatronModel:
         spec = self.context.model
         path = resolve_model_path(spec.path)
-        model = MegatronModel.build(path, config, getattr(torch, spec.dtype), config.recompute, self.context.device)
+        model = MegatronModel.build(
+            path,
+            config,
+            getattr(torch, spec.dtype),
+            config.recompute,
+            self.context.device,
+            transformer=config.transformer,
+        )
         model.load(path)
         return model
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time; all ranks of a replica iterate."""
+        with megatron_on_cpu():
+            self.optimizer.gather_weights()
         tensors = self.model.export()
         while True:
             # Not while the caller runs: its own CUDA calls are none of megatron's.
@@ -84,6 +95,7 @@ class MegatronBackend(Backend):
     def save(self, folder: Path, state: dict[str, Any]) -> ShardWriter:
         """Begins to write this rank's shards; see checkpoint.py."""
         with megatron_on_cpu():
+            self.optimizer.gather_weights()
             return save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -146,3 +158,9 @@ class MegatronBackend(Backend):
         self._computed = 0.0
         self._passed = 0.0
         return {"bubble": mean, "bubble_max": largest}
+
+
+def _overlaps(config: MegatronSettings, several: bool, distributed: bool) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig: the defaults on this device, under those that are set."""
+    gathers = config.ddp.get("overlap_param_gather", several and distributed and config.steps_per_batch > 1)
+    return {"overlap_grad_reduce": several or gathers, "overlap_param_gather": gathers, **config.ddp}

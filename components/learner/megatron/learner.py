@@ -42,6 +42,14 @@ class MegatronLearner(PolicyLearner):
         """Ranks that hold one copy of the model."""
         return int(config.model_size)
 
+    @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """One queue to each GPU where ranks share matrices or tokens, so that their messages start before the products.
+
+        megatron-core's layers rely on that order on GPUs up to Hopper.
+        """
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.tensor_parallel * config.context_parallel > 1 else {}
+
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""
         super().setup(context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from components.learner.megatron.attention import PackedParams, RankInputs, prep
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.parallel import check_layout
-from components.learner.megatron.settings import ParallelLayout, Recompute
+from components.learner.megatron.settings import ParallelLayout, Recompute, fusions
 from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
 from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config
@@ -64,6 +64,7 @@ class MegatronModel:
         recompute: Recompute = "none",
         device: str | torch.device = "cpu",
         hf_config: Any = None,
+        transformer: Mapping[str, Any] | None = None,
     ) -> MegatronModel:
         """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
@@ -74,6 +75,7 @@ class MegatronModel:
             recompute: activations recomputed in the backward pass.
             device: device of the parameters.
             hf_config: a transformers configuration to use instead of the one at `path`.
+            transformer: further fields of TransformerConfig.
         """
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
@@ -90,6 +92,9 @@ class MegatronModel:
             "params_dtype": dtype,
             **_uneven(layout.stages(hf_config.num_hidden_layers)),
             **RECOMPUTE[recompute],
+            "deallocate_pipeline_outputs": True,
+            **fusions(device.type),
+            **(transformer or {}),
         }
         fused = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
         with megatron_on_cpu():
@@ -140,6 +145,9 @@ class MegatronModel:
     def head_weight(self) -> Tensor:
         """This rank's rows of the output head, [padded vocabulary / TP, D]; on the last stage only."""
         chunk = self.chunks[-1]
+        # The layer is not called, so what runs before a call, the end of an overlapped gather of weights, runs here.
+        for hook in list(chunk.output_layer._forward_pre_hooks.values()):
+            hook(chunk.output_layer, ())
         shared = chunk.share_embeddings_and_output_weights
         weight: Tensor = chunk.shared_embedding_or_output_weight() if shared else chunk.output_layer.weight
         return weight

@@ -65,6 +65,9 @@ def main(options: argparse.Namespace) -> int:
     if options.multirun:
         return _train_all(experiments)
     (experiment,) = experiments
+    for node in experiment.graph.nodes:
+        for name, value in node.cls.environment(node.config).items():
+            os.environ.setdefault(name, value)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
     if ranks.world == 1:
         return train(experiment)

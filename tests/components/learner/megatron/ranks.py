@@ -28,6 +28,25 @@ def built(
     return model
 
 
+def config_fields(path: str, sizes: dict[str, Any]) -> set[str]:
+    """The fields of TransformerConfig that are passed when a model is built."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    passed: set[str] = set()
+    own = TransformerConfig.__init__
+
+    def init(self: Any, **fields: Any) -> None:
+        passed.update(fields)
+        own(self, **fields)
+
+    TransformerConfig.__init__ = init
+    try:
+        built(path, sizes)
+    finally:
+        TransformerConfig.__init__ = own
+    return passed
+
+
 def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
     """Any loss: differently weighted log-probs and entropies."""
     weights = torch.linspace(-1.0, 2.0, len(logprobs))
