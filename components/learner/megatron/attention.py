@@ -190,6 +190,9 @@ class PackedGPTModel(GPTModel):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+                # Recomputed layers have gradients only when their input has one, which a frozen embedding has not.
+                decoder_input.requires_grad_()
         # Angles by index, as in GPTModel, are wrong where rows continue a shared prefix.
         angles = position_ids.t().float()[..., None, None] * self.inverse_frequencies.to(position_ids.device)
         rotary = torch.cat((angles, angles), -1)

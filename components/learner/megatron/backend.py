@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class MegatronBackend(Backend):
         with megatron_on_cpu():
             init_parallel(config, context.seed)
             self.model = self._load(config)
-            self.reference = self._load(config) if config.keeps_reference else None
+            # Without its adapters a model is the initial one.
+            self.reference = self._load(config) if config.keeps_reference and not config.lora.rank else None
             settings = self.model.transformer_config
             settings.finalize_model_grads_func = finalize_gradients
             self._clock = settings.timers = ComputeClock(context.device)
@@ -67,15 +69,14 @@ class MegatronBackend(Backend):
     def _load(self, config: MegatronSettings) -> MegatronModel:
         spec = self.context.model
         path = resolve_model_path(spec.path)
+        dtype = getattr(torch, spec.dtype)
+        device = self.context.device
         model = MegatronModel.build(
-            path,
-            config,
-            getattr(torch, spec.dtype),
-            config.recompute,
-            self.context.device,
-            transformer=config.transformer,
+            path, config, dtype, config.recompute, device, transformer=config.transformer, lora=config.lora
         )
         model.load(path)
+        if config.lora.rank:
+            model.adapt(config.lora, self.context.seed)
         return model
 
     @torch.no_grad()
@@ -92,6 +93,14 @@ class MegatronBackend(Backend):
                 return
             yield item
 
+    @torch.no_grad()
+    def export_adapters(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each adapted layer, by its Hugging Face name; all ranks of a replica call it."""
+        assert self.model.adapters is not None
+        with megatron_on_cpu():
+            self.optimizer.gather_weights()
+            return self.model.adapters.whole()
+
     def save(self, folder: Path, state: dict[str, Any]) -> ShardWriter:
         """Begins to write this rank's shards; see checkpoint.py."""
         with megatron_on_cpu():
@@ -105,14 +114,14 @@ class MegatronBackend(Backend):
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """Returns the log-probs of all micro-batches on the last stage; an empty list on the others."""
-        model = self.reference if reference else self.model
-        assert model is not None
+        model = (self.reference if reference else None) or self.model
+        adapters = model.adapters.off() if reference and model.adapters else nullcontext()
 
         def consume(number: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Jagged]:
             logprobs, _ = model.logprobs(hidden, batch, temperature)
             return hidden.new_zeros(()), logprobs
 
-        with megatron_on_cpu():
+        with megatron_on_cpu(), adapters:
             return run_schedule(model.chunks, model.forward, list(batches), consume, self.context.device, train=False)
 
     def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:

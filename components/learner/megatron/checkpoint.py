@@ -98,7 +98,7 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
         for name, chunk in zip(_names(chunks), chunks, strict=True):
-            chunk.load_state_dict(loaded[name])
+            chunk.load_state_dict(loaded[name], strict=not any(".adapters." in key for key in loaded[name]))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         reason = " ".join(str(error).split())[-300:]
         raise RunError(
@@ -125,6 +125,9 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading:
         name: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
+    if any(".adapters." in name for name, _ in chunks[0].named_parameters()):
+        # The other weights are those of the model's folder.
+        model = {name: {k: v for k, v in part.items() if ".adapters." in k} for name, part in model.items()}
     of_optimizer = model["model"] if len(chunks) == 1 else model
     return model | {
         "optimizer": optimizer.inner.sharded_state_dict(of_optimizer, is_loading=loading, metadata=metadata)

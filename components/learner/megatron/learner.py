@@ -22,7 +22,7 @@ class MegatronLearner(PolicyLearner):
     One replica of the model uses tensor_parallel × pipeline_parallel × context_parallel consecutive ranks; the other
     ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
     mini-batch, in micro-batches that pass through the pipeline together; the objective runs on the last stage, on
-    log-probs of whole trajectories. All parameters are trained: megatron-core has no LoRA; use `learner.hf` for it.
+    log-probs of whole trajectories.
     """
 
     metrics = (
@@ -62,8 +62,17 @@ class MegatronLearner(PolicyLearner):
         self.backend: MegatronBackend = MegatronBackend(context, self.config)
 
     def weights(self) -> Weights:
-        """Exports the weights; all ranks call it, and the leader of each replica keeps a snapshot for its engine."""
+        """Exports weights or adapters; all ranks call it, and the leader of each replica keeps them for its engine."""
         leader = self.context.ranks.leader
+        lora = self.config.lora
+        if lora.publish == "adapter":
+            pairs = self.backend.export_adapters()
+            named = {
+                f"base_model.model.{module}.lora_{letter}.weight": tensor
+                for module, pair in pairs.items()
+                for letter, tensor in zip("AB", pair, strict=True)
+            }
+            return Weights(version=self.version, tensors=named if leader else None, adapter=lora.published(pairs))
         tensors = {name: tensor.to("cpu") for name, tensor in self.backend.export() if leader}
         return Weights(version=self.version, tensors=tensors if leader else None)
 

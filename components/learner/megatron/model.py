@@ -16,9 +16,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from components.learner.logprobs import Head, VocabShard, token_logprobs
+from components.learner.lora import Lora
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
+from components.learner.megatron.lora import Adapters, check_lora
 from components.learner.megatron.parallel import check_layout
 from components.learner.megatron.settings import ParallelLayout, Recompute, fusions
 from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
@@ -45,6 +47,7 @@ class MegatronModel:
         transformer_config: megatron-core's TransformerConfig.
         vocab_size: true vocabulary; the embedding is padded beyond it.
         layout: how the model is sharded.
+        adapters: the adapters, if it has any.
     """
 
     def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any]) -> None:
@@ -53,6 +56,7 @@ class MegatronModel:
         self.chunks = chunks
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
+        self.adapters: Adapters | None = None
         # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
@@ -65,6 +69,7 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
         transformer: Mapping[str, Any] | None = None,
+        lora: Lora | None = None,
     ) -> MegatronModel:
         """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
@@ -76,6 +81,7 @@ class MegatronModel:
             device: device of the parameters.
             hf_config: a transformers configuration to use instead of the one at `path`.
             transformer: further fields of TransformerConfig.
+            lora: adapters that `adapt` will attach; they need layers whose norms are not fused with the next matrix.
         """
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
@@ -97,9 +103,12 @@ class MegatronModel:
             **(transformer or {}),
         }
         fused = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+        adapts = lora is not None and lora.rank > 0
         with megatron_on_cpu():
             bridge = make_bridge(hf_config, dtype, layout.tensor_parallel, settings)
-            chunks = build_chunks(bridge, layout.virtual_pipeline, fused)
+            if lora is not None and adapts:
+                check_lora(lora, layout, bridge)
+            chunks = build_chunks(bridge, layout.virtual_pipeline, fused and not adapts)
             for chunk in chunks:
                 chunk.to(device)
                 _mark(chunk)
@@ -117,9 +126,20 @@ class MegatronModel:
         with megatron_on_cpu():
             fill(self.bridge, own, read(own, files))
 
+    def adapt(self, lora: Lora, seed: int) -> None:
+        """Freezes the weights, which are loaded, and attaches adapters."""
+        with megatron_on_cpu():
+            self.adapters = Adapters(self.bridge, self.chunks, lora, seed)
+            for chunk in self.chunks:
+                _mark(chunk)
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate."""
-        return gather(self.bridge, parts(self.bridge, self.chunks))
+        """Whole tensors in Hugging Face names, one at a time, on every rank of a replica, which all iterate.
+
+        Adapters are merged.
+        """
+        tensors = gather(self.bridge, parts(self.bridge, self.chunks))
+        return tensors if self.adapters is None else self.adapters.merged(tensors, self.adapters.whole())
 
     def forward(self, chunk: Any, batch: PackedBatch) -> Tensor:
         """Hidden states [s, 1, D] of one chunk, bare or wrapped in DDP; after the final norm on the last stage.

@@ -33,11 +33,13 @@ class Part:
 
 
 def parts(bridge: Any, chunks: list[Any]) -> list[Part]:
-    """All parameters of this rank, named by their place in the whole model."""
+    """All parameters of this rank but adapters, named by their place in the whole model."""
     out = []
     for chunk in chunks:
         whole = bridge._weight_name_mapping_mcore_local_to_global(chunk)
         for name, parameter in chunk.named_parameters():
+            if ".adapters." in name:
+                continue
             out.append(Part(whole[name], parameter, bridge._weight_name_mapping_mcore_to_hf(whole[name])))
     return out
 

@@ -60,11 +60,13 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        # Adapters are added to the product, before the norm, by a hook in front of this one.
+        self.register_forward_hook(_normed)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, D'] → [s, b, D]."""
-        out, bias = super().forward(input_)
-        return self.norm(out), bias
+
+def _normed(linear: NormedRowParallelLinear, args: Any, result: tuple[Tensor, Tensor | None]) -> Any:
+    out, bias = result
+    return linear.norm(out), bias
 
 
 class HeadsNorm(nn.Module):
