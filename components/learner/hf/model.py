@@ -118,7 +118,7 @@ class LearnerModel:
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
     """Last hidden states [tokens, D]; rows are computed one by one if the model does not support packed sequences."""
     bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
-    packed = {"packed": batch.layout} if packs else {}
+    packed = {"packed": batch.layout, "recomputed": model.is_gradient_checkpointing} if packs else {}
     out = []
     for begin, end in pairwise(bounds):
         ids = batch.input_ids[:, begin:end]

@@ -147,7 +147,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         layout = None if packed_seq_params is None else packed_seq_params.layout
-        out, _ = packed_attention(self, q, k, v, None, scaling=self.scale, sliding_window=self.window, packed=layout)
+        out, _ = packed_attention(
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=self.scale,
+            sliding_window=self.window,
+            packed=layout,
+            recomputed=self.config.recompute_granularity is not None,
+        )
         return out.transpose(0, 1).flatten(2)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
