@@ -30,7 +30,7 @@ from components.engine.weight_files import (
     write_file,
 )
 from components.models.weights import read_file
-from pipeline.core.component import ModelSpec
+from pipeline.core.component import ModelSpec, same_device
 from pipeline.core.errors import RunError
 from pipeline.core.payloads import Adapter, Weights
 
@@ -127,7 +127,7 @@ class FileChannel:
         self._versions: dict[int, Path] = {}
         self._made = False
         self._spare: Path | None = None  # the version before the previous one, to be overwritten
-        self._writer = ThreadPoolExecutor(1, "creditgraph-weights")
+        self._writer = ThreadPoolExecutor(1, "creditgraph-weights", same_device())
         self.folder = own_folder(Path(settings.path), PREFIX)
         """folder of the files, to be removed with the run"""
         remove_abandoned(Path(settings.path), PREFIX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from components.learner.lora import Lora
 from components.learner.metrics import Mismatch
 from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
@@ -39,6 +40,8 @@ class LearnerSettings:
     """loss per token and aggregation"""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """AdamW, clipping, schedule"""
+    lora: Lora = field(default_factory=Lora)
+    """low-rank adapters"""
     micro_batch_tokens: int = 16384
     """token budget of one micro-batch, 0 for one micro-batch; lower it if memory runs out, the gradient stays the
     same. A pipeline of P stages needs several times P micro-batches per step to be efficient"""

@@ -182,7 +182,7 @@ class RolloutTraining:
         with peak_memory(self._context.device) as peak:
             yield
         if self._context.device.startswith("cuda"):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._context.device)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
         before = self.memory.setdefault(phase, peak)
         before.allocated = max(before.allocated, peak.allocated)

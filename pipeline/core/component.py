@@ -29,8 +29,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -240,6 +241,16 @@ class Context:
         self.rejected.append({"node": self.node, "iteration": self.iteration, "row": row, "reason": reason})
 
 
+class ShardWrites(Protocol):
+    """This rank's part of a state that is still being written."""
+
+    def done(self) -> bool:
+        """Whether this rank's part is written; communicates with no other rank."""
+
+    def finish(self) -> None:
+        """Waits for it and completes the files; all ranks call it. Raises RunError when one could not write."""
+
+
 class Component:
     """Base of all nodes. Subclasses define `Config` and `run`, and override the other methods as needed.
 
@@ -358,6 +369,11 @@ class Component:
         return []
 
     @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """Variables that libraries read when CUDA starts; `train` sets those that are not set before anything loads."""
+        return {}
+
+    @classmethod
     def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
         """Replica nodes: returns the state that `load_state_dict` receives in replica `replica` of `replicas`.
 
@@ -366,8 +382,10 @@ class Component:
         """
         return states[replica if replica < len(states) else 0]
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> ShardWrites | None:
         """Collective nodes: writes this rank's part of a state that is too large for one process; called on all ranks.
+
+        Returns None when all of it is written, or what is still being written, of the state as it is now.
 
         The folder belongs to a checkpoint that is still being written under a temporary name, and is the same for all
         ranks. Rank 0 also saves the result of `state_dict`, which is called on all ranks first.
@@ -386,8 +404,25 @@ class Component:
 AnyComponent = TypeVar("AnyComponent", bound=Component)
 
 
+def use_device(device: str) -> None:
+    """Makes a GPU the current one of this thread; nothing for the CPU, or "cuda" without a number.
+
+    Libraries allocate and communicate on the current device, and it belongs to the thread: a new thread begins with
+    the first GPU, which may be another rank's.
+    """
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(torch.device(device))
+
+
+def same_device() -> Callable[[], None]:
+    """An initialiser of threads that gives them the current GPU of the thread that calls this."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return partial(use_device, f"cuda:{torch.cuda.current_device()}" if begun else "cpu")
+
+
 def set_up(component: AnyComponent, context: Context) -> AnyComponent:
     """Sets up a component that no run owns, and returns it; it is closed when that fails, and by the caller later."""
+    use_device(context.device)
     try:
         component.setup(context)
     except BaseException:

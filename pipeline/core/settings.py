@@ -51,6 +51,23 @@ def build_config(config_class: type, values: Mapping[str, Any] | None, place: st
     return (None, problems) if problems else (config, [])
 
 
+def check_fields(config_class: type, values: Mapping[str, Any], place: str) -> tuple[dict[str, Any], list[str]]:
+    """Checks names and types of some fields of a dataclass, of another package perhaps, without building it.
+
+    Returns:
+        (converted values, problems as those of `build_config`).
+    """
+    problems: list[str] = []
+    hints = {f.name: _hints(config_class)[f.name] for f in dataclasses.fields(config_class) if f.init}
+    converted = {}
+    for name, value in values.items():
+        if name not in hints:
+            problems.append(f"{place}.{name}: unknown setting.{did_you_mean(str(name), hints)}")
+        else:
+            converted[name] = _convert(hints[name], value, f"{place}.{name}", problems)
+    return converted, problems
+
+
 def type_text(hint: Any) -> str:
     """A type as it is shown to a user.
 

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ class CheckpointSettings:
     """iterations between checkpoints; 0 saves only at the end and when interrupted"""
     keep: int = 2
     """newest checkpoints kept; 2 leaves one to fall back to when the last is damaged"""
+    background: bool = False
+    """go on while processes of their own write what every rank writes for itself (`learner.megatron`), from a copy in
+    host memory; the checkpoint counts from the end of the iteration in which the last of them is done"""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep < 1:
@@ -97,24 +101,41 @@ class Checkpoints:
         shards: Callable[[Path], None] | None = None,
         logs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Path:
-        """Writes the state after `iteration`; the directory appears complete or not at all.
+        """Writes the state after `iteration` in one call; `shards` is called with the folder `SHARDS` in it."""
+        self.begin(iteration, groups)
+        if shards is not None:
+            with self.attempt(iteration) as aside:
+                (aside / SHARDS).mkdir()
+                shards(aside / SHARDS)
+        return self.complete(iteration, logs or {})
 
-        `shards` is called with the folder `SHARDS` in it; it writes the files, and every rank sums its part of them
-        with `sum_shards`. `logs` are the marks of `Checkpoint.logs`.
-        """
-        final = self.path / f"{iteration:06d}"
+    @contextmanager
+    def attempt(self, iteration: int) -> Iterator[Path]:
+        """Around writing in the folder of `aside`: an error of the file system removes it and names what is missing."""
         aside = self.aside(iteration)
-        with writing(final):
-            _remove(aside)
-            aside.mkdir()
+        with writing(self.path / f"{iteration:06d}"):
             try:
-                if shards is not None:
-                    (aside / SHARDS).mkdir()
-                    shards(aside / SHARDS)
-                self._write(aside, iteration, groups, logs or {})
+                yield aside
             except (OSError, SafetensorError) as error:
                 _remove(aside)
                 raise _as_os_error(error) from error
+
+    def begin(self, iteration: int, groups: Mapping[str, Encoded]) -> None:
+        """Writes the states after `iteration`, under a name that does not count; `complete` makes them a checkpoint."""
+        _remove(self.aside(iteration))
+        with self.attempt(iteration) as aside:
+            aside.mkdir()
+            _write_states(aside, groups)
+
+    def complete(self, iteration: int, logs: Mapping[str, Mapping[str, Any]]) -> Path:
+        """Makes a checkpoint of what was written since `begin`; the directory appears complete or not at all.
+
+        Every rank may have summed its part of the shards with `sum_shards`. `logs` are the marks of `Checkpoint.logs`.
+        """
+        final = self.path / f"{iteration:06d}"
+        with self.attempt(iteration) as aside:
+            _write_manifest(aside, iteration, logs)
+        with writing(final):
             # A run that was resumed from an earlier checkpoint may write the same iteration again.
             if final.exists():
                 self._discard(final)
@@ -160,33 +181,6 @@ class Checkpoints:
             sync_directory(self.path)
         return target
 
-    def _write(
-        self, aside: Path, iteration: int, groups: Mapping[str, Encoded], logs: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        tensors = {f"{group}/{name}": t for group, state in groups.items() for name, t in state.tensors.items()}
-        owners: set[int] = set()
-        for name, tensor in tensors.items():
-            pointer = tensor.untyped_storage().data_ptr()
-            if pointer in owners and tensor.numel():
-                tensors[name] = tensor.clone()  # safetensors refuses two tensors over one storage
-            owners.add(pointer)
-        save_file(tensors, aside / "tensors.safetensors")
-        trees = {group: state.tree for group, state in groups.items()}
-        (aside / "state.json").write_text(json.dumps(trees), encoding="utf-8")
-        sums = {name: checksum(aside / name) for name in STATE_FILES}
-        for part in aside.glob(f".{SHARDS}-*.json"):
-            sums |= json.loads(part.read_text(encoding="utf-8"))
-            part.unlink()
-        files: dict[str, dict[str, Any]] = {}
-        for name in [*STATE_FILES, *_shard_names(aside)]:
-            files[name] = {"bytes": (aside / name).stat().st_size, "sha256": sums.get(name) or checksum(aside / name)}
-            _sync_file(aside / name)
-        manifest = {"format": FORMAT, "iteration": iteration, "files": files, "logs": logs}
-        manifest["sha256"] = manifest_checksum(manifest)
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _sync_file(aside / "manifest.json")
-        sync_directory(aside)
-
     def _discard(self, path: Path) -> None:
         # Renamed first: a half-removed checkpoint must not look like a damaged one.
         aside = path.with_name(f".old-{path.name}")
@@ -194,6 +188,35 @@ class Checkpoints:
         with writing(path):
             os.replace(path, aside)
         _remove(aside)
+
+
+def _write_states(aside: Path, groups: Mapping[str, Encoded]) -> None:
+    tensors = {f"{group}/{name}": t for group, state in groups.items() for name, t in state.tensors.items()}
+    owners: set[int] = set()
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in owners and tensor.numel():
+            tensors[name] = tensor.clone()  # safetensors refuses two tensors over one storage
+        owners.add(pointer)
+    save_file(tensors, aside / "tensors.safetensors")
+    trees = {group: state.tree for group, state in groups.items()}
+    (aside / "state.json").write_text(json.dumps(trees), encoding="utf-8")
+
+
+def _write_manifest(aside: Path, iteration: int, logs: Mapping[str, Mapping[str, Any]]) -> None:
+    sums = {name: checksum(aside / name) for name in STATE_FILES}
+    for part in aside.glob(f".{SHARDS}-*.json"):
+        sums |= json.loads(part.read_text(encoding="utf-8"))
+        part.unlink()
+    files: dict[str, dict[str, Any]] = {}
+    for name in [*STATE_FILES, *_shard_names(aside)]:
+        files[name] = {"bytes": (aside / name).stat().st_size, "sha256": sums.get(name) or checksum(aside / name)}
+        _sync_file(aside / name)
+    manifest = {"format": FORMAT, "iteration": iteration, "files": files, "logs": logs}
+    manifest["sha256"] = manifest_checksum(manifest)
+    (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _sync_file(aside / "manifest.json")
+    sync_directory(aside)
 
 
 def numbered(folder: Path) -> list[Path]:

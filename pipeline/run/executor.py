@@ -92,7 +92,7 @@ class Executor:
             self._view,
             self._values,
             Checkpoints(path / "checkpoints", settings.checkpoint.keep) if path else None,
-            settings.checkpoint.every,
+            settings.checkpoint,
         )
 
     @property
@@ -235,10 +235,8 @@ class Executor:
                     raise lacking(self._start - 1, what)
                 if name not in initial:
                     initial[name] = self._runners[name].initial()
-                wire = Wire(name, output, delay)
-                self._values.put(name, output, tag, initial_value(self.graph[name], initial[name], wire))
-
-    # Lanes
+                first = initial_value(self.graph[name], initial[name], Wire(name, output, delay))
+                self._values.put(name, output, tag, first)
 
     def _run_lanes(self) -> None:
         lanes = self.graph.lanes
@@ -275,11 +273,13 @@ class Executor:
             self._complete(iteration, lanes)
             if self._snapshots.is_due(iteration):
                 self._checkpoint(iteration, lanes)
+            self._snapshots.poll()
             self._values.complete(iteration)
         last = self._values.completed
         if last > self._snapshots.saved:
             self._snapshots.take_last(lane, nodes, last)
             self._checkpoint(last, lanes)
+        self._snapshots.finish()
 
     def _generation_lane(self, nodes: list[Node]) -> None:
         lane = "generation"

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.component import Component, Context
+from pipeline.core.component import Component, Context, ShardWrites, use_device
 from pipeline.core.encoding import Encoded, encode
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import Handle
@@ -99,11 +99,17 @@ class NodeRunner:
         """Whether the component writes a part of its state from every rank."""
         return self.node.placement == "collective" and self.node.cls.save_shards is not Component.save_shards
 
-    def save_shards(self, folder: Path) -> None:
-        """Has the component write this rank's part into its folder below `folder`."""
+    def save_shards(self, folder: Path) -> ShardWrites | None:
+        """Has the component write this rank's part into its folder below `folder`; returns what is not written yet."""
         with self._named("save_shards()"):
             (folder / self.node.name).mkdir(parents=True, exist_ok=True)
-            self.component.save_shards(folder / self.node.name)
+            pending: ShardWrites | None = self.component.save_shards(folder / self.node.name)
+        return pending
+
+    def finish_shards(self, pending: ShardWrites) -> None:
+        """Waits for what `save_shards` returned."""
+        with self._named("save_shards()"):
+            pending.finish()
 
     def load_shards(self, folder: Path) -> None:
         """Has the component read its folder below `folder`, if the checkpoint has one."""
@@ -172,7 +178,11 @@ class NodeRunner:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Prefixes errors raised inside with node and place; errors of the user keep their type."""
+        """Around every call of the component: makes its device this thread's, and prefixes errors with node and place.
+
+        Errors of the user keep their type.
+        """
+        use_device(self.context.device)
         place = f"{self.node.name} ({self.node.use}), {what}"
         try:
             yield

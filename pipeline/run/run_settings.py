@@ -76,24 +76,32 @@ class RunSettings:
 def resolve_device(name: str, local_rank: int | None = None) -> str:
     """ "auto" becomes cuda when torch sees it, else cpu; raises ConfigError for a device that is not there.
 
-    With `local_rank`, the rank of several on this host, "cuda" becomes the GPU of that number.
+    With `local_rank`, the rank of several on this host, "cuda" becomes the GPU of that number, or the only one that
+    this process sees: some launchers show each process its own GPU alone.
     """
-    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"run.device: expected auto, cpu, cuda or cuda:N, got '{name}'.")
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"run.device: '{name}', but torch sees no CUDA device here; run on a GPU machine or set run.device=cpu."
         )
     device = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    if device != "cuda" or local_rank is None:
+    if kind == "cpu" or device == "cpu":
         return device
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if number:
+        if int(number) >= count:
+            raise ConfigError(f"run.device: expected cuda:0 to cuda:{count - 1}, which torch sees here, got '{name}'.")
+        return device
+    if local_rank is None:
+        return device
+    if count > 1 and local_rank >= count:
         raise ConfigError(
-            f"run.device: this is process {local_rank + 1} of its host, which has {torch.cuda.device_count()} GPUs; "
-            "expected a GPU per "
+            f"run.device: this is process {local_rank + 1} of its host, which has {count} GPUs; expected a GPU per "
             "process. Start fewer processes per host."
         )
-    return f"cuda:{local_rank}"
+    return f"cuda:{local_rank if count > 1 else 0}"
 
 
 class Observer:

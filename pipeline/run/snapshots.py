@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from pipeline.core.component import ShardWrites
 from pipeline.core.encoding import Encoded
 from pipeline.core.graph import Graph
 from pipeline.core.sockets import Node
@@ -15,6 +17,7 @@ from pipeline.run.checkpoint import (
     SHARDS,
     Checkpoint,
     Checkpoints,
+    CheckpointSettings,
     DamagedError,
     check_shards,
     load,
@@ -36,7 +39,7 @@ class Snapshots:
     All nodes of a lane have run the same iterations when they are taken, so each is one side of a consistent cut.
 
     Attributes:
-        saved: iteration of the newest checkpoint.
+        saved: iteration of the newest checkpoint, written or begun.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Snapshots:
         view: RankView,
         values: Values,
         checkpoints: Checkpoints | None,
-        every: int,
+        settings: CheckpointSettings,
     ) -> None:
         self.saved = -1
         self._graph = graph
@@ -54,7 +57,11 @@ class Snapshots:
         self._view = view
         self._values = values
         self._checkpoints = checkpoints
-        self._every = every
+        self._every = settings.every
+        self._background = settings.background
+        # The checkpoint that is being written: its marks of logs, and the shards that are not on disk yet.
+        self._open: Mapping[str, Mapping[str, Any]] | None = None
+        self._writes: list[tuple[NodeRunner, ShardWrites]] = []
         self._due: dict[tuple[str, int], States] = {}
         # States of recent iterations, without the large collective nodes, for a run whose servers are lost.
         self._recent: dict[tuple[str, int], States] = {}
@@ -116,6 +123,8 @@ class Snapshots:
     def save(self, iteration: int, lanes: Iterable[str], flush: Flush) -> float:
         """Writes the state after `iteration`: both lanes' states and the values in flight on `@k` wires.
 
+        With `run.checkpoint.background` shards may still be written when it returns; see `poll`.
+
         Returns the seconds it took, without those of waiting for the other lane.
 
         Args:
@@ -126,26 +135,53 @@ class Snapshots:
         """
         if self._checkpoints is None:
             return 0.0
+        self.finish()
         keys = [(lane, iteration) for lane in lanes]
         self._values.wait_until(lambda: all(key in self._due for key in keys))
         begin = perf_counter()
         groups = self._view.states({name: state for key in keys for name, state in self._due.pop(key).items()})
         groups |= self._view.in_flight(self._values.in_flight(iteration))
+        self._open = {}
         if self._view.first:
-            logs = flush(iteration)
-            sharded = any(runner.has_shards for runner in self._runners.values())
-            shards = self._save_shards if sharded else None
-            self._checkpoints.save(iteration, dict(sorted(groups.items())), shards, logs)
-        else:
-            self._save_shards(self._checkpoints.aside(iteration) / SHARDS)
+            self._open = flush(iteration)
+            self._checkpoints.begin(iteration, dict(sorted(groups.items())))
+        self._begin_shards(iteration)
         self.saved = iteration
+        if not (self._background and self._writes):
+            self.finish()
         return perf_counter() - begin
+
+    def poll(self) -> None:
+        """Completes the checkpoint that is being written once every rank has written its shards; all ranks call it."""
+        if self._writes and not self._view.team.most(sum(not writes.done() for _, writes in self._writes)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one; only now does it count."""
+        if self._checkpoints is None or self._open is None:
+            return
+        logs = self._open
+        writes = self._writes
+        self._open = None
+        self._writes = []
+        sharded = any(runner.has_shards for runner in self._runners.values())
+        with self._attempt(self.saved) as aside:
+            for runner, pending in writes:
+                runner.finish_shards(pending)
+            if sharded:
+                self._view.team.barrier()
+                sum_shards(aside / SHARDS, self._view.ranks.rank, self._view.ranks.world)
+                self._view.team.barrier()
+        if self._view.first:
+            self._checkpoints.complete(self.saved, logs)
 
     def save_finished(self, flush: Flush) -> None:
         """Saves the last finished iteration of a run that cannot continue, unless the learner is already beyond it."""
         last = self._values.completed
         collective = [n for n in self._graph.nodes if n.placement == "collective"]
         beyond = any(self._runners[n.name].context.iteration != last for n in collective)
+        if self._view.ranks.world == 1:
+            self.finish()
         if self._view.ranks.world > 1 or last <= self.saved or beyond:
             return  # the newest checkpoint remains the latest state
         lanes = [lane for lane, iteration in self._recent if iteration == last]
@@ -162,13 +198,21 @@ class Snapshots:
         states = {node.name: self._runners[node.name].snapshot(copy) for node in nodes}
         return {f"node.{name}": state for name, state in states.items() if state is not None}
 
-    def _save_shards(self, folder: Path) -> None:
-        """Has every rank write its shards, after the folder was created and before the manifest is written."""
+    def _begin_shards(self, iteration: int) -> None:
+        """Has every rank write its shards, or begin to, after the folder was created."""
         sharded = [runner for runner in self._runners.values() if runner.has_shards]
-        if sharded:
+        if not sharded:
+            return
+        with self._attempt(iteration) as aside:
+            if self._view.first:
+                (aside / SHARDS).mkdir()
             self._view.team.barrier()
-            for runner in sharded:
-                runner.save_shards(folder)
-            self._view.team.barrier()
-            sum_shards(folder, self._view.ranks.rank, self._view.ranks.world)
-            self._view.team.barrier()
+            writes = [(runner, runner.save_shards(aside / SHARDS)) for runner in sharded]
+        self._writes = [(runner, pending) for runner, pending in writes if pending is not None]
+
+    def _attempt(self, iteration: int) -> AbstractContextManager[Path]:
+        """The folder of a checkpoint that is being written; rank 0 removes it after an error."""
+        assert self._checkpoints is not None
+        if self._view.first:
+            return self._checkpoints.attempt(iteration)
+        return nullcontext(self._checkpoints.aside(iteration))

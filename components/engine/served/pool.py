@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from components.engine.served.dialect import Dialect, RefusedError, ServerError,
 from components.engine.served.server import Interrupted, Server
 from components.engine.served.settings import PoolSettings
 from components.engine.served.transfer import together
+from pipeline.core.component import same_device
 from pipeline.core.errors import LostError, RunError
 
 T = TypeVar("T")
@@ -116,6 +117,8 @@ class ServerPool:
         self._homes: dict[int, Server] = {}  # by group, until the weights change
         self._ticker: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
+        # Broadcasts run in threads of the loop.
+        self._loop.set_default_executor(ThreadPoolExecutor(None, "creditgraph-servers", same_device()))
         self._thread = threading.Thread(target=self._loop.run_forever, name="server pool", daemon=True)
         self._thread.start()
 

@@ -19,7 +19,7 @@ from components.engine.served.dialect import Dialect
 from components.engine.served.pool import ServerPool
 from components.engine.served.settings import ServerSettings
 from components.engine.served.transfer import Links, Transfer
-from pipeline.core.component import Context
+from pipeline.core.component import Context, same_device
 from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Weights
 
@@ -51,7 +51,7 @@ class Servers:
         pool = settings.pool
         if pool.port and self._own:
             pool = dataclasses.replace(pool, port=pool.port + ranks.replica * settings.servers)
-        self._executor = ThreadPoolExecutor(1, "creditgraph-probe")
+        self._executor = ThreadPoolExecutor(1, "creditgraph-probe", same_device())
         self._scratch = None if context.run_dir else tempfile.TemporaryDirectory(prefix="creditgraph-run-")
         folder = context.run_dir or Path(self._scratch.name if self._scratch else ".")
         self.channel = FileChannel(settings.channel, settings.channel.sent_dtype(context.model), near=self._own)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from components.learner.head import HeadPlan
-from components.learner.hf.settings import Lora, Recompute
+from components.learner.hf.settings import Recompute
 from components.learner.logprobs import Head, token_logprobs
+from components.learner.lora import ALL_LINEAR, Lora, initial_a
 from components.learner.packing.attention import register
 from components.learner.packing.flash import check_fast, obstacle
 from components.learner.packing.pack import PackedBatch, pack
@@ -127,15 +128,14 @@ class LearnerModel:
         from peft import get_peft_model_state_dict
 
         state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in state}
-        adapter = Adapter(rank=self._lora.rank, alpha=float(self._lora.alpha), targets=tuple(sorted(layers)))
+        adapter = self._lora.published(name.partition(".lora_")[0] for name in state)
         return {name: tensor.detach().clone() for name, tensor in state.items()}, adapter
 
 
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
     """Last hidden states [tokens, D]; rows are computed one by one if the model does not support packed sequences."""
     bounds = [0, batch.tokens] if packs else batch.layout.offsets.tolist()
-    packed = {"packed": batch.layout} if packs else {}
+    packed = {"packed": batch.layout, "recomputed": model.is_gradient_checkpointing} if packs else {}
     out = []
     for begin, end in pairwise(bounds):
         ids = batch.input_ids[:, begin:end]
@@ -235,7 +235,7 @@ def _with_lora(model: Any, lora: Lora, seed: int) -> Any:
     with extra("lora", "learner.lora.rank", "set learner.lora.rank=0"):
         from peft import LoraConfig, get_peft_model
 
-    target = lora.target if lora.target == "all-linear" else [t.strip() for t in lora.target.split(",")]
+    target = lora.names or ALL_LINEAR
     # alpha is an int in peft's signature, but any number works; the scale is alpha / r.
     config: Any = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=target, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
@@ -250,7 +250,20 @@ def _with_lora(model: Any, lora: Lora, seed: int) -> Any:
             ) from error
     if lora.publish == "adapter":
         _check_linear(model)
+    _draw(model, seed)
     return adapted
+
+
+@torch.no_grad()
+def _draw(model: Any, seed: int) -> None:
+    """The initial values that adapters have in every learner."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            for a in layer.lora_A.values():
+                a.weight.copy_(initial_a(seed, name, *a.weight.shape))
 
 
 def _check_linear(model: Any) -> None:

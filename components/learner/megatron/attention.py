@@ -184,9 +184,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         layout = None if packed_seq_params is None else packed_seq_params.layout
-        kernel = self.config.attention_kernel
         out, _ = packed_attention(
-            self, q, k, v, None, scaling=self.scale, sliding_window=self.window, packed=layout, kernel=kernel
+            self,
+            q,
+            k,
+            v,
+            None,
+            scaling=self.scale,
+            sliding_window=self.window,
+            packed=layout,
+            kernel=self.config.attention_kernel,
+            recomputed=self.config.recompute_granularity is not None,
         )
         return out.transpose(0, 1).flatten(2)
 
@@ -230,6 +238,9 @@ class PackedGPTModel(GPTModel):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+                # Recomputed layers have gradients only when their input has one, which a frozen embedding has not.
+                decoder_input.requires_grad_()
         # Angles by index, as in GPTModel, are wrong where rows continue a shared prefix.
         angles = position_ids.t().float()[..., None, None] * self.inverse_frequencies.to(position_ids.device)
         rotary = torch.cat((angles, angles), -1)

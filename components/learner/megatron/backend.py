@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from components.learner.head import plan_head
-from components.learner.megatron.checkpoint import load_shards, save_shards
+from components.learner.megatron.checkpoint import ShardWriter, load_shards, save_shards
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.layers.attention import choose_kernel
 from components.learner.megatron.model import MegatronModel
@@ -51,7 +52,8 @@ class MegatronBackend(Backend):
         with megatron_on_cpu():
             init_parallel(config, context.seed)
             self.model = self._load(config)
-            self.reference = self._load(config) if config.keeps_reference else None
+            # Without its adapters a model is the initial one.
+            self.reference = self._load(config) if config.keeps_reference and not config.lora.rank else None
             self._choose_kernels(config)
             settings = self.model.transformer_config
             settings.finalize_model_grads_func = finalize_gradients
@@ -59,7 +61,9 @@ class MegatronBackend(Backend):
             settings.calculate_per_token_loss = True  # the loss arrives with its denominators
             several = context.device.startswith("cuda") and context.ranks.num_replicas > 1
             distributed = config.distributed_optimizer == "on" or (config.distributed_optimizer == "auto" and several)
-            self.chunks = data_parallel(settings, self.model.chunks, distributed)
+            self.chunks = data_parallel(
+                settings, self.model.chunks, distributed, _overlaps(config, several, distributed)
+            )
             steps = context.iterations * config.steps_per_batch
             dtype = getattr(torch, context.model.dtype)
             self.optimizer = MegatronOptimizer(self.chunks, config.optimizer, steps, dtype, distributed)
@@ -89,13 +93,27 @@ class MegatronBackend(Backend):
         spec = self.context.model
         path = resolve_model_path(spec.path)
         dtype = getattr(torch, spec.dtype)
-        model = MegatronModel.build(path, config, dtype, config.recompute, self.context.device, layers=config.layers)
+        device = self.context.device
+        model = MegatronModel.build(
+            path,
+            config,
+            dtype,
+            config.recompute,
+            device,
+            layers=config.layers,
+            transformer=config.transformer,
+            lora=config.lora,
+        )
         model.load(path)
+        if config.lora.rank:
+            model.adapt(config.lora, self.context.seed)
         return model
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in Hugging Face names, one at a time; all ranks of a replica iterate."""
+        with megatron_on_cpu():
+            self.optimizer.gather_weights()
         tensors = self.model.export()
         while True:
             # Not while the caller runs: its own CUDA calls are none of megatron's.
@@ -109,10 +127,19 @@ class MegatronBackend(Backend):
         """Main weights, moments and gradient buffers."""
         return self.optimizer.offloadable()
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Writes this rank's shards; see checkpoint.py."""
+    @torch.no_grad()
+    def export_adapters(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each adapted layer, by its Hugging Face name; all ranks of a replica call it."""
+        assert self.model.adapters is not None
         with megatron_on_cpu():
-            save_shards(folder, self.model.chunks, self.optimizer, state)
+            self.optimizer.gather_weights()
+            return self.model.adapters.whole()
+
+    def save(self, folder: Path, state: dict[str, Any]) -> ShardWriter:
+        """Begins to write this rank's shards; see checkpoint.py."""
+        with megatron_on_cpu():
+            self.optimizer.gather_weights()
+            return save_shards(folder, self.model.chunks, self.optimizer, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Loads a checkpoint of `save`, at this or another layout; returns its state."""
@@ -121,14 +148,14 @@ class MegatronBackend(Backend):
 
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """Returns the log-probs of all micro-batches on the last stage; an empty list on the others."""
-        model = self.reference if reference else self.model
-        assert model is not None
+        model = (self.reference if reference else None) or self.model
+        adapters = model.adapters.off() if reference and model.adapters else nullcontext()
 
         def consume(number: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Jagged]:
             logprobs, _ = model.logprobs(hidden, batch, temperature)
             return hidden.new_zeros(()), logprobs
 
-        with megatron_on_cpu():
+        with megatron_on_cpu(), adapters:
             return run_schedule(model.chunks, model.forward, list(batches), consume, self.context.device, train=False)
 
     def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:
@@ -174,3 +201,9 @@ class MegatronBackend(Backend):
         self._computed = 0.0
         self._passed = 0.0
         return {"bubble": mean, "bubble_max": largest}
+
+
+def _overlaps(config: MegatronSettings, several: bool, distributed: bool) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig: the defaults on this device, under those that are set."""
+    gathers = config.ddp.get("overlap_param_gather", several and distributed and config.steps_per_batch > 1)
+    return {"overlap_grad_reduce": several or gathers, "overlap_param_gather": gathers, **config.ddp}

@@ -15,18 +15,59 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.optimizer import MegatronOptimizer
 from pipeline.core.errors import RunError
 
-# Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+METADATA = {
+    # Gathers each parameter's state, so that TP and PP may change too; nothing written depends on the layout.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # On the first replica only and through gloo: otherwise every GPU would hold the gathered float32 state, 4 bytes for
+    # each parameter of its stage, and every host 12.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
 
 
-def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Writes this rank's shards; all ranks must call it.
+class ShardWriter:
+    """The shards of one rank, written by a process of megatron-core's from a copy in host memory.
+
+    On a CPU the copy is the forked process's view of the memory, which later steps do not change.
+    """
+
+    def __init__(self, folder: Path, request: AsyncRequest) -> None:
+        self._folder = folder
+        self._request = request
+        self._caller = TemporalAsyncCaller()
+        self._caller.schedule_async_call(request._replace(finalize_fns=[]).freeze())
+
+    def done(self) -> bool:
+        """Whether this rank's process has ended."""
+        return bool(self._caller.is_current_async_call_done(blocking=False, no_dist=True))
+
+    def finish(self) -> None:
+        """Waits for the processes of all ranks and writes the metadata, without which no checkpoint is read."""
+        try:
+            with megatron_on_cpu():
+                self._caller.is_current_async_call_done(blocking=True, no_dist=True)
+                for finalize in self._request.finalize_fns:
+                    finalize()
+        except CheckpointException as error:  # no Exception
+            reason = " ".join(str(error).split())[-300:]
+            raise RunError(
+                f"{self._folder}: a rank could not write its part of the checkpoint (…{reason}); expected room in host "
+                "memory and on the disk. Make room; the run continues from the checkpoint before."
+            ) from error
+
+
+def save_shards(
+    folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, state: dict[str, Any]
+) -> ShardWriter:
+    """Begins to write this rank's shards, as they are now; all ranks must call it, and later `finish`.
 
     Args:
         folder: empty or missing; the caller renames its parent when all ranks are done.
@@ -39,7 +80,8 @@ def save_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
     torch.distributed.barrier()
     _fill_state(optimizer)
     steps = {"updates": _updates(optimizer), "step_count": optimizer.schedule.step_count}
-    dist_checkpointing.save(_sharded(chunks, optimizer, loading=False) | {"state": state | steps}, str(folder))
+    sharded = _sharded(chunks, optimizer, loading=False) | {"state": state | steps}
+    return ShardWriter(folder, dist_checkpointing.save(sharded, str(folder), async_sharded_save=True))
 
 
 def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> dict[str, Any]:
@@ -56,7 +98,7 @@ def load_shards(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOp
     try:
         loaded: dict[str, Any] = dist_checkpointing.load(_sharded(chunks, optimizer, loading=True), str(folder))
         for name, chunk in zip(_names(chunks), chunks, strict=True):
-            chunk.load_state_dict(loaded[name])
+            chunk.load_state_dict(loaded[name], strict=not any(".adapters." in key for key in loaded[name]))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         reason = " ".join(str(error).split())[-300:]
         raise RunError(
@@ -83,6 +125,9 @@ def _sharded(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, loading:
         name: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
+    if any(".adapters." in name for name, _ in chunks[0].named_parameters()):
+        # The other weights are those of the model's folder.
+        model = {name: {k: v for k, v in part.items() if ".adapters." in k} for name, part in model.items()}
     of_optimizer = model["model"] if len(chunks) == 1 else model
     return model | {
         "optimizer": optimizer.inner.sharded_state_dict(of_optimizer, is_loading=loading, metadata=metadata)

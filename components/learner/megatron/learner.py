@@ -10,7 +10,7 @@ from typing import Any
 
 from components.learner.learner import PolicyLearner
 from components.learner.megatron.settings import MegatronSettings
-from pipeline.core.component import Context
+from pipeline.core.component import Context, ShardWrites
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Weights
@@ -22,7 +22,7 @@ class MegatronLearner(PolicyLearner):
     One replica of the model uses tensor_parallel × pipeline_parallel × context_parallel consecutive ranks; the other
     ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
     mini-batch, in micro-batches that pass through the pipeline together; the objective runs on the last stage, on
-    log-probs of whole trajectories. All parameters are trained: megatron-core has no LoRA; use `learner.hf` for it.
+    log-probs of whole trajectories.
     """
 
     metrics = (
@@ -42,6 +42,14 @@ class MegatronLearner(PolicyLearner):
         """Ranks that hold one copy of the model."""
         return int(config.model_size)
 
+    @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """One queue to each GPU where ranks share matrices or tokens, so that their messages start before the products.
+
+        megatron-core's layers rely on that order on GPUs up to Hopper.
+        """
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.tensor_parallel * config.context_parallel > 1 else {}
+
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""
         super().setup(context)
@@ -54,8 +62,17 @@ class MegatronLearner(PolicyLearner):
         self.backend: MegatronBackend = MegatronBackend(context, self.config)
 
     def weights(self) -> Weights:
-        """Exports the weights; all ranks call it, and the leader of each replica keeps a snapshot for its engine."""
+        """Exports weights or adapters; all ranks call it, and the leader of each replica keeps them for its engine."""
         leader = self.context.ranks.leader
+        lora = self.config.lora
+        if lora.publish == "adapter":
+            pairs = self.backend.export_adapters()
+            named = {
+                f"base_model.model.{module}.lora_{letter}.weight": tensor
+                for module, pair in pairs.items()
+                for letter, tensor in zip("AB", pair, strict=True)
+            }
+            return Weights(version=self.version, tensors=named if leader else None, adapter=lora.published(pairs))
         tensors = {name: tensor.to("cpu") for name, tensor in self.backend.export() if leader}
         return Weights(version=self.version, tensors=tensors if leader else None)
 
@@ -71,9 +88,9 @@ class MegatronLearner(PolicyLearner):
                 f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
             )
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> ShardWrites:
         """Weights, optimiser, version and counter, as a distributed checkpoint that any layout reads."""
-        self.backend.save(folder, {"version": self.version, "trained_tokens": self.trained_tokens})
+        return self.backend.save(folder, {"version": self.version, "trained_tokens": self.trained_tokens})
 
     def load_shards(self, folder: Path) -> None:
         """Continues from `save_shards` of this or another layout."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,14 +16,16 @@ from torch import Tensor
 
 from components.learner.head import HeadPlan
 from components.learner.logprobs import Head, VocabShard, token_logprobs
+from components.learner.lora import Lora
 from components.learner.megatron.attention import PackedParams, RankInputs, prepare
 from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.experts import local_expert
 from components.learner.megatron.layers.fp8 import check_fp8, fp8_fields
-from components.learner.megatron.layers.parts import chosen_parts
+from components.learner.megatron.layers.parts import LOCAL, chosen_parts
+from components.learner.megatron.lora import Adapters, check_lora
 from components.learner.megatron.parallel import check_layout
-from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute
+from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions
 from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
 from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config
@@ -49,6 +51,7 @@ class MegatronModel:
         vocab_size: true vocabulary; the embedding is padded beyond it.
         layout: how the model is sharded.
         head_plan: chunks and precision of the output head.
+        adapters: the adapters, if it has any.
     """
 
     def __init__(self, layout: ParallelLayout, bridge: Any, chunks: list[Any], token_multiple: int = 1) -> None:
@@ -59,6 +62,7 @@ class MegatronModel:
         self.transformer_config = bridge.config
         self.vocab_size: int = bridge.vocab_size
         self.head_plan = HeadPlan()
+        self.adapters: Adapters | None = None
         # With virtual stages each chunk requests the same batch again.
         self._inputs: WeakKeyDictionary[PackedBatch, RankInputs] = WeakKeyDictionary()
 
@@ -71,6 +75,8 @@ class MegatronModel:
         device: str | torch.device = "cpu",
         hf_config: Any = None,
         layers: LayerSettings | None = None,
+        transformer: Mapping[str, Any] | None = None,
+        lora: Lora | None = None,
     ) -> MegatronModel:
         """A model with undefined weights, which `load` fills. Call `init_parallel` first.
 
@@ -82,12 +88,16 @@ class MegatronModel:
             device: device of the parameters.
             hf_config: a transformers configuration to use instead of the one at `path`.
             layers: the library that computes them.
+            transformer: further fields of TransformerConfig.
+            lora: adapters that `adapt` will attach; they need layers whose norms are not fused with the next matrix.
         """
         hf_config = load_config(ModelSpec(path=path)) if hf_config is None else hf_config
         check_layout(layout, hf_config, path)
         device = torch.device(device)
         layers = layers or LayerSettings()
-        of_library = chosen_parts(layers, device)
+        adapts = lora is not None and lora.rank > 0
+        # Adapters need norms of their own, which TransformerEngine fuses with the next matrix.
+        of_library = LOCAL if adapts else chosen_parts(layers, device)
         check_fp8(layers.fp8, of_library, dtype, layout, hf_config)
         settings = {
             "sequence_parallel": layout.sequence_parallel,
@@ -101,10 +111,15 @@ class MegatronModel:
             "params_dtype": dtype,
             **_uneven(layout.stages(hf_config.num_hidden_layers)),
             **RECOMPUTE[recompute],
+            "deallocate_pipeline_outputs": True,
+            **fusions(device.type),
             **fp8_fields(layers.fp8),
+            **(transformer or {}),
         }
         with megatron_on_cpu():
             bridge = make_bridge(hf_config, dtype, layout.tensor_parallel, settings)
+            if lora is not None and adapts:
+                check_lora(lora, layout, bridge)
             chunks = build_chunks(bridge, layout.virtual_pipeline, of_library)
             for chunk in chunks:
                 chunk.to(device)
@@ -123,9 +138,17 @@ class MegatronModel:
         with megatron_on_cpu():
             fill(self.bridge, own, read(own, files))
 
+    def adapt(self, lora: Lora, seed: int) -> None:
+        """Freezes the weights, which are loaded, and attaches adapters."""
+        with megatron_on_cpu():
+            self.adapters = Adapters(self.bridge, self.chunks, lora, seed)
+            for chunk in self.chunks:
+                _mark(chunk)
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors in Hugging Face names, one at a time, on every rank; all ranks iterate."""
-        return gather(self.bridge, parts(self.bridge, self.chunks))
+        """Whole tensors in Hugging Face names, one at a time, on every rank; all ranks iterate. Adapters are merged."""
+        tensors = gather(self.bridge, parts(self.bridge, self.chunks))
+        return tensors if self.adapters is None else self.adapters.merged(tensors, self.adapters.whole())
 
     def forward(self, chunk: Any, batch: PackedBatch) -> Tensor:
         """Hidden states [s, 1, D] of one chunk, bare or wrapped in DDP; after the final norm on the last stage.
@@ -152,6 +175,9 @@ class MegatronModel:
     def head_weight(self) -> Tensor:
         """This rank's rows of the output head, [padded vocabulary / TP, D]; on the last stage only."""
         chunk = self.chunks[-1]
+        # The layer is not called, so what runs before a call, the end of an overlapped gather of weights, runs here.
+        for hook in list(chunk.output_layer._forward_pre_hooks.values()):
+            hook(chunk.output_layer, ())
         shared = chunk.share_embeddings_and_output_weights
         weight: Tensor = chunk.shared_embedding_or_output_weight() if shared else chunk.output_layer.weight
         return weight

@@ -8,7 +8,7 @@ and, as the distributed optimizer, shards main weights and moments over them. By
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,27 @@ from torch import Tensor, nn
 from components.learner.optimizer import OptimizerSettings, Schedule, Update
 
 
-def data_parallel(config: Any, chunks: Sequence[nn.Module], distributed: bool) -> list[nn.Module]:
+def data_parallel(
+    config: Any, chunks: Sequence[nn.Module], distributed: bool, ddp: Mapping[str, Any]
+) -> list[nn.Module]:
     """Wraps model chunks so that their gradients are summed over replicas, in float32.
 
     Args:
         config: the TransformerConfig of the chunks.
         chunks: GPTModels of this rank, in virtual pipeline order.
         distributed: prepare for the distributed optimizer.
+        ddp: further fields of DistributedDataParallelConfig.
     """
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    return [
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, **ddp)
+    wrapped = [
         DistributedDataParallel(config, settings, module=chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if settings.overlap_grad_reduce:
+        # Only gradients of the last micro-batch are complete.
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -63,6 +71,8 @@ class MegatronOptimizer:
         self.settings = settings
         self.schedule = Schedule(settings, total_steps)
         self.chunks = chunks
+        wrapped: Any = chunks[0]
+        self._gathers_later: bool = distributed and wrapped.ddp_config.overlap_param_gather
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -75,6 +85,7 @@ class MegatronOptimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
+            overlap_param_gather=self._gathers_later,
         )
         rule = ParamKey(
             with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=lambda p, name: not self._decays(p, name))
@@ -131,6 +142,12 @@ class MegatronOptimizer:
             group["lr"] = rate
         self.inner.step_with_ready_grads()
         return Update(norm, rate, applied=True)
+
+    def gather_weights(self) -> None:
+        """Makes this rank's weights whole where the gather after a step was left for the next pass."""
+        if self._gathers_later:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
     def skip(self) -> Update:
         """Counts a step without an update; gradients are dropped before the next passes."""

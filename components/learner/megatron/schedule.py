@@ -73,7 +73,7 @@ def run_schedule(
     work = list(enumerate(batches)) + [(-1, filler(device))] * extra
 
     def loss_of(index: int, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
-        loss, data = (hidden.sum() * 0.0, None) if index < 0 else consume(index, batch, hidden)
+        loss, data = (_nothing(chunks[-1], hidden), None) if index < 0 else consume(index, batch, hidden)
         return loss, torch.ones((), dtype=torch.int, device=device), data
 
     def step(items: Iterator[tuple[int, PackedBatch]], chunk: nn.Module, *_: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -93,6 +93,12 @@ def run_schedule(
             forward_only=not train,
         )
     return data[: len(batches)] if is_last_stage() else []
+
+
+def _nothing(chunk: nn.Module, hidden: Tensor) -> Tensor:
+    """A filler's loss, 0, with a gradient for every weight: an overlapped sum over replicas waits for each of them."""
+    head = chunk.get_submodule("module.output_layer" if hasattr(chunk, "module") else "output_layer")
+    return hidden.sum() * 0.0 + sum(p.sum() * 0.0 for p in head.parameters() if p.requires_grad)
 
 
 def is_last_stage() -> bool:
@@ -149,6 +155,7 @@ class ComputeClock:
     """
 
     def __init__(self, device: str) -> None:
+        self._device = device
         self._cuda = device.startswith("cuda")
         self._marks: list[tuple[Any, Any]] = []
         self._begin: Any = None
@@ -170,14 +177,14 @@ class ComputeClock:
         marks, self._marks = self._marks, []
         if not self._cuda:
             return float(sum(end - begin for begin, end in marks))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         return float(sum(begin.elapsed_time(end) for begin, end in marks)) / 1000
 
     def _now(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 

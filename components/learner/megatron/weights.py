@@ -39,11 +39,13 @@ class Part:
 
 
 def parts(bridge: Any, chunks: list[Any]) -> list[Part]:
-    """All parameters of this rank, named by their place in the whole model."""
+    """All parameters of this rank but adapters, named by their place in the whole model."""
     out = []
     for chunk in chunks:
         whole = bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
         for name, parameter in chunk.named_parameters():
+            if ".adapters." in name:
+                continue
             base, place = local_expert(whole[name]) or (whole[name], None)
             numbered = base if place is None else _numbered(bridge, base, place, bridge.mpu.ep_rank)
             out.append(Part(base, parameter, bridge._weight_name_mapping_mcore_to_hf(numbered), place))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from components.learner.packing.flash import obstacle, varlen
 from components.learner.packing.prefix import bags
@@ -24,6 +25,10 @@ from pipeline.core.jagged import Jagged
 IMPLEMENTATION = "creditgraph_packed"
 Kernel = Callable[[Tensor, Tensor, Tensor, "PackedLayout", float | None, int | None], Tensor]
 """(queries [total, H, D], keys and values, layout, scaling, window) → [total, H, D] or [total, H · D]"""
+# With shared prefixes attention runs on copies of the keys and values of every row's path. Copies of a layer up to this
+# many bytes are kept for the backward pass; larger ones are made again there, for the time of one more forward
+# attention: at a budget of 16k tokens the 32 layers of an 8B model would keep 17 GB of them.
+KEPT_COPIES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -237,6 +242,7 @@ def packed_attention(
     sliding_window: int | None = None,
     packed: PackedLayout | None = None,
     kernel: Kernel | None = None,
+    recomputed: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence; without a layout, ordinary causal attention.
@@ -248,6 +254,7 @@ def packed_attention(
         query: [1, H, total, D].
         key, value: [1, H_kv, total, D].
         kernel: computes plain rows, without shared prefixes and windows; None means torch's.
+        recomputed: whether the caller computes the layer again in the backward pass, and so keeps no copies.
 
     Returns:
         [1, total, H, D], and None instead of attention weights.
@@ -262,7 +269,14 @@ def packed_attention(
     attend: Kernel = _flash if fast else _padded
     if kernel is not None and packed.keys is None and sliding_window is None:
         attend = kernel
-    return attend(q, k, v, packed, scaling, sliding_window).reshape(batch, length, heads, dim), None
+    copies = 0 if packed.keys is None else 2 * len(packed.keys) * k[0].numel() * k.element_size()
+    if copies > KEPT_COPIES and not recomputed and torch.is_grad_enabled():
+        out = checkpoint(
+            attend, q, k, v, packed, scaling, sliding_window, use_reentrant=False, preserve_rng_state=False
+        )
+    else:
+        out = attend(q, k, v, packed, scaling, sliding_window)
+    return out.reshape(batch, length, heads, dim), None
 
 
 def _whole_rows(query: Tensor) -> PackedLayout:

@@ -19,8 +19,8 @@ from pipeline.core.jagged import Jagged
 # A smaller share of a row is recomputed: sharing it would save nothing, and a row without prefix has plain causal
 # attention.
 SMALLEST_SHARE = 1 / 32
-# Attention copies the keys and values of a row's whole path. A micro-batch holds at most this many budgets of path
-# tokens.
+# Attention copies the keys and values of a row's whole path, one layer at a time. A micro-batch holds at most this many
+# budgets of path tokens.
 PATH_BUDGETS = 8
 
 

@@ -114,6 +114,8 @@ def devices() -> Iterator[Finding]:
         return
     import torch
 
+    from components.learner.megatron.settings import missing_fusions
+
     if not torch.cuda.is_available():
         why = f"torch {torch.__version__} sees none, though {'the job has GPUs' if assigned else 'nvidia-smi is here'}"
         step = "install a CUDA build of torch that fits the driver (`nvidia-smi` shows it)"
@@ -127,6 +129,12 @@ def devices() -> Iterator[Finding]:
         else:
             yield Finding(f"cuda:{i}", "FAIL", f"{text}; another process holds memory (`nvidia-smi` shows it)")
         yield _attention(i)
+    for name, step in missing_fusions().items():
+        yield Finding(f"learner.megatron, {name}", "absent", f"off, which only costs time; {step}")
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if connections != "1":
+        text = f"{connections}; learner.megatron's tensor parallel layers expect 1 up to Hopper, or unset it"
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", "warn", text)
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""  # type: ignore[no-untyped-call]
     yield Finding("nccl", "ok" if nccl else "FAIL", version or "not in this build of torch; install a CUDA build")

@@ -79,6 +79,9 @@ def main(options: argparse.Namespace) -> int:
             check_gpu(experiment, 1, None)
         return _train_all(experiments)
     (experiment,) = experiments
+    for node in experiment.graph.nodes:
+        for name, value in node.cls.environment(node.config).items():
+            os.environ.setdefault(name, value)
     ranks = plan_ranks(experiment.graph, meeting.ranks)
     device = check_gpu(experiment, ranks.world, ranks.local_rank if ranks.world > 1 else None)
     if ranks.world == 1:

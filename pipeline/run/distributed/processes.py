@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from pipeline.core.component import Ranks
+from pipeline.core.component import Ranks, use_device
 from pipeline.core.errors import CreditgraphError
 from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
 from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
@@ -41,6 +41,7 @@ class Processes(Team):
 
     def __init__(self, meeting: Rendezvous, ranks: Ranks, device: str, timeout: float) -> None:
         super().__init__(ranks)
+        use_device(device)
         limit = timedelta(seconds=timeout)
         _allow_files(ranks.world)
         self._hosts_store = meeting.hosts_store
@@ -73,6 +74,8 @@ class Processes(Team):
             raise not_connected("gloo", ranks, error) from error
         self._watchdog = Watchdog(PrefixStore(f"{prefix}/watch", store.clone()), ranks)
         self._everyone = dist.new_group(backend="gloo", timeout=limit)
+        if device.startswith("cuda"):
+            _check_own_gpus(ranks, device, self._everyone)
         self._collectives = {name: _Collectives(ranks, limit) for name in ("generation", "learning")}
         if device.startswith("cuda"):
             connect_gpus(ranks, device)
@@ -275,6 +278,19 @@ def _text(error: BaseException) -> str:
     return (
         str(error) if isinstance(error, CreditgraphError) else "".join(traceback.format_exception_only(error)).strip()
     )
+
+
+def _check_own_gpus(ranks: Ranks, device: str, group: Any) -> None:
+    """Raises DistributedError if two ranks use one GPU, on which NCCL ends with an error that names neither."""
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    all_of_them = [""] * ranks.world
+    dist.all_gather_object(all_of_them, own, group=group)
+    first = all_of_them.index(own)
+    if first != ranks.rank:
+        raise DistributedError(
+            f"rank {ranks.rank}: its GPU ({device}, {own}) is rank {first}'s too; expected a GPU per process. Start "
+            "fewer processes per host, or show each its own GPU (srun --gpus-per-task=1)."
+        )
 
 
 def run_together(meeting: Rendezvous, ranks: Ranks, device: str, timeout: float, work: Callable[[Team], int]) -> int:

@@ -45,13 +45,15 @@ def _normed(row: Any, norm: Any) -> type[Any]:
         def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.norm = norm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-            """[s, b, D'] → [s, b, D]."""
-            out, bias = super().forward(input_)
-            return self.norm(out), bias
+            # Adapters are added to the product, before the norm, by a hook in front of this one.
+            self.register_forward_hook(_with_norm)
 
     return NormedRowParallelLinear
+
+
+def _with_norm(linear: Any, args: Any, result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    out, bias = result
+    return linear.norm(out), bias
 
 
 LOCAL = Parts(False, ColumnParallelLinear, RowParallelLinear, RMSNorm)

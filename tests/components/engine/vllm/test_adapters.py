@@ -18,7 +18,7 @@ from components.engine.vllm.in_process import InProcess
 from components.engine.vllm.settings import AdapterSettings
 from components.engine.weights import merged
 from components.learner.hf.model import LearnerModel
-from components.learner.hf.settings import Lora
+from components.learner.lora import Lora
 from components.models.load import load_causal_lm
 from components.models.weights import read_file
 from pipeline.app.cli import main

@@ -10,7 +10,7 @@ import torch
 from learner_steps import FAST, REINFORCE, distance, run, same
 
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.settings import Lora
+from components.learner.lora import Lora
 from components.learner.objective import KL, OBJECTIVES, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from pipeline.core.component import Ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from learner_steps import FAST, distance, run, same
 
-from components.learner.hf.settings import Lora
+from components.learner.lora import Lora
 from components.learner.objective import KL, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 

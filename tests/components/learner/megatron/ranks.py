@@ -28,6 +28,49 @@ def built(
     return model
 
 
+def kept_bytes(path: str, sizes: dict[str, Any], most: int) -> int:
+    """Bytes that a pass over rows with one prefix keeps for the backward pass, with copies up to `most` bytes."""
+    from components.learner.packing import attention
+
+    own = attention.KEPT_COPIES
+    attention.KEPT_COPIES = most
+    storages: dict[int, tuple[Any, int]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    model = built(path, sizes)
+    prompts = Jagged.from_rows([[1 + n % 7 for n in range(40)]] * 8)
+    batch = pack(prompts, Jagged.from_rows([[i, 3, 5] for i in range(8)]), torch.arange(8), share=True)
+    try:
+        with megatron_on_cpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.forward(model.chunks[0], batch)
+    finally:
+        attention.KEPT_COPIES = own
+    return sum(size for _, size in storages.values())
+
+
+def config_fields(path: str, sizes: dict[str, Any]) -> set[str]:
+    """The fields of TransformerConfig that are passed when a model is built."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    passed: set[str] = set()
+    own = TransformerConfig.__init__
+
+    def init(self: Any, **fields: Any) -> None:
+        passed.update(fields)
+        own(self, **fields)
+
+    TransformerConfig.__init__ = init
+    try:
+        built(path, sizes)
+    finally:
+        TransformerConfig.__init__ = own
+    return passed
+
+
 def objective(logprobs: Tensor, entropies: Tensor) -> Tensor:
     """Any loss: differently weighted log-probs and entropies."""
     weights = torch.linspace(-1.0, 2.0, len(logprobs))

@@ -46,3 +46,26 @@ def test_it_trains_as_learner_hf_does(
     for hf, megatron, tolerance in zip(reference, result, (1e-5, 1e-3), strict=True):
         assert megatron["rewards/mean"] == hf["rewards/mean"]
         assert megatron.get("learner/grad_norm") == pytest.approx(hf.get("learner/grad_norm"), rel=tolerance)
+
+
+def test_adapters_and_checkpoints_in_the_background_in_a_run_that_is_continued(
+    processes: Callable[[int], Any], tmp_path: Path
+) -> None:
+    settings = ["learner=megatron", "learner.tensor_parallel=2", "learner.lora.rank=2", "run.checkpoint.every=1"]
+    late = [*settings, "run.checkpoint.background=true"]
+    pool = processes(2)
+    for more in (late, [*late, "run.iterations=3"]):
+        arguments = ["train", *SETTINGS, f"run.root={tmp_path}", "run.name=late", *more]
+        assert pool.run(run, arguments) == [0, 0]
+        pool.close()  # the next start is one of new processes
+    arguments = ["train", *SETTINGS, f"run.root={tmp_path}", "run.name=now", *settings, "run.iterations=3"]
+    assert pool.run(run, arguments) == [0, 0]
+    rows = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()][2]
+        for name in ("late", "now")
+    ]
+    for name in ("rewards/mean", "learner/grad_norm", "learner/loss", "learner/trained_tokens_total"):
+        assert rows[0].get(name) == pytest.approx(rows[1].get(name), rel=1e-6), name
+    for name in ("late", "now"):
+        kept = [path.name for path in sorted((tmp_path / name / "checkpoints").iterdir())]
+        assert kept == ["000001", "000002"]

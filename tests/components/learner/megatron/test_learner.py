@@ -16,6 +16,8 @@ from components.learner.objective import OBJECTIVES
 from pipeline.core.errors import RunError
 
 TP2, PP2, VPP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}
+# Small buckets, so that there are several to overlap.
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
 # Of four ranks; what a layout leaves over are replicas.
 ALL_OBJECTIVES: list[dict[str, Any]] = [{**TP2, **PP2}, PP2]
 ONE_OBJECTIVE: list[dict[str, Any]] = [
@@ -25,6 +27,10 @@ ONE_OBJECTIVE: list[dict[str, Any]] = [
     {"context_parallel": 2},
     VPP2,
     {**TP2, **VPP2, "sequence_parallel": True, "recompute": "full"},
+]
+OVERLAPPING: list[dict[str, Any]] = [
+    {"distributed_optimizer": "on", "ddp": OVERLAP},
+    {**VPP2, "distributed_optimizer": "on", "ddp": OVERLAP},
 ]
 # What says how the work was cut, not what was learned.
 CUT = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
@@ -99,7 +105,12 @@ def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layouts", "cases"), [(ALL_OBJECTIVES, [*sorted(OBJECTIVES), "p_trace"]), (ONE_OBJECTIVE, ["ppo_clip"])]
+    ("layouts", "cases"),
+    [
+        (ALL_OBJECTIVES, [*sorted(OBJECTIVES), "p_trace"]),
+        (ONE_OBJECTIVE, ["ppo_clip"]),
+        (OVERLAPPING, ["ppo_clip"]),
+    ],
 )
 def test_equal_to_learner_hf(
     pool: Any, training: Any, folder: str, reference: dict[str, Any], layouts: list[dict[str, Any]], cases: list[str]
@@ -214,6 +225,20 @@ def test_taking_turns_with_engines_changes_no_bit(
     model.setup(training.Context(node="learner", model=training.ModelSpec(path=folder, dtype=dtype)))
     model.model.causal_lm.load_state_dict(answers[0]["weights"][0], strict=False)
     assert answers[0]["scored"] == pytest.approx(model.scored().logprobs, abs=1e-5 if dtype == "float32" else 0.05)
+
+
+def test_only_the_first_replica_gathers_the_optimizer_and_in_host_memory(
+    pool: Any, training: Any, folder: str, tmp_path: Path
+) -> None:
+    answers = pool.run(training.gathered, folder, str(tmp_path / "shards"))
+    assert answers == [(True, False), (False, False), (False, False), (False, False)]
+
+
+def test_a_rank_that_cannot_write_its_shards_is_an_error_on_every_rank(
+    pool: Any, training: Any, folder: str, tmp_path: Path
+) -> None:
+    for text in pool.run(training.fails_to_save, folder, str(tmp_path / "shards")):
+        assert "a rank could not write its part of the checkpoint" in text
 
 
 # --- whole runs ---

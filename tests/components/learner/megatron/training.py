@@ -276,14 +276,66 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
 
 
 def save_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:
-    """Two steps, a checkpoint, and what the third step makes."""
+    """Two steps, a checkpoint that is written during the third step, and what this makes."""
     from pathlib import Path
 
     learner = megatron_learner(folder, layout, CASES["ppo_clip"], dtype)
     for seed in range(2):
         step(learner, seed)
-    learner.save_shards(Path(target))
-    return {"saved": dict(learner.backend.model.export()), **step(learner, 2)}
+    pending = learner.save_shards(Path(target))
+    saved = dict(learner.backend.model.export())
+    third = step(learner, 2)
+    assert not (Path(target) / "metadata.json").exists()  # without it nothing is read
+    pending.finish()
+    assert pending.done()
+    return {"saved": saved, **third}
+
+
+def gathered(folder: str, target: str) -> tuple[bool, bool]:
+    """Whether this rank holds the whole float32 state of the distributed optimizer to save it; and whether on a GPU."""
+    from pathlib import Path
+
+    learner = megatron_learner(folder, {"distributed_optimizer": "on"}, CASES["ppo_clip"])
+    seen = []
+    for part in learner.backend.optimizer.inner.chained_optimizers:
+
+        def gather(use_gloo_comm: bool, own: Any = part.get_parameter_state_dp_zero, **kwargs: Any) -> Any:
+            state = own(use_gloo_comm=use_gloo_comm, **kwargs)
+            seen.append((state is not None, not use_gloo_comm))
+            return state
+
+        part.get_parameter_state_dp_zero = gather
+    learner.save_shards(Path(target)).finish()
+    (only,) = seen
+    return only
+
+
+def fails_to_save(folder: str, target: str) -> str:
+    """The sentence of a checkpoint whose folder vanishes before the writers open their files."""
+    import shutil
+    from pathlib import Path
+
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from pipeline.core.errors import RunError
+
+    learner = megatron_learner(folder, {}, {})
+    own = filesystem_async.FileSystemWriterAsync.preload_tensors
+
+    def preload(*args: Any) -> Any:
+        if dist.get_rank() == 0:
+            shutil.rmtree(target)
+        return own(*args)
+
+    filesystem_async.FileSystemWriterAsync.preload_tensors = staticmethod(preload)
+    try:
+        learner.save_shards(Path(target)).finish()
+    except RunError as error:
+        return str(error)
+    finally:
+        filesystem_async.FileSystemWriterAsync.preload_tensors = staticmethod(own)
+    return ""
 
 
 def resume_and_step(folder: str, layout: dict[str, Any], target: str, dtype: str = "float32") -> dict[str, Any]:

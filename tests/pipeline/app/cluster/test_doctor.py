@@ -171,3 +171,27 @@ def test_a_gpu_or_a_build_without_fast_attention(monkeypatch, capability, built,
     finding = doctor._attention(0)
     assert (finding.name, finding.state) == ("cuda:0 attention", state)
     assert said in finding.text
+
+
+def test_what_a_gpu_lacks_for_learner_megatron_is_named(monkeypatch):
+    import torch
+
+    from components.learner.megatron import settings
+
+    for name, value in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 1),
+        ("mem_get_info", lambda i: (79e9, 80e9)),
+        ("get_device_name", lambda i: "H100"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None if name == "transformer_engine" else 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    found = {finding.name: finding for finding in doctor.devices()}
+    assert found["cuda:0"].state == "ok"
+    rope = found["learner.megatron, apply_rope_fusion"]
+    assert (rope.state, rope.text) == ("absent", "off, which only costs time; pip install transformer-engine[pytorch]")
+    assert "learner.megatron, gradient_accumulation_fusion" not in found
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"].state == "warn"
