@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -66,13 +67,16 @@ def _compare(run: Run, recipe: str, seed: int, curve: list[float], curves: dict[
 def train(recipe: str, seed: int, iterations: int, device: str, scratch: Path) -> list[float]:
     """Mean reward of each iteration of a run."""
     folder = scratch / f"{recipe}-{seed}-{device}"
+    shutil.rmtree(folder, ignore_errors=True)
     settings = [
         f"recipe={recipe}",
         f"run.seed={seed}",
         f"run.iterations={iterations}",
         f"run.device={device}",
-        f"run.dir={folder}",
-        "~evaluator",
+        f"run.root={folder.parent}",
+        f"run.name={folder.name}",
+        "evaluator.every=0",
+        "run.record.every=0",
     ]
     start = "import sys; sys.path.insert(0, sys.argv.pop(1)); from creditgraph import main; sys.exit(main())"
     command = [sys.executable, "-c", start, str(ROOT), "train", *settings]
