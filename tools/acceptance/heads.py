@@ -84,5 +84,6 @@ def _sweep(run: Run, tokens: int, hidden: int, vocab: int) -> None:
     measure("whole logits", full)
     best = min(times, key=lambda size: times[size])
     run.note(
-        f"The fastest chunk has 2^{best.bit_length() - 1} logits; the product's takes {own / times[best]:.2f} × as long."
+        f"The fastest chunk has 2^{best.bit_length() - 1} logits; the product's takes {own / times[best]:.2f} × as "
+        "long."
     )

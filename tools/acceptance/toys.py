@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ def stage(run: Run) -> None:
     import omegaconf  # noqa: F401
 
     stored = json.loads(CURVES.read_text(encoding="utf-8"))
-    iterations = 3 if run.small else ITERATIONS
+    iterations = 2 if run.small else ITERATIONS
     for recipe in RECIPES:
         curves = {int(seed): curve[:iterations] for seed, curve in stored["curves"][recipe].items()}
         seeds = (0,) if run.small else (0, 1)
@@ -100,4 +101,7 @@ def write_curves(scratch: Path, commit: str) -> None:
         for recipe in RECIPES
     }
     found = {"command": "tools/gpu_acceptance --write-curves", "commit": commit, "torch": torch.__version__}
-    CURVES.write_text(json.dumps({**found, "metric": METRIC, "curves": curves}, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({**found, "metric": METRIC, "curves": curves}, indent=1)
+    # One line per seed.
+    text = re.sub(r"\[[^\]]*\]", lambda match: " ".join(match[0].split()), text)
+    CURVES.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The learner in bfloat16, which full-size models train in: equal to float32 up to rounding, and bit-equal to itself."""
+"""The learner in bfloat16, as full-size models train: equal to float32 up to rounding, and bit-equal to itself."""
 
 import pytest
 import torch
