@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
 
 QWEN2 = SHAPES["qwen2.5-1.5b"]
+HALF = Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True)
 QWEN3 = Shape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936, tied=True)
 SMALL = {
     QWEN2.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512, tied=True),
+    HALF.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512, tied=True),
     QWEN3.name: Shape("qwen3-small", 2, 64, 4, 2, 32, 128, 512, tied=True),
 }
 CONTEXT = 1 << 17
@@ -113,14 +114,3 @@ def batch_of(prompts: torch.Tensor, responses: torch.Tensor, vocab: int) -> tupl
     signs = torch.tensor([1.0, -1.0]).repeat(count)[:count]
     mask = response.with_values(torch.ones(len(response.values), dtype=torch.bool))
     return trajectories, Credit(uid=uid, advantage=response.spread(signs), mask=mask)
-
-
-def folder_bytes(folder: str) -> int:
-    """Bytes of the weights in a model folder."""
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-
-
-def has_index(folder: str) -> bool:
-    """Whether the weights are in several files."""
-    index = Path(folder) / "model.safetensors.index.json"
-    return index.is_file() and bool(json.loads(index.read_text())["weight_map"])

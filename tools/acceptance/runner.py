@@ -175,6 +175,7 @@ def _child(stage: Stage, device: str, small: bool, scratch: Path, log: Path, lin
     with log.open("ab") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
     print(f"\n== {stage.name}", flush=True)
     run = Run(device=device, small=small, scratch=scratch, lines=lines)
     try:

@@ -10,7 +10,7 @@ import torch
 
 from acceptance.learners import PROMPT, alive, build
 from acceptance.measure import Run
-from acceptance.models import QWEN2, batch_of, context_of, random_tokens, shape_of
+from acceptance.models import HALF, QWEN2, batch_of, context_of, random_tokens, shape_of
 from components.engine.channel import ChannelSettings, FileChannel
 from components.engine.local.engine import LocalEngine
 from components.engine.weight_files import checksum_of
@@ -79,7 +79,7 @@ def _folder_with_room(run: Run, size: int) -> str:
 def checkpoint(run: Run) -> None:
     """A learner that continues from its checkpoint makes the same step as the one that was not stopped."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    shape = shape_of(run, QWEN2)
+    shape = shape_of(run, HALF)
     length = 48 if run.small else 4096
     tokens = random_tokens(8, length + 1, shape.vocab, seed=6)
     batch = batch_of(tokens[:, :PROMPT], tokens[:, PROMPT:], shape.vocab)
