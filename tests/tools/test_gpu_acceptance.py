@@ -136,12 +136,14 @@ def test_a_stage_whose_process_dies_or_raises_fails(tmp_path):
     assert not done(raised, True, "cuda")
 
 
-def test_preloading_asks_for_no_device(tmp_path):
-    """After a question for the number of devices, a forked process can no longer use CUDA."""
+def test_preloading_leaves_cuda_alone():
+    """A process forked from one that has started CUDA, or has asked its driver for devices, can no longer use it."""
     code = """
 import sys, torch
 calls = []
-torch._C._cuda_getDeviceCount = lambda: calls.append(1) or 0
+torch.cuda._lazy_init = lambda: calls.append("start")
+if hasattr(torch._C, "_cuda_getDeviceCount"):
+    torch._C._cuda_getDeviceCount = lambda: calls.append("count") or 0
 sys.path[:0] = sys.argv[1:]
 from acceptance.runner import preload
 preload()

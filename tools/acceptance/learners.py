@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from acceptance.measure import Run
 from acceptance.models import QWEN2, QWEN3, batch_of, context_of, random_tokens, shape_of
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.settings import HFSettings
 from components.learner.learner import PolicyLearner
 from components.learner.packing.pack import pack
 from pipeline.app.cluster.layout_plan import Shape
+from pipeline.core.component import Context
 from pipeline.core.jagged import Jagged
 
 AIM = 0.45  # of the matmul rate measured in the same run
+SHARDING = "components.learner.hf.sharding"
 PROMPT = 16  # short, so that nearly every token is predicted and the count of operations is right
-# Fields of learner.hf that shard it, and the value that turns that on; the first that exists is used.
-SHARDING = {"shard": True, "fsdp": True, "sharding": "full"}
 
 
 def build(run: Run, kind: str, shape: Shape, **settings: Any) -> PolicyLearner:
-    """A set-up learner: "hf", "fsdp" (learner.hf sharded, on one rank), or "megatron"."""
-    cls: type[PolicyLearner] = HFLearner
+    """A set-up learner: "hf", "fsdp" (learner.hf sharded over one rank), or "megatron"."""
+    cls: type[PolicyLearner] = one_rank() if kind == "fsdp" else HFLearner
     if kind == "megatron":
         from components.learner.megatron.learner import MegatronLearner
 
         cls = MegatronLearner
-    if kind == "fsdp":
-        settings[sharding()] = SHARDING[sharding()]
     learner = cls(cls.Config(**settings))
     learner.setup(context_of(run, shape))
     return learner
 
 
-def sharding() -> str:
-    """The setting of learner.hf that shards it, "" if it has none."""
-    names = {field.name for field in fields(HFSettings)}
-    return next((name for name in SHARDING if name in names), "")
+def one_rank() -> type[PolicyLearner]:
+    """learner.hf sharded over a single rank, which its settings do not ask for: one rank has all of it anyway."""
+    if importlib.util.find_spec(SHARDING) is None:
+        raise ModuleNotFoundError(f"no {SHARDING}", name="sharding in learner.hf")
+    from components.models.load import empty_causal_lm, resolve_model_path
+
+    sharding: Any = importlib.import_module(SHARDING)
+
+    class OneRank(HFLearner):
+        def _load(self, context: Context) -> tuple[Any, Any]:
+            kind = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
+            dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+            over = sharding.Sharding(context.ranks, context.device, 1)
+            return empty_causal_lm(context.model), (over, resolve_model_path(context.model.path))
+
+    return OneRank
 
 
 @contextmanager
@@ -55,12 +66,12 @@ def alive(run: Run, kind: str, shape: Shape, **settings: Any) -> Iterator[Policy
         learner.close()
         learner.__dict__.clear()
         del learner
-        if torch.distributed.is_initialized():
+        if dist.is_initialized():
             if kind == "megatron":
                 from components.learner.megatron.parallel import destroy
 
                 destroy()
-            torch.distributed.destroy_process_group()
+            dist.destroy_process_group()
         run.free()
 
 
@@ -80,8 +91,6 @@ def hf(run: Run) -> None:
 
 def fsdp(run: Run) -> None:
     """MFU of learner.hf sharded over one rank, which shows what sharding costs beside communication."""
-    if not sharding():
-        raise ModuleNotFoundError("learner.hf has no setting that shards it", name="sharding of learner.hf")
     _mfu(run, "fsdp")
 
 
