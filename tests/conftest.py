@@ -51,6 +51,7 @@ LONGEST_FIRST = (
     "pipeline/app/report/test_browser.py",
     "pipeline/app/test_cli.py",
     "components/engine/served/test_faults.py",
+    "tools/test_gpu_acceptance.py",
 )
 
 
