@@ -12,8 +12,10 @@ import pytest
 import torch
 from acceptance import attention, runner, suite, toys
 from acceptance.measure import Run, operations
+from acceptance.models import SMALL, model_folder
 from acceptance.page import page
 from acceptance.runner import STAGES, Results, Stage, done, run_stage
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 # Nothing shards learner.hf while it has no setting for it.
@@ -176,6 +178,18 @@ def test_operations_tell_a_fused_kernel_from_separate_products():
     assert any(word in name for name in fused for word in attention.FAST)
     assert not any(word in name for name in plain for word in attention.FAST)
     assert any(word in name for name in plain for word in attention.SLOW)
+
+
+@pytest.mark.parametrize("shape", SMALL.values(), ids=list(SMALL))
+def test_operations_are_two_per_weight_and_token_and_those_of_attention(shape, tmp_path):
+    tensors = load_file(
+        Path(model_folder(Run(device="cpu", small=True, scratch=tmp_path), shape)) / "model.safetensors"
+    )
+    # The embedding is there once: as input it is a lookup, as output a product.
+    weights = sum(t.numel() for t in tensors.values() if t.dim() == 2)
+    causal_pairs = 10 * 64 / 2  # ten tokens on average see half of 64
+    attention = 4 * causal_pairs * shape.heads * shape.head_dim * shape.layers
+    assert shape.forward_flops(10, 64) == 10 * 2 * weights + attention
 
 
 def test_a_toy_curve_of_another_level_fails(tmp_path):

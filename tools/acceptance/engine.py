@@ -8,10 +8,9 @@ import torch
 
 from acceptance.learners import alive
 from acceptance.measure import Run
-from acceptance.models import QWEN2, context_of, random_tokens, shape_of
+from acceptance.models import QWEN2, Shape, context_of, random_tokens, shape_of
 from components.engine.local.engine import LocalEngine
 from components.learner.packing.pack import pack, plan
-from pipeline.app.cluster.layout_plan import Shape
 from pipeline.core.handles import Requests, Sampling
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights

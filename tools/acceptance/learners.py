@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from acceptance.measure import Run
-from acceptance.models import QWEN2, QWEN3, batch_of, context_of, random_tokens, shape_of
+from acceptance.models import QWEN2, QWEN3, Shape, batch_of, context_of, random_tokens, shape_of
 from components.learner.hf.learner import HFLearner
 from components.learner.learner import PolicyLearner
 from components.learner.packing.pack import pack
-from pipeline.app.cluster.layout_plan import Shape
 from pipeline.core.component import Context
 from pipeline.core.jagged import Jagged
 

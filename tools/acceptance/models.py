@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from acceptance.measure import Run
-from pipeline.app.cluster.layout_plan import SHAPES, Shape
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
 
-QWEN2 = SHAPES["qwen2.5-1.5b"]
-HALF = Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True)
-QWEN3 = Shape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936, tied=True)
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense transformer of Qwen's kind, its input and output embedding one matrix."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+
+    def forward_flops(self, tokens: int, length: int) -> float:
+        """Operations of a forward pass that predicts `tokens` tokens in rows of `length`, with causal attention."""
+        projections = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        products = 2.0 * (self.layers * (projections + 3 * self.hidden * self.mlp) + self.vocab * self.hidden)
+        # Scores and values, half of the square each.
+        return tokens * (products + 2.0 * self.layers * length * self.heads * self.head_dim)
+
+
+HALF = Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936)
+QWEN2 = Shape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936)
+QWEN3 = Shape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936)
 SMALL = {
-    QWEN2.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512, tied=True),
-    HALF.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512, tied=True),
-    QWEN3.name: Shape("qwen3-small", 2, 64, 4, 2, 32, 128, 512, tied=True),
+    QWEN2.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512),
+    HALF.name: Shape("qwen2-small", 2, 64, 4, 2, 16, 128, 512),
+    QWEN3.name: Shape("qwen3-small", 2, 64, 4, 2, 32, 128, 512),
 }
 CONTEXT = 1 << 17
 
@@ -55,7 +77,7 @@ def _write_model(run: Run, shape: Shape, folder: Path) -> None:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=CONTEXT,
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=True,
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=None,
