@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="device for component tests")
+    parser.addoption("--only-device", action="store_true", help="only tests that take the fixture `device`")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -50,11 +51,16 @@ LONGEST_FIRST = (
     "pipeline/app/report/test_browser.py",
     "pipeline/app/test_cli.py",
     "components/engine/served/test_faults.py",
+    "tools/test_gpu_acceptance.py",
 )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which writes groups into names
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--only-device"):
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     here = Path(__file__).parent.as_posix()
     groups = []
     for item in items:

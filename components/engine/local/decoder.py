@@ -14,9 +14,16 @@ from pipeline.core.jagged import Jagged
 
 
 class Decoder(Protocol):
-    """A causal language model with a cache for one batch of rows at a time."""
+    """A causal language model with a cache for one batch of rows at a time.
+
+    Attributes:
+        vocab_size: columns of the logits.
+        device: where the model is.
+        cached_bytes: bytes that one token of one row takes in the cache; 0 if unknown.
+    """
 
     vocab_size: int
+    cached_bytes: int
     device: torch.device
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -77,6 +84,7 @@ class TransformersDecoder:
         self.device: torch.device = model.device
         self._last_position = context - 1
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.cached_bytes = _cached_bytes(model)
         accepted = inspect.signature(model.forward).parameters
         self._has_positions = "position_ids" in accepted
         self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -171,3 +179,12 @@ class TransformersDecoder:
             return False
         whole = self.model(input_ids=tokens, use_cache=False).logits
         return split.shape == whole.shape and torch.allclose(split.float(), whole.float(), rtol=1e-3, atol=1e-3)
+
+
+def _cached_bytes(model: Any) -> int:
+    """Bytes of keys and values per token, from the configuration; 0 where it does not say."""
+    config = model.config.get_text_config()
+    queries = getattr(config, "num_attention_heads", 0)
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // queries if queries else 0)
+    return int(2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, Outputs
 from components.engine.local.branches import Branches, check_branches, score_branches
+from components.engine.local.cache import tokens_in_free_memory
 from components.engine.local.decoder import Decoder, TransformersDecoder
 from components.engine.local.generate import REASONS, generate
 from components.engine.local.lean import LeanDecoder, unsupported
@@ -48,8 +49,9 @@ class LocalEngine(Engine):
 
         max_rows: int = 512
         """rows decoded at once; more rows are split into waves (same results)"""
-        max_batch_tokens: int = 524288
-        """tokens (prompt plus response budget) cached at once; lower it if memory runs out"""
+        max_batch_tokens: int = 0
+        """tokens (prompt plus response budget) cached at once; 0: on a GPU what 80 % of its free memory holds, on a CPU
+        524,288; more rows are split into waves"""
         score_tokens: int = 16384
         """padded tokens per forward pass of `score`"""
         decoder: Literal["auto", "lean", "transformers"] = "auto"
@@ -58,9 +60,9 @@ class LocalEngine(Engine):
         """keeps a second copy of the weights on the lean decoder, for gradients (value.gradient_attribution)"""
 
         def __post_init__(self) -> None:
-            for name in ("max_rows", "max_batch_tokens", "score_tokens"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"expected {name} ≥ 1, got {getattr(self, name)}.")
+            for name, least in (("max_rows", 1), ("max_batch_tokens", 0), ("score_tokens", 1)):
+                if getattr(self, name) < least:
+                    raise ValueError(f"expected {name} ≥ {least}, got {getattr(self, name)}.")
 
     config: Config
 
@@ -137,7 +139,8 @@ class LocalPolicy(EnginePolicy):
                 engine.text,
                 engine.forbidden,
                 engine.config.max_rows,
-                engine.config.max_batch_tokens,
+                engine.config.max_batch_tokens
+                or tokens_in_free_memory(engine.decoder.cached_bytes, engine.decoder.device),
             )
             text = decode_rows(self.tokenizer, done.tokens.to_lists())
         self._check_finite(done.logprobs)

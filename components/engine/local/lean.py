@@ -90,6 +90,7 @@ class LeanDecoder:
         self._order = torch.arange(self._dim, device=self.device).view(2, -1).T.reshape(-1)
         self._rotary = model.model.rotary_emb
         self._context = context
+        self.cached_bytes = 2 * self._num_layers * self._kv_heads * self._dim * self._dtype.itemsize
         self._turn = torch.zeros(0, self._dim // 2, dtype=torch.complex64)
         self.load(model.state_dict())
         self.release()
@@ -263,7 +264,7 @@ class LeanDecoder:
             scores = torch.bmm(query, keys)
             prompt_scores = torch.bmm(batch.to_entries(query.view(shape[0], -1), shared), batch.keys[n].flatten(0, 1))
             if batch.mask is not None:
-                prompt_scores.view(*batch.keys.shape[1:3], -1, batch.prompt_columns).add_(batch.mask[:, None, None])
+                prompt_scores.view(*batch.keys[n].shape[:2], -1, batch.prompt_columns).add_(batch.mask[:, None, None])
             # Prompt columns first, then the sampled tokens of the row.
             scores = torch.cat([batch.to_rows(prompt_scores).view(shape[0], shared, -1), scores], -1)
             weights = torch.softmax(scores.mul_(self._scale), -1, dtype=torch.float32).to(x.dtype)
