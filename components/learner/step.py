@@ -56,6 +56,10 @@ class Backend(ABC):
     def skip_update(self) -> Update:
         """Advances only the schedule; gradients are dropped."""
 
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in Hugging Face names, one after the other; all ranks of a sharded model iterate."""
+
     def sum(self, value: Tensor) -> Tensor:
         """Returns a tensor summed over replicas, on every rank."""
         return self.context.all_sum(value)

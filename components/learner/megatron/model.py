@@ -21,9 +21,10 @@ from components.learner.megatron.bridge import build_chunks, make_bridge
 from components.learner.megatron.cpu import megatron_on_cpu
 from components.learner.megatron.parallel import check_layout
 from components.learner.megatron.settings import ParallelLayout, Recompute
-from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
+from components.learner.megatron.weights import check_files, fill, gather, parts, read
 from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config
+from components.models.weights import tensor_files
 from pipeline.core.component import ModelSpec
 from pipeline.core.jagged import Jagged
 
