@@ -27,6 +27,7 @@ class PolicyLearner(Component):
     """Base of learners. A subclass loads a model and sets `backend` in `setup`, and defines the published `weights`."""
 
     placement = "collective"
+    remakes = frozenset({"weights"})
     metrics = (*LEARNER_METRICS, *shipped_metrics())
 
     @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class PolicyLearner(Component):
         raise NotImplementedError
 
     def initial(self) -> dict[str, Any]:
-        """The present weights: version 0, or the resumed version after `load_state_dict`."""
+        """The present weights: version 0, or those of the checkpoint after its state and shards are loaded."""
         return {"weights": self.weights()}
 
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,11 @@ class HFLearner(PolicyLearner):
         """Settings of `learner.hf`."""
 
     config: Config
+
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """Not sharded."""
+        return dataclasses.replace(config, fsdp_size=1)
 
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""

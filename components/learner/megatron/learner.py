@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from components.learner.learner import PolicyLearner
-from components.learner.megatron.settings import MegatronSettings
+from components.learner.megatron.settings import MegatronSettings, ParallelLayout
 from pipeline.core.component import Context
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
@@ -41,6 +42,11 @@ class MegatronLearner(PolicyLearner):
     def ranks_per_replica(cls, config: Any) -> int:
         """Ranks that hold one copy of the model."""
         return int(config.model_size)
+
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """One rank in every direction."""
+        return dataclasses.replace(config, **{f.name: f.default for f in dataclasses.fields(ParallelLayout)})
 
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""
