@@ -47,6 +47,7 @@ class PolicyLearner(Component):
     """Base of learners. A subclass loads a model and sets `backend` in `setup`, and defines the published `weights`."""
 
     placement = "collective"
+    remakes = frozenset({"weights"})
     metrics = (*LEARNER_METRICS, *shipped_metrics())
 
     @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class PolicyLearner(Component):
         return ScoredSequence(tokens=tuple(ids[0].tolist()), logprobs=tuple(mean.tolist()))
 
     def initial(self) -> dict[str, Any]:
-        """The present weights: version 0, or the resumed version after `load_state_dict`."""
+        """The present weights: version 0, or those of the checkpoint after its state and shards are loaded."""
         return {"weights": self.published()}
 
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from components.learner.dtensors import cut, gather
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -149,7 +151,7 @@ class Optimizer:
             for master in masters:
                 master.grad = reduce(torch.zeros_like(master) if master.grad is None else master.grad)
         grads = [m.grad for m in masters if m.grad is not None]
-        norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        norm = gather(nn.utils.get_total_norm(grads)) if grads else torch.zeros(())
         rate = self.schedule.advance()
         applied = math.isfinite(float(norm))
         if applied:
@@ -158,9 +160,7 @@ class Optimizer:
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
-            with torch.no_grad():
-                for name in self._narrow:
-                    self._parameters[name].copy_(self._masters[name])
+            self.masters_changed()
         self._drop_gradients()
         return Update(float(norm), rate, applied)
 
@@ -183,14 +183,14 @@ class Optimizer:
         return [*masters, *moments, *gradients], stay
 
     def state_dict(self) -> dict[str, Any]:
-        """Master weights and moments by parameter name, and the step count; all copies."""
+        """Master weights and moments by parameter name, and the step count; all copies, on the CPU."""
         moments = {
-            n: {k: v.detach().clone() for k, v in self._adam.state[m].items()}
+            n: {k: v.detach().to("cpu", copy=True) for k, v in self._adam.state[m].items()}
             for n, m in self._masters.items()
             if self._adam.state.get(m)
         }
         return {
-            "masters": {n: m.detach().clone() for n, m in self._masters.items()},
+            "masters": {n: m.detach().to("cpu", copy=True) for n, m in self._masters.items()},
             "moments": moments,
             "step_count": self.schedule.step_count,
         }
@@ -206,12 +206,28 @@ class Optimizer:
             )
         with torch.no_grad():
             for name, master in self._masters.items():
-                master.copy_(state["masters"][name])
-                if name in self._narrow:
-                    self._parameters[name].copy_(master)
+                master.copy_(cut(state["masters"][name], master))
         self._adam.state.clear()
         for name, moments in state["moments"].items():
             master = self._masters[name]
-            # The step counter stays on the CPU unless the fused kernel needs it on the parameter's device.
-            self._adam.state[master] = {k: v.detach().clone().to(master.device) for k, v in moments.items()}
+            # The fused kernel needs the step counter on the parameter's device.
+            self._adam.state[master] = {k: cut(v.detach(), master) for k, v in moments.items()}
         self.schedule.step_count = int(state["step_count"])
+        self.masters_changed()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Master weights, moments and step counters as "kind/parameter", not copies; moments of no steps are 0."""
+        out: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            state = self._adam.state[master]
+            if not state:
+                state["step"] = torch.zeros((), device=master.device)
+                state |= {k: torch.zeros_like(master, requires_grad=False) for k in ("exp_avg", "exp_avg_sq")}
+            out |= {"master/" + name: master.detach()} | {f"{kind}/{name}": value for kind, value in state.items()}
+        return out
+
+    @torch.no_grad()
+    def masters_changed(self) -> None:
+        """Rounds the master weights to the parameters."""
+        for name in self._narrow:
+            self._parameters[name].copy_(self._masters[name])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError, did_you_mean
@@ -171,12 +172,8 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     """The model in evaluation mode, parameters in `spec.dtype`, on `device`."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(spec)
+    config = _causal_config(spec)
     path = check_weight_files(spec)
-    if not spec.trust_remote_code and type(config) not in _causal_configs():
-        kind = getattr(config, "model_type", "unknown")
-        raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
-    check_context(spec, config)
     try:
         with _quiet_unless_watched():
             model = AutoModelForCausalLM.from_pretrained(
@@ -189,6 +186,40 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     except Exception as error:  # safetensors, the hub client and remote code each raise their own types
         raise _failure("weights", spec.path, error) from error
     return model.to(device).eval()
+
+
+def empty_causal_lm(spec: ModelSpec) -> Any:
+    """The model without weights: parameters in `spec.dtype` on the meta device, buffers on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    config = _causal_config(spec)
+    check_weight_files(spec)
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    # Not `torch.device("meta")`, which would leave buffers without their values too.
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+        )
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return model.eval()
+
+
+def _causal_config(spec: ModelSpec) -> Any:
+    """The configuration of a model that can be trained and sampled; DataError for any other."""
+    config = load_config(spec)
+    if not spec.trust_remote_code and type(config) not in _causal_configs():
+        kind = getattr(config, "model_type", "unknown")
+        raise DataError(f"model '{spec.path}': expected a causal language model of transformers, got type '{kind}'.")
+    check_context(spec, config)
+    return config
 
 
 def check_weight_files(spec: ModelSpec) -> str:

@@ -11,6 +11,8 @@ from torch import Tensor
 from pipeline.core.errors import DataError, did_you_mean
 
 Shape = tuple[int, ...]
+# Tensor name → its safetensors file, and its shape there.
+Files = dict[str, tuple[Path, Shape]]
 
 
 def local_folder(path: str) -> Path:
@@ -65,6 +67,21 @@ def read_folder(path: str) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise DataError(f"weights file {file}: cannot be read ({error}). Write or copy it again.") from error
     return tensors
+
+
+def tensor_files(path: str) -> Files:
+    """The tensors of a model folder, from the headers of its files; DataError for a truncated one, or none."""
+    from safetensors import SafetensorError, safe_open
+
+    out: Files = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated)
+                    out[name] = (file, tuple(opened.get_slice(name).get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"weights file {file}: cannot be read ({error}). Write or copy it again.") from error
+    return out
 
 
 def check_shapes(place: str, shapes: Mapping[str, Shape], expected: Mapping[str, Shape], hint: str) -> None:

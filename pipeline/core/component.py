@@ -265,6 +265,8 @@ class Component:
         metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
         final_pass: whether the node runs once more after the last iteration, on the final weights, with
             `context.iteration == context.iterations`.
+        remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
+            loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
     """
 
     paper: ClassVar[str] = ""
@@ -272,6 +274,7 @@ class Component:
     final_pass: ClassVar[bool] = False
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    remakes: ClassVar[frozenset[str]] = frozenset()
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -299,6 +302,11 @@ class Component:
             world: number of ranks.
         """
         return False
+
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """The settings with which one process holds the whole model, for tools that read a run of several."""
+        return config
 
     @classmethod
     def metrics_of(cls, config: Any) -> tuple[Metric, ...]:
@@ -343,7 +351,10 @@ class Component:
         self.context = context
 
     def initial(self) -> dict[str, Any]:
-        """Output name → value before the first iteration, for outputs that `@k` wires may read; called after setup."""
+        """Output name → value before the first iteration, for outputs that `@k` wires may read.
+
+        Called after setup, and after a checkpoint is loaded for the outputs that the component `remakes`.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:

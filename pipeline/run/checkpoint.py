@@ -33,7 +33,7 @@ from pipeline.run.run_directory import sync_directory, writing
 
 logger = logging.getLogger("creditgraph")
 
-FORMAT = 3
+FORMAT = 4
 SHARDS = "shards"
 STATE_FILES = ("tensors.safetensors", "state.json")
 _NUMBER = "[0-9]" * 6

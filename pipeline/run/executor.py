@@ -117,15 +117,6 @@ class Executor:
         if checkpoint:
             for node in self._view.nodes:
                 self._runners[node.name].refuse_missing(states, checkpoint.iteration)
-        self._seed_values(self._view.values_of(groups))
-        if self._run:
-            logs = checkpoint.logs if checkpoint else {}
-            self._logs = {
-                path.name: JsonLines(path, self._start - 1, logs.get(path.name))
-                for path in (self._run.metrics_path, self._run.rejected_path)
-            }
-            if self._recorder:
-                self._recorder.resume(self._start - 1, logs)
         for name, state in states.items():
             if name in self._runners:
                 self._runners[name].load(state)
@@ -136,6 +127,15 @@ class Executor:
                 if runner.has_shards:
                     runner.load_shards(checkpoint.path / SHARDS)
                 runner.harvest()  # drops what `setup` logged and rejected: the first start has already reported it
+        self._seed_values(self._view.values_of(groups))
+        if self._run:
+            logs = checkpoint.logs if checkpoint else {}
+            self._logs = {
+                path.name: JsonLines(path, self._start - 1, logs.get(path.name))
+                for path in (self._run.metrics_path, self._run.rejected_path)
+            }
+            if self._recorder:
+                self._recorder.resume(self._start - 1, logs)
         # From here on the state is as if this attempt had run the earlier iterations.
         self._values.completed = self._start - 1
         self._snapshots.saved = self._start - 1
@@ -218,7 +218,7 @@ class Executor:
             logger.warning("closing the run after an error: %s", second)  # must not hide the first one
 
     def _seed_values(self, in_flight: InFlight) -> None:
-        """Sets the values that `@k` wires read in the first iterations: from the checkpoint, else the initial ones."""
+        """Values that '@k' wires read in the first iterations: from the checkpoint or made again, else initial ones."""
         initial: dict[str, dict[str, Any]] = {}
         restored = set(self._team.from_first(list(in_flight)))
         # Every rank computes the initial values of collective nodes, whether it reads them or not, because that may
@@ -230,7 +230,7 @@ class Executor:
                 if (name, output, tag) in restored:
                     self._values.put(name, output, tag, in_flight.get((name, output, tag)))
                     continue
-                if self._start > 0:
+                if self._start > 0 and not (tag == self._start - 1 and output in self.graph[name].cls.remakes):
                     what = f"{name}.{output} of iteration {tag}, which a wire '@{delay}' of this graph reads"
                     raise lacking(self._start - 1, what)
                 if name not in initial:

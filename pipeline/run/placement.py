@@ -164,12 +164,16 @@ class RankView:
         others = {f"{g}@{r}": encode(s, g) for r, part in enumerate(parts) if r for g, s in part.items()}
         return dict(snapshots) | others
 
-    def in_flight(self, values: list[tuple[str, str, int, Any]]) -> dict[str, Encoded]:
+    def in_flight(self, values: list[tuple[str, str, int, Any]], iteration: int) -> dict[str, Encoded]:
         """Returns, on rank 0, the values on `@k` wires: group "values", and "values@replica" for other replicas.
 
-        Every leader calls it.
+        Values that their node makes again are left out. Every leader calls it.
         """
-        held = {(node, output, tag): value for node, output, tag, value in values}
+        held = {
+            (node, output, tag): value
+            for node, output, tag, value in values
+            if tag < iteration or output not in self.graph[node].cls.remakes
+        }
         groups = {"values": encode(held, "values in flight", copy=False)}
         if not self.many or not self.ranks.leader:
             return groups

@@ -140,3 +140,19 @@ class Replay(GraphSession):
             self.notes.append(
                 f"{name}: the state after iteration {at} is used, because iteration {after} has no checkpoint."
             )
+
+
+def published(path: Path, iteration: int) -> Weights | None:
+    """The weights of a run after the iteration of a checkpoint, on the CPU; None if its graph publishes none.
+
+    The learner makes them again from its state; those of a learner that cannot are among the values in flight.
+    """
+    with Replay(path, {"run": {"device": "cpu"}}) as replay:
+        for node in replay.graph.nodes:
+            for output, socket in node.sockets.outputs.items():
+                if output in node.cls.remakes and socket.carries(Weights):
+                    weights: Weights = replay.value(Wire(node.name, output), iteration)
+                    return weights
+    folder = path / "checkpoints" / f"{iteration:06d}"
+    values = checkpoint.load(folder, lambda group: group == "values").groups.get("values", {}).values()
+    return max((v for v in values if isinstance(v, Weights)), key=lambda w: w.version, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -116,7 +117,7 @@ class GraphSession:
             model=self.experiment.model,
             data=self.experiment.data,
         )
-        runner = NodeRunner(node, context)
+        runner = NodeRunner(dataclasses.replace(node, config=node.cls.alone(node.config)), context)
         self._all_runners.append(runner)
         runner.setup()
         return runner

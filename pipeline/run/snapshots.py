@@ -140,7 +140,7 @@ class Snapshots:
         self._values.wait_until(lambda: all(key in self._due for key in keys))
         begin = perf_counter()
         groups = self._view.states({name: state for key in keys for name, state in self._due.pop(key).items()})
-        groups |= self._view.in_flight(self._values.in_flight(iteration))
+        groups |= self._view.in_flight(self._values.in_flight(iteration), iteration)
         self._open = {}
         if self._view.first:
             self._open = flush(iteration)

@@ -1,20 +1,24 @@
-"""`learner.hf`: trains any transformers causal LM on one device per replica, all parameters or LoRA. The reference."""
+"""`learner.hf`: trains any transformers causal LM, all parameters or LoRA, whole on each rank or sharded (FSDP2)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.learner.head import plan_head
+from components.learner.hf.checkpoint import load_shards, save_shards
 from components.learner.hf.model import LearnerModel
-from components.learner.hf.settings import HFSettings
+from components.learner.hf.settings import HFSettings, choose_fsdp_size
+from components.learner.hf.sharding import Sharding, check_size
 from components.learner.learner import PolicyLearner
 from components.learner.optimizer import Optimizer, Update
-from components.learner.packing.pack import PackedBatch
+from components.learner.packing.pack import PackedBatch, filler
 from components.learner.step import Backend, LossOf
 from pipeline.core.component import Context, identity_sum
 from pipeline.core.errors import RunError
@@ -30,7 +34,8 @@ class HFLearner(PolicyLearner):
     without any credit, and steps with a non-finite loss or gradient, change no weight and are counted.
 
     With several replicas each has the whole batch, computes its part of every mini-batch (prompts spread by token
-    count), and gradients are summed; all make the same steps.
+    count), and gradients are summed; all make the same steps. They may share one model, of which each holds a shard
+    (`fsdp_size`).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -39,12 +44,18 @@ class HFLearner(PolicyLearner):
 
     config: Config
 
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """Not sharded."""
+        return dataclasses.replace(config, fsdp_size=1)
+
     def setup(self, context: Context) -> None:
         """Loads the model and makes the optimiser."""
         super().setup(context)
-        from components.models.load import check_context, load_causal_lm
+        from components.models.load import check_context
 
-        model = load_causal_lm(context.model, context.device)
+        model, shards = self._load(context)
+        self.sharded = shards is not None
         max_context = check_context(context.model, model.config)
         self.model = LearnerModel(
             model,
@@ -53,6 +64,7 @@ class HFLearner(PolicyLearner):
             self.config.keeps_reference,
             seed=context.seed,
             slow_attention=self.config.compute.slow_attention,
+            shards=shards,
         )
         rows, width = model.get_output_embeddings().weight.shape
         self.model.head_plan = plan_head(
@@ -64,55 +76,101 @@ class HFLearner(PolicyLearner):
             total_steps=context.iterations * self.config.steps_per_batch,
             no_decay=self.model.embedding_names(),
         )
-        self.backend = HFBackend(context, self.model, self.optimizer, max_context)
+        self.backend = HFBackend(context, self.model, self.optimizer, max_context, shards[0] if shards else None)
+
+    def _load(self, context: Context) -> tuple[Any, tuple[Sharding, str] | None]:
+        """The model on this rank's device; or without weights, with the ranks that share it and their folder."""
+        from components.models.load import empty_causal_lm, load_causal_lm, resolve_model_path
+        from components.models.weights import local_folder
+
+        ranks = context.ranks
+        size = self.config.fsdp_size
+        check_size(size or 1, ranks.world)
+        if size == 1 or (not size and (ranks.world == 1 or not context.device.startswith("cuda"))):
+            return load_causal_lm(context.model, context.device), None
+        model = empty_causal_lm(context.model)
+        if not size:
+            size = self._chosen_size(model)
+            if size == 1:
+                return load_causal_lm(context.model, context.device), None
+        sharding = Sharding(ranks, context.device, size)
+        return model, (sharding, str(local_folder(resolve_model_path(context.model.path))))
+
+    def _chosen_size(self, model: Any) -> int:
+        lora = self.config.lora.rank > 0
+        weights = sum(p.numel() for p in model.parameters())
+        return choose_fsdp_size(
+            weights,
+            trained=0 if lora else weights,
+            element_bytes=model.dtype.itemsize,
+            copies=1 if lora or self.config.keeps_reference else 0,
+            world=self.context.ranks.world,
+            gpu_bytes=torch.cuda.get_device_properties(self.context.device).total_memory,
+        )
 
     def weights(self) -> Weights:
         """The whole model, or its adapters with `lora.publish=adapter`."""
         if self.config.lora.publish == "adapter":
             tensors, adapter = self.model.published_adapter()
             return Weights(version=self.version, tensors=tensors, adapter=adapter)
+        if self.sharded:
+            # For the engine of this rank; not on the GPU, where no rank could hold all of them.
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.backend.export()}
+            return Weights(version=self.version, tensors=tensors)
         return Weights(version=self.version, tensors=self.model.published())
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser state with the trained parameters, version and counter."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "version": self.version,
-            "trained_tokens": self.trained_tokens,
-        }
+        """Version and counters, and what is not in shards: optimiser state with the trained parameters."""
+        counters = {"version": self.version, "trained_tokens": self.trained_tokens}
+        if self.sharded:
+            return counters | {"step_count": self.optimizer.schedule.step_count}
+        return {"optimizer": self.optimizer.state_dict()} | counters
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
-        if "optimizer" not in state:
+        if "optimizer" not in state and "step_count" not in state:
             raise RunError(
                 f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
                 f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
             )
-        self.optimizer.load_state_dict(state["optimizer"])
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.schedule.step_count = int(state["step_count"])
         self.version = int(state["version"])
         self.trained_tokens = int(state["trained_tokens"])
 
+    def save_shards(self, folder: Path) -> None:
+        """Writes the parameters and optimiser state that this rank holds, if the model is sharded."""
+        if self.sharded:
+            save_shards(folder, self.optimizer)
+
+    def load_shards(self, folder: Path) -> None:
+        """Continues from `save_shards` of this or another number of ranks; does nothing if there are no shards."""
+        if any(folder.iterdir()):
+            load_shards(folder, self.optimizer)
+
 
 class HFBackend(Backend):
-    """A transformers model on one device, and AdamW.
+    """A transformers model, whole or sharded, and AdamW.
 
     Args:
         context: context of the learner's node.
         model: the model.
         optimizer: optimizer of its trained parameters.
         max_context: longest sequence the model supports, in tokens.
+        sharding: the ranks that hold the model together, or None.
     """
 
-    def __init__(self, context: Context, model: LearnerModel, optimizer: Optimizer, max_context: int) -> None:
+    def __init__(
+        self, context: Context, model: LearnerModel, optimizer: Optimizer, max_context: int, sharding: Sharding | None
+    ) -> None:
         super().__init__(context)
         self.model = model
         self.optimizer = optimizer
         self.max_context = max_context
         self.packs = model.packs
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors, adapters merged."""
-        return self.model.export()
+        self._sharding = sharding
 
     @property
     def exports_alone(self) -> bool:
@@ -126,22 +184,44 @@ class HFBackend(Backend):
     def score(self, batches: Iterable[PackedBatch], temperature: float, reference: bool) -> list[Jagged]:
         """Scores one micro-batch after the other."""
         if reference:
-            return [self.model.reference_logprobs(batch, temperature) for batch in batches]
-        return [self.model.logprobs(batch, temperature)[0] for batch in batches]
+            out = [self.model.reference_logprobs(batch, temperature) for _, batch in self._together(batches)]
+        else:
+            out = [self.model.logprobs(batch, temperature)[0] for _, batch in self._together(batches)]
+        return out
 
     def forward_backward(self, batches: Iterable[PackedBatch], temperature: float, loss: LossOf) -> Tensor:
         """Accumulates gradients in the parameters, or in their float32 copies."""
         total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for number, batch in enumerate(batches):
-            share = loss(number, *self.model.logprobs(batch, temperature))
+        for number, batch in self._together(batches):
+            logprobs, entropies = self.model.logprobs(batch, temperature)
+            share = logprobs.values.sum() * 0.0 if number < 0 else loss(number, logprobs, entropies)
             share.backward()  # type: ignore[no-untyped-call]
             self.optimizer.collect()
             total += share.detach()
         return total
 
+    def _together(self, batches: Iterable[PackedBatch]) -> Iterator[tuple[int, PackedBatch]]:
+        """The micro-batches with their numbers; where ranks share a model, fillers (number −1) until all have as many.
+
+        A pass gathers parameters from all ranks, so a rank with fewer micro-batches takes part in the others' passes.
+        """
+        if self._sharding is None:
+            yield from enumerate(batches)
+            return
+        own = list(batches)
+        missing = self._sharding.most(len(own)) - len(own)  # before the first pass, as on all ranks
+        yield from enumerate(own)
+        for _ in range(missing):
+            yield -1, filler(self.context.device)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in Hugging Face names; see `LearnerModel.export`."""
+        return self.model.export()
+
     def update(self) -> Update:
-        """Sums gradients over replicas, then updates."""
-        return self.optimizer.step(None if self.context.all_sum is identity_sum else self.context.all_sum)
+        """Sums gradients over replicas, which sharded ones already are, then updates."""
+        summed = self._sharding is not None or self.context.all_sum is identity_sum
+        return self.optimizer.step(None if summed else self.context.all_sum)
 
     def skip_update(self) -> Update:
         """Advances the schedule and drops gradients."""

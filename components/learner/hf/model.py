@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from components.learner.dtensors import gather
 from components.learner.head import HeadPlan
 from components.learner.hf.settings import Recompute
+from components.learner.hf.sharding import ADAPTED, Entry, Sharding, gathered, unit_of, without_memory
 from components.learner.logprobs import Head, token_logprobs
 from components.learner.lora import ALL_LINEAR, Lora, initial_a
 from components.learner.packing.attention import register
 from components.learner.packing.flash import check_fast, obstacle
 from components.learner.packing.pack import PackedBatch, pack
 from components.models.experts import unstack
-from pipeline.core.errors import extra
+from pipeline.core.errors import ConfigError, extra
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Adapter
 
@@ -30,12 +33,13 @@ class LearnerModel:
     """Wraps a loaded model for training.
 
     Args:
-        model: a transformers causal LM on its device.
+        model: a transformers causal LM on its device; with `shards` an empty one, whose weights are then read.
         lora: adapters; None or rank 0 for full fine-tuning.
         recompute: activations recomputed in the backward pass; see `HFSettings`.
         keep_reference: whether to keep the initial weights for scoring.
         seed: random seed of the adapters' initial values.
         slow_attention: whether to accept attention without flash kernels on a GPU; see `Compute`.
+        shards: the ranks that hold the model together, and the folder of its weights; None: this rank holds all of it.
 
     Attributes:
         packs: whether the model takes packed sequences.
@@ -50,22 +54,31 @@ class LearnerModel:
         keep_reference: bool = False,
         seed: int = 0,
         slow_attention: bool = False,
+        shards: tuple[Sharding, str] | None = None,
     ) -> None:
         lora = lora or Lora()
         model.config.use_cache = False
         model.eval()
-        _check_head(model)
         self.tied = _is_tied(model)
-        self._reference = copy.deepcopy(model).requires_grad_(False) if keep_reference and not lora.rank else None
-        self._peft = _with_lora(model, lora, seed) if lora.rank else None
+        reference = copy.deepcopy(model).requires_grad_(False) if keep_reference and not lora.rank else None
+        with contextlib.nullcontext() if shards is None else without_memory(model):
+            self._peft = _with_lora(model, lora, seed) if lora.rank else None
         self._lora = lora
         self.causal_lm = model
         self.head_plan = HeadPlan()
-        self.packs = _packs(model, slow_attention)
-        if self._reference is not None and self.packs:
-            self._reference.set_attn_implementation(register())
         if not lora.rank:
             model.requires_grad_(True)
+        self._entry = _entry(model, shards, trained=not lora.rank)
+        self._reference = None if reference is None else _entry(reference, shards, trained=False)
+        _check_head(self._entry)
+        self.packs = _packs(self._entry, slow_attention)
+        if shards is not None and not self.packs:
+            raise ConfigError(
+                f"learner.hf: sharded over several ranks it packs sequences, which {type(model).__name__} does not "
+                "support (the reason is above). Set learner.fsdp_size=1, or use another model."
+            )
+        if self._reference is not None and self.packs:
+            self._reference.model.set_attn_implementation(register())
         if recompute == "full":
             _checkpoint(model)
 
@@ -83,7 +96,7 @@ class LearnerModel:
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
         """Log-probs and entropies of the response tokens, float32, with gradient."""
-        return self._score(self.causal_lm, batch, temperature)
+        return self._score(self._entry, batch, temperature)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: PackedBatch, temperature: float) -> Jagged:
@@ -94,33 +107,39 @@ class LearnerModel:
             raise RuntimeError("learner: no reference model was kept")
         # Without its adapters the model is the initial one.
         with self._peft.disable_adapter():
-            return self._score(self.causal_lm, batch, temperature)[0]
+            return self._score(self._entry, batch, temperature)[0]
 
-    def _score(self, model: Any, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
-        hidden = hidden_states(model, batch, self.packs)
-        chosen = batch.predicting(hidden)
-        plan = self.head_plan
-        values = token_logprobs(chosen, batch.next_tokens, Head.of(model), temperature, plan.chunk, plan.wide)
-        return batch.by_row(*values)
+    def _score(self, entry: Entry, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
+        return batch.by_row(*entry.run(_scores, batch, temperature, self.packs, self.head_plan))
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors under the names of files: adapters merged, a tied head left out (the embedding holds it)."""
-        deltas = {} if self._peft is None else _lora_deltas(self.causal_lm)
+        """The weights under the names of files, one whole tensor after the other; all ranks of a sharded model iterate.
+
+        Adapters are merged, and a tied output head is left out (the embedding holds it). A tensor is the model's own or
+        ends with its layer, so a caller that keeps it copies it.
+        """
         head = _head_name(self.causal_lm) if self.tied else ""
-        for name, tensor in unstack(self.causal_lm.state_dict()):
-            if ".lora_" in name:
-                continue
-            name = name.replace(".base_layer.", ".")
-            if name == head:
-                continue
-            delta = deltas.get(name)
-            # peft's merge adds the delta in the delta's dtype, then rounds once.
-            yield name, tensor if delta is None else tensor + delta.to(tensor.dtype)
+        names = [n for n in self.causal_lm.state_dict() if ".lora_" not in n and n != head]
+        for unit, members in groupby(names, lambda name: unit_of(self._entry, name)):
+            with gathered(unit):
+                for name in members:
+                    yield from unstack({name.replace(ADAPTED, "."): self._whole(name)})
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter or buffer whose layer is gathered, with its adapter."""
+        place, _, leaf = name.rpartition(".")
+        tensor: Tensor = getattr(self.causal_lm.get_submodule(place), leaf)
+        if not name.endswith(f"{ADAPTED}weight"):
+            return tensor
+        layer: Any = self.causal_lm.get_submodule(place.removesuffix(".base_layer"))
+        # peft's merge adds the delta in the delta's dtype, then rounds once.
+        delta: Tensor = layer.get_delta_weight(layer.active_adapters[0])
+        return tensor + delta.to(tensor.dtype)
 
     def published(self) -> dict[str, Tensor]:
         """A snapshot of `export`."""
-        return {name: tensor.clone() for name, tensor in self.export()}
+        return {name: tensor.detach().clone() for name, tensor in self.export()}
 
     @torch.no_grad()
     def published_adapter(self) -> tuple[dict[str, Tensor], Adapter]:
@@ -129,7 +148,24 @@ class LearnerModel:
 
         state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         adapter = self._lora.published(name.partition(".lora_")[0] for name in state)
-        return {name: tensor.detach().clone() for name, tensor in state.items()}, adapter
+        return {name: gather(tensor.detach()).clone() for name, tensor in state.items()}, adapter
+
+
+def _entry(model: Any, shards: tuple[Sharding, str] | None, trained: bool) -> Entry:
+    if shards is None:
+        return Entry(model)
+    dtype = model.dtype
+    if trained:
+        # The shards are the master weights; layers compute with them rounded to the model's dtype.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+    sharding, path = shards
+    return sharding.shard(model, path, dtype if trained and dtype != torch.float32 else None)
+
+
+def _scores(model: Any, batch: PackedBatch, temperature: float, packs: bool, plan: HeadPlan) -> tuple[Tensor, Tensor]:
+    chosen = batch.predicting(hidden_states(model, batch, packs))
+    return token_logprobs(chosen, batch.next_tokens, Head.of(model), temperature, plan.chunk, plan.wide)
 
 
 def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
@@ -146,8 +182,19 @@ def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
 
 
 @torch.no_grad()
-def _check_head(model: Any) -> None:
+def _check_head(entry: Entry) -> None:
     """Raises ValueError when the model's logits are more than its head applied to its last hidden states."""
+    worst, dtype = entry.run(_head_error)
+    if not worst <= (1e-3 if dtype == torch.float32 else 0.2):
+        raise ValueError(
+            f"learner: log-probs of {type(entry.model).__name__} from its output head differ from its own logits by "
+            f"{worst:.2g} nats; its forward pass does more than a linear head with scale and soft cap. Add that to "
+            "components.learner.logprobs.Head, or use another model."
+        )
+
+
+def _head_error(model: Any) -> tuple[float, torch.dtype]:
+    """Largest difference of log-probs in nats, and the dtype they were computed in."""
     embedding = model.get_input_embeddings().weight
     ids = torch.arange(6, device=embedding.device)[None] % model.config.get_text_config().vocab_size
     targets = ids[0, 1:]
@@ -155,13 +202,7 @@ def _check_head(model: Any) -> None:
     own = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
     computed, _ = token_logprobs(hidden, targets, Head.of(model))
-    worst = float((computed - own).abs().max())
-    if not worst <= (1e-3 if hidden.dtype == torch.float32 else 0.2):
-        raise ValueError(
-            f"learner: log-probs of {type(model).__name__} from its output head differ from its own logits by "
-            f"{worst:.2g} nats; its forward pass does more than a linear head with scale and soft cap. Add that to "
-            "components.learner.logprobs.Head, or use another model."
-        )
+    return float((computed - own).abs().max()), hidden.dtype
 
 
 def _head_name(model: Any) -> str:
@@ -175,13 +216,14 @@ def _is_tied(model: Any) -> bool:
     return head is not None and embedding is not None and head.weight is embedding.weight
 
 
-def _packs(model: Any, slow_attention: bool = False) -> bool:
+def _packs(entry: Entry, slow_attention: bool = False) -> bool:
     """Switches the model to packed attention if it supports that.
 
     On a GPU a model without it, and packed attention without flash kernels, are ConfigErrors unless `slow_attention`.
     """
+    model = entry.model
     device = next(model.parameters()).device
-    reason = _unpackable(model)
+    reason = _unpackable(entry)
     if device.type == "cuda":
         slow = f"{type(model).__name__} does not take packed sequences ({reason})" if reason else ""
         check_fast(slow or _slow_reason(model, device), slow_attention)
@@ -192,11 +234,12 @@ def _packs(model: Any, slow_attention: bool = False) -> bool:
     return not reason
 
 
-def _unpackable(model: Any) -> str:
+def _unpackable(entry: Entry) -> str:
     """Switches the model to packed attention and tests it on three rows.
 
     If that fails it restores the model's own attention and returns the reason, else "".
     """
+    model = entry.model
     own = model.config._attn_implementation
     device = str(next(model.parameters()).device)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -206,9 +249,9 @@ def _unpackable(model: Any) -> str:
     try:
         with torch.no_grad():
             batch = pack(prompts, responses, torch.arange(3, device=device))
-            separate_hidden = hidden_states(model, batch, packs=False)
+            separate_hidden = entry.run(hidden_states, batch, False)
             model.set_attn_implementation(register())
-            packed_hidden = hidden_states(model, batch, packs=True)
+            packed_hidden = entry.run(hidden_states, batch, True)
         tolerance = 1e-4 if separate_hidden.dtype == torch.float32 else 0.1
         largest = separate_hidden.abs().max().clamp(min=1e-6)
         worst = float((packed_hidden - separate_hidden).abs().max() / largest)
@@ -278,18 +321,6 @@ def _check_linear(model: Any) -> None:
                 f"'{name}' is a {type(layer.get_base_layer()).__name__}. Change lora.target, or set "
                 "lora.publish=merged."
             )
-
-
-def _lora_deltas(model: Any) -> dict[str, Tensor]:
-    from peft.tuners.lora import LoraLayer
-
-    out: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            layer: Any = module
-            for adapter in layer.active_adapters:
-                out[f"{name}.weight"] = layer.get_delta_weight(adapter)
-    return out
 
 
 def _checkpoint(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from components.learner.learner import PolicyLearner
-from components.learner.megatron.settings import MegatronSettings
+from components.learner.megatron.settings import MegatronSettings, ParallelLayout
 from pipeline.core.component import Context, ShardWrites
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
@@ -49,6 +50,11 @@ class MegatronLearner(PolicyLearner):
         megatron-core's layers rely on that order on GPUs up to Hopper.
         """
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.tensor_parallel * config.context_parallel > 1 else {}
+
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """One rank in every direction."""
+        return dataclasses.replace(config, **{f.name: f.default for f in dataclasses.fields(ParallelLayout)})
 
     def setup(self, context: Context) -> None:
         """Loads this rank's part of the model and makes the optimiser; all ranks call it."""

@@ -26,9 +26,10 @@ from components.learner.megatron.layers.parts import LOCAL, chosen_parts
 from components.learner.megatron.lora import Adapters, check_lora
 from components.learner.megatron.parallel import check_layout
 from components.learner.megatron.settings import LayerSettings, ParallelLayout, Recompute, fusions
-from components.learner.megatron.weights import check_files, fill, gather, parts, read, tensor_files
+from components.learner.megatron.weights import check_files, fill, gather, parts, read
 from components.learner.packing.pack import PackedBatch
 from components.models.load import load_config
+from components.models.weights import tensor_files
 from pipeline.core.component import ModelSpec
 from pipeline.core.jagged import Jagged
 

@@ -20,18 +20,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from components.learner.megatron.experts import most_of_sharing
-from components.learner.packing.pack import PackedBatch, pack
-from pipeline.core.jagged import Jagged
+from components.learner.packing.pack import PackedBatch, filler
 
 COMPUTE = ("forward-compute", "backward-compute")
 Forward = Callable[[nn.Module, PackedBatch], Tensor]
 Consume = Callable[[int, PackedBatch, Tensor], tuple[Tensor, Any]]
-
-
-def filler(device: str) -> PackedBatch:
-    """A micro-batch of one input token, whose loss has weight zero."""
-    token = Jagged.from_rows([[0]], torch.int64).to(device)
-    return pack(token, token, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def num_fillers(count: int, pipeline: int, virtual: int, most: int = 0) -> int:

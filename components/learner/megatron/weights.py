@@ -16,13 +16,10 @@ from torch import Tensor
 
 from components.learner.megatron.experts import local_expert, of_all_experts
 from components.models.experts import unstack
-from components.models.load import resolve_model_path
-from components.models.weights import Shape, check_shapes, weight_files
+from components.models.weights import Files, Shape, check_shapes
 from pipeline.core.errors import DataError
 
 TIED_HEAD = "lm_head.weight"
-# Tensor name → its safetensors file, and its shape there.
-Files = dict[str, tuple[Path, Shape]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +55,6 @@ def _numbered(bridge: Any, base: str, place: int, rank: int) -> str:
 
 
 # --- files ---
-
-
-def tensor_files(path: str) -> Files:
-    """The tensors of a model folder, from the headers of its files; DataError for a truncated one, or none."""
-    from safetensors import SafetensorError, safe_open
-
-    out: Files = {}
-    for file in weight_files(resolve_model_path(path)):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (a file cannot be iterated)
-                    out[name] = (file, tuple(opened.get_slice(name).get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"weights file {file}: cannot be read ({error}). Write or copy it again.") from error
-    return out
 
 
 def read(own: list[Part], files: Files) -> Iterator[tuple[str, Tensor]]:

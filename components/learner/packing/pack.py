@@ -141,6 +141,12 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -
     )
 
 
+def filler(device: str) -> PackedBatch:
+    """A micro-batch of one input token, for a rank that must take part in a pass without rows of its own."""
+    token = Jagged.from_rows([[0]], torch.int64).to(device)
+    return pack(token, token, torch.zeros(1, dtype=torch.int64, device=device))
+
+
 def _pack_shared(
     prompts: Jagged, targets: Jagged, whole: Jagged, overlap: Tensor, inputs_overlap: Tensor
 ) -> PackedBatch:

@@ -23,10 +23,11 @@ from pipeline.core.payloads import Weights
 from pipeline.core.registry import build_component, load_class
 from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
-from pipeline.run.checkpoint import load, numbered, read_manifest
+from pipeline.run.checkpoint import numbered, read_manifest
 from pipeline.run.compose.choices import list_choices, read_yaml, resolved_section
 from pipeline.run.compose.experiment import graph_dict
 from pipeline.run.compose.overrides import deep_merge
+from pipeline.run.replay import published
 from pipeline.run.run_directory import check_run, lock_holder
 from pipeline.run.run_settings import resolve_device
 
@@ -234,15 +235,14 @@ def _open_checkpoint(path: Path, name: str, spec: ModelSpec) -> Checkpoint:
 
 
 def _published(folder: Path) -> Weights:
-    """The weights of the highest version that a checkpoint keeps for `@k` wires."""
-    values = load(folder, lambda group: group == "values").groups.get("values", {}).values()
-    weights = [value for value in values if isinstance(value, Weights)]
-    if not weights:
+    """The weights after the iteration of a checkpoint."""
+    weights = published(folder.parent.parent, int(folder.name))
+    if weights is None:
         raise RunError(
-            f"{folder}: holds no published weights; expected a graph whose engine reads learner.weights@1. Write a "
-            "model folder with creditgraph export and evaluate it with checkpoint=FOLDER."
+            f"{folder}: holds no published weights; expected a graph with a learner. Write a model folder and evaluate "
+            "it with checkpoint=FOLDER."
         )
-    return max(weights, key=lambda w: w.version)
+    return weights
 
 
 def _exported(folder: Path) -> Checkpoint:

@@ -59,31 +59,26 @@ def main(options: argparse.Namespace) -> int:
 
 
 def newest_weights(run: Path, iteration: int | None) -> Weights:
-    """The weights of the highest version among the values that a checkpoint keeps for `@k` wires."""
-    from pipeline.core.payloads import Weights
+    """The weights after the iteration of a checkpoint, by default the newest valid one."""
     from pipeline.run.checkpoint import Checkpoints, load
+    from pipeline.run.replay import published
 
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise RunError(f"export: {folder} is missing; expected the directory of a run that has saved.")
-    found = (
-        Checkpoints(folder).latest()
-        if iteration is None
-        else load(folder / f"{iteration:06d}", lambda group: group == "values")
-    )
+    found = Checkpoints(folder).latest() if iteration is None else load(folder / f"{iteration:06d}", lambda _: False)
     if found is None:
         raise RunError(
             f"export: {run} has no valid checkpoint; expected one. Set run.checkpoint.every, or end the run with "
             "Ctrl-C once."
         )
-    held = [v for v in found.groups.get("values", {}).values() if isinstance(v, Weights) and v.tensors is not None]
-    if not held:
+    weights = published(run, found.iteration)
+    if weights is None or weights.tensors is None:
         raise RunError(
-            f"export: the checkpoint after iteration {found.iteration} has no published weights; expected a graph "
-            "whose engine reads "
-            "learner.weights@1 and that has trained at least one iteration."
+            f"export: the checkpoint after iteration {found.iteration} has no published weights; expected a graph with "
+            "a learner."
         )
-    return max(held, key=lambda w: w.version)
+    return weights
 
 
 def write(tensors: dict[str, Tensor], model: ModelSpec, folder: Path, limit: float) -> None:

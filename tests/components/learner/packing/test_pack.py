@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from components.learner.hf.model import LearnerModel, _packs
+from components.learner.hf.sharding import Entry
 from components.learner.packing.attention import make_layout
 from components.learner.packing.pack import check_rows, pack, plan
 from pipeline.core.errors import DataError
@@ -82,7 +83,7 @@ def test_rows_go_one_by_one_through_a_model_that_refuses(reference, device, capl
     model = Gemma2ForCausalLM(config).to(device).eval()
     prompts, responses = rows(device)
     expected, _ = reference.separate_logprobs(model, prompts.to_lists(), responses.to_lists())
-    assert _packs(model) is False
+    assert _packs(Entry(model)) is False
     assert "does not take packed sequences" in caplog.text
     learner = LearnerModel(model, slow_attention=True)
     actual, _ = learner.logprobs(pack(prompts, responses, torch.arange(4, device=device)), 1.0)
