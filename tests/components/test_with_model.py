@@ -45,7 +45,7 @@ def suffixes(tiny, sampled):
     errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=sampled.failures, policy=tiny.policy).errors
     made = (
         tiny.start(Reset, **LIMITS, top_p=1.0)
-        .run(failures=sampled.failures, errors=errors, policy=tiny.policy)
+        .run(prompts=sampled.prompts, failures=sampled.failures, errors=errors, policy=tiny.policy)
         .trajectories
     )
     return errors, made

@@ -112,7 +112,8 @@ def test_mismatch_is_measured_only_at_equal_weights(make_learner, make_batch):
 
 def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_batch):
     metrics = run(
-        make_learner(old_logprobs="recompute", objective=ObjectiveSettings(importance=Importance(cap=2.0))), make_batch()
+        make_learner(old_logprobs="recompute", objective=ObjectiveSettings(importance=Importance(cap=2.0))),
+        make_batch(),
     ).report.metrics
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert metrics["mismatch_abs"] > 0.1

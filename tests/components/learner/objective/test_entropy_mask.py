@@ -64,7 +64,9 @@ def test_high_entropy_equals_sort(keep):
 @pytest.mark.parametrize("keep", [0.2, 0.5])
 def test_entropy_mask_equals_loop(reference, scope, keep):
     inputs = make_inputs()
-    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")), Meters())
+    prepared = prepare(
+        inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")), Meters()
+    )
     actual = prepared.columns["high_entropy"].values.tolist()
     ids = {
         "batch": [0] * 84,
