@@ -30,8 +30,8 @@ from pipeline.core.streams import keys_within
 class Outputs:
     """`suffixes` rows per failure, whose group is the failure.
 
-    `prompts`, `parents` (the failures) and `steps` (their errors) are the inputs, less those of prompts that wait for the
-    next iteration, and with those that waited for this one.
+    `prompts`, `parents` (the failures) and `steps` (their errors) are the inputs, less those of prompts that wait for
+    the next iteration, and with those that waited for this one.
     """
 
     trajectories: Trajectories

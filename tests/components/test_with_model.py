@@ -124,7 +124,8 @@ def test_reset_prefixes_are_right_up_to_the_error(tiny, sampled, suffixes):
 
 def test_from_merge_to_credit(tiny, sampled, suffixes, verifier):
     errors, made = suffixes
-    merged = tiny.start(Merge).run(trajectories=[sampled.trajectories, made]).trajectories
+    prompts = [sampled.prompts, sampled.prompts]
+    merged = tiny.start(Merge).run(trajectories=[sampled.trajectories, made], prompts=prompts).trajectories
     rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=merged, prompts=tiny.prompts).rewards
     shaped = tiny.start(Overlong, max_length=60, buffer=20).run(trajectories=merged, rewards=rewards).rewards
     assert (shaped.value <= rewards.value).all()
