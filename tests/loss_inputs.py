@@ -25,8 +25,8 @@ def make_inputs(lengths=(9, 1, 70, 4), seed=0, spread=0.05, masked=True, constan
 
 def losses(inputs, objective):
     """Prepared inputs, loss per token, metrics."""
-    inputs = prepare(inputs, objective)
     meters = Meters()
+    inputs = prepare(inputs, objective, meters)
     loss = loss_terms(inputs, objective, meters)
     return inputs, loss, meters.values()
 

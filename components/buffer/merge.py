@@ -9,25 +9,26 @@ import torch
 from pipeline.core.component import Component, Count
 from pipeline.core.errors import AlignmentError
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Trajectories
+from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """All rows."""
+    """All rows, and their prompts."""
 
     trajectories: Trajectories
+    prompts: Prompts
 
 
 class Merge(Component):
-    """Concatenates the trajectories of all wires, in the order of the wires; an empty batch adds nothing."""
+    """Concatenates the trajectories of all wires, in the order of the wires, and unites their prompts."""
 
     metrics = (
         Metric("trajectories", "rows", "trajectories of all wires"),
         Metric("groups", "groups", "groups among them"),
     )
 
-    def run(self, *, trajectories: list[Trajectories]) -> Outputs:
+    def run(self, *, trajectories: list[Trajectories], prompts: list[Prompts]) -> Outputs:
         """Concatenates the batches; raises AlignmentError when a trajectory arrives on two wires."""
         merged = Trajectories.concat(trajectories)
         # A trajectory on two wires would count twice in the loss.
@@ -39,4 +40,8 @@ class Merge(Component):
                 f"from {origins}. Remove the wire that repeats them."
             )
         self.context.log(trajectories=Count(len(merged)), groups=Count(len(torch.unique(merged.group))))
-        return Outputs(trajectories=merged)
+        every = Prompts.concat(prompts)
+        first = {uid: row for row, uid in reversed(list(enumerate(every.uid.tolist())))}
+        return Outputs(
+            trajectories=merged, prompts=every.select(torch.tensor(sorted(first.values()), dtype=torch.int64))
+        )

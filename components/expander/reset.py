@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
 from components.rollouts.requests import (
     LENGTH_METRICS,
     SAMPLING_NAMES,
     SamplingSettings,
     keyed_seeds,
-    length_metrics,
     sample_from_prefix,
 )
 from components.text.templates import Mode
-from pipeline.core.component import Component, Count, same_rows
+from pipeline.core.component import Count, same_rows
 from pipeline.core.handles import Policy
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import StepErrors, Trajectories, check_aligned
+from pipeline.core.payloads import Prompts, StepErrors, Trajectories, check_aligned
 from pipeline.core.streams import keys_within
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """`suffixes` rows per failure; the group of each is its failure."""
+    """`suffixes` rows per failure, whose group is the failure.
+
+    `prompts`, `parents` (the failures) and `steps` (their errors) are the inputs, less those of prompts that wait for
+    the next iteration, and with those that waited for this one.
+    """
 
     trajectories: Trajectories
+    prompts: Prompts
+    parents: Trajectories
+    steps: Annotated[StepErrors, same_rows("parents")]
 
 
 def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
@@ -45,26 +52,27 @@ def reset_length(thought_ends: Jagged, step: Tensor) -> Tensor:
     return length
 
 
-class Reset(Component):
+class Reset(Carrier):
     """Continues each failure `suffixes` times from the thoughts before its localised step h*.
 
     The prefix is thoughts 1 … h*−1 as exact token ids, without any information about the error. h* = 1 has an empty
     prefix: fresh responses that still form their own group. Settings that differ from those of the sampler of the
-    failures are refused.
+    failures are refused. With `carry.tokens`, a prompt with an unfinished suffix waits with all its failures.
     """
 
     paper = "2605.25507"
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {"failures": (*SAMPLING_NAMES, "suffixes")}
     metrics = (
         *LENGTH_METRICS,
+        *CARRY_METRICS,
         Metric("inherited_tokens", "tokens", "tokens taken over from failures"),
         Metric("prefix_share", "share", "kept part of a failure, mean"),
         Metric("empty_prefix_share", "share", "failures of which nothing is kept"),
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
-        """Sampling settings and the number of suffixes."""
+    class Config(CarrySettings, SamplingSettings):
+        """Sampling settings, the number of suffixes, and the long tail."""
 
         mode: Mode = "thought"
         """thought by thought, as the failures were sampled"""
@@ -82,24 +90,65 @@ class Reset(Component):
 
     config: Config
 
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        self._waiting: tuple[Trajectories, StepErrors] | None = None
+
     def run(
-        self, *, failures: Trajectories, errors: Annotated[StepErrors, same_rows("failures")], policy: Policy
+        self,
+        *,
+        prompts: Prompts,
+        failures: Trajectories,
+        errors: Annotated[StepErrors, same_rows("failures")],
+        policy: Policy,
     ) -> Outputs:
         """Samples all suffixes in one request batch; equal prefixes share their prefill."""
         check_aligned(failures, errors)
+        turn = self.begin(prompts, policy)
+        if self._waiting is not None:
+            failures = Trajectories.concat([self._waiting[0], failures])
+            errors = StepErrors.concat([self._waiting[1], errors])
         suffixes = self.config.suffixes
         rows = torch.arange(len(failures)).repeat_interleave(suffixes)
         length = reset_length(failures.thought_ends, errors.step)
-        seed = keyed_seeds(self.context.rng(), keys_within(failures.prompt_uid), 0, suffixes).reshape(-1)
+        seed = keyed_seeds(turn.stream, keys_within(failures.prompt_uid), 0, suffixes).reshape(-1)
         uid = self.context.uids(len(rows))
-        continued = sample_from_prefix(policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid)
+        continued = sample_from_prefix(
+            turn.policy, failures.select(rows), length[rows], seed, self.config.sampling(), uid
+        )
+        trajectories, complete = self.end(turn, continued)
+        done = turn.complete(failures.prompt_uid)
+        waits = torch.isin(failures.prompt_uid, self.in_flight)
+        self._waiting = (failures.select(waits), errors.select(waits)) if bool(waits.any()) else None
+        failures, errors, length = failures.select(done), errors.select(done), length[done]
         count = max(len(failures), 1)
         # An empty failure has no tokens to share.
         whole = failures.response_tokens.lengths.clamp(min=1)
         self.context.log(
-            **length_metrics(continued),
-            inherited_tokens=Count(continued.inherited.sum()),
+            inherited_tokens=Count(trajectories.inherited.sum()),
             prefix_share=float((length / whole).sum()) / count,
             empty_prefix_share=float((length == 0).sum()) / count,
         )
-        return Outputs(trajectories=continued)
+        return Outputs(trajectories=trajectories, prompts=complete, parents=failures, steps=errors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts in flight, with their failures and errors."""
+        more = {} if self._waiting is None else {"failures": self._waiting[0], "errors": self._waiting[1]}
+        return super().state_dict() | more
+
+    @classmethod
+    def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
+        """Failures and errors go with their prompts."""
+        state = super().state_for(states, replica, replicas)
+        held = [s for s in states if "failures" in s]
+        if len(states) == replicas or not held or "prompts" not in state:
+            return state
+        failures = Trajectories.concat([s["failures"] for s in held])
+        mine = torch.isin(failures.prompt_uid, state["prompts"].uid)
+        errors = StepErrors.concat([s["errors"] for s in held])
+        return state | {"failures": failures.select(mine), "errors": errors.select(mine)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores all of them."""
+        super().load_state_dict(state)
+        self._waiting = (state["failures"], state["errors"]) if "failures" in state else None

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from components.expander.tree_growth import SegmentRule, UncertainRule, grow_segments, grow_uncertain
+from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
 from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics
-from pipeline.core.component import Component
 from pipeline.core.handles import Policy
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
@@ -17,23 +17,26 @@ from pipeline.core.payloads import Prompts, Trajectories
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The leaves of each prompt's tree, prompt by prompt; the group of each is its prompt."""
+    """The leaves of each prompt's tree, prompt by prompt, whose group is the prompt; and the prompts."""
 
     trajectories: Trajectories
+    prompts: Prompts
 
 
-class Tree(Component):
+class Tree(Carrier):
     """Grows one tree of responses per prompt; its leaves share prefixes, and each token is sampled once.
 
     `segments`: `branching` = (6, 6, 6) samples 6 segments of M tokens, continues each 6 times for M tokens, and each of
     those 6 times to the end. `uncertain`: (M, N, L, T) samples M responses and, in each of L rounds, T new ones from
     before each of the N most uncertain tokens of every tree. Leaves carry their lineage: a row shares its first
     `inherited` tokens with `parent`, their ids, log-probs and entropies included. A branch that ends early is a leaf.
+    With `carry.tokens`, a prompt with an unfinished branch waits, as in sampler.chains.
     """
 
     paper = "2505.23564, 2506.11902"
     metrics = (
         *LENGTH_METRICS,
+        *CARRY_METRICS,
         Metric("leaves", "leaves", "responses per prompt"),
         Metric("fewest_leaves", "leaves", "responses of the prompt with the fewest"),
         Metric("inherited_tokens", "tokens", "tokens shared with an earlier leaf"),
@@ -42,8 +45,8 @@ class Tree(Component):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
-        """Sampling settings and the rule."""
+    class Config(CarrySettings, SamplingSettings):
+        """Sampling settings, the rule, and the long tail."""
 
         rule: Literal["segments", "uncertain"] = "segments"
         """segments: branches every M tokens (SPO-Tree); uncertain: at the most uncertain tokens (TreeRL)"""
@@ -71,20 +74,21 @@ class Tree(Component):
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Grows all trees level by level, or round by round, each in one request batch."""
         settings = self.config
+        turn = self.begin(prompts, policy)
         if settings.rule == "segments":
-            grown = grow_segments(prompts, policy, settings.segments, settings.sampling(), self.context)
+            grown = grow_segments(turn, settings.segments, settings.sampling(), self.context)
         else:
-            grown = grow_uncertain(prompts, policy, settings.uncertain, settings.sampling(), self.context)
-        leaves = grown.leaves
+            grown = grow_uncertain(turn, settings.uncertain, settings.sampling(), self.context)
+        leaves, prompts = self.end(turn, grown.leaves)
         per_prompt = torch.bincount(prompts.index_of(leaves.prompt_uid), minlength=len(prompts))
-        metrics = length_metrics(leaves)
-        metrics["sampled_tokens"] += grown.discarded_tokens
+        if not turn.carries:
+            # Of requests that are carried, every token is counted when it is sampled.
+            self.context.log(sampled_tokens=length_metrics(leaves)["sampled_tokens"] + grown.discarded_tokens)
         self.context.log(
-            **metrics,
             leaves=len(leaves) / max(len(prompts), 1),
             fewest_leaves=float(per_prompt.min()) if len(prompts) else 0.0,
             inherited_tokens=float(leaves.inherited.sum()),
             discarded_tokens=grown.discarded_tokens,
             missed_branches=grown.missed_branches,
         )
-        return Outputs(trajectories=leaves)
+        return Outputs(trajectories=leaves, prompts=prompts)

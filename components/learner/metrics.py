@@ -18,7 +18,7 @@ _WEIGHT = "mismatch_weight"
 _SQUARE = "mismatch_weight_square"
 _CAUSES = (
     "the usual causes are weights that did not reach the engine, another sampling temperature, or numerics (engine "
-    "dtype, kernels); objective.importance_cap corrects a small mismatch"
+    "dtype, kernels); objective.importance corrects a small mismatch"
 )
 
 # Metrics for every objective; further ones are declared on the objective's class.
@@ -50,8 +50,9 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "share",
         "trained tokens of entropy 0 that the entropy mask leaves out although its threshold is 0",
     ),
-    Metric("importance_weight", "ratio", "mean weight learner/engine with `objective.importance_cap`"),
-    Metric("importance_capped", "share", "tokens whose weight learner/engine was capped"),
+    Metric("importance_weight", "ratio", "mean weight learner/engine of trained tokens, with `objective.importance`"),
+    Metric("importance_capped", "share", "trained tokens whose weight learner/engine was capped"),
+    Metric("importance_rejected", "share", "rows not trained on because learner and engine differ too much on them"),
     Metric(
         "mismatch_clipped",
         "share",

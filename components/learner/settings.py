@@ -70,10 +70,10 @@ class LearnerSettings:
                 f"expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got {self.minibatches}, "
                 f"{self.epochs} and {self.micro_batch_tokens}."
             )
-        if self.objective.importance_cap and self.old_logprobs != "recompute":
+        if self.objective.importance.used and self.old_logprobs != "recompute":
             raise ValueError(
-                "objective.importance_cap compares the learner's old log-probs with the engine's, but old_logprobs is "
-                "'engine'; set old_logprobs: recompute, or importance_cap: 0."
+                "objective.importance compares the learner's old log-probs with the engine's, but old_logprobs is "
+                "'engine'; set old_logprobs: recompute, or leave importance at its defaults."
             )
 
     @property

@@ -226,7 +226,7 @@ class RolloutTraining:
             with self.clock("reference"):
                 reference = self.score(reference=True)
             self._inputs = self._inputs.replace(reference_logprobs=reference)
-        self._inputs = prepare(self._inputs, self._settings.objective)
+        self._inputs = prepare(self._inputs, self._settings.objective, self._meters)
 
     @torch.no_grad()
     def score(self, reference: bool) -> Jagged:

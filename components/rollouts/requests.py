@@ -144,7 +144,9 @@ def sample_fresh(
         uid: int64 [N], ids of the new trajectories.
     """
     empty = unsampled(prompts, rows, uid, policy.version, sampling.temperature)
-    done = _generate(policy, Requests(tokens=empty.prompt_tokens, seed=seed, sampling=sampling))
+    done = _generate(
+        policy, Requests(tokens=empty.prompt_tokens, seed=seed, sampling=sampling, prompt_uid=empty.prompt_uid)
+    )
     return empty.replace(
         response_tokens=done.tokens,
         engine_logprobs=done.logprobs,
@@ -152,6 +154,7 @@ def sample_fresh(
         thought_ends=done.thought_ends,
         finish_reason=done.finish_reason,
         text=done.text,
+        token_versions=done.token_versions,
     )
 
 
@@ -202,8 +205,12 @@ def sample_from_prefix(
             sampling=sampling,
             max_tokens=sampling.max_tokens - prefix_length,
             max_thoughts=None if sampling.thoughts is None else sampling.thoughts.max_thoughts - num_thoughts,
+            prompt_uid=parents.prompt_uid,
         ),
     )
+    versions = done.token_versions
+    if versions is not None:
+        versions = parents.versions_by_token().slice_rows(start, prefix_length).join(versions)
     tokens = prefix.join(done.tokens)
     new_ends = done.thought_ends.with_values(done.thought_ends.values + prefix_length[done.thought_ends.row_ids])
     return parents.replace(
@@ -220,7 +227,7 @@ def sample_from_prefix(
         # Decoded as a whole: two decoded halves need not join to the decoding of their tokens.
         text=decode_rows(policy.tokenizer, tokens.to_lists()),
         temperature=sampling.temperature or 1.0,
-        token_versions=None,
+        token_versions=versions,
     )
 
 
@@ -263,6 +270,7 @@ def _generate(policy: Policy, requests: Requests) -> Completions:
                 sampling=requests.sampling,
                 max_tokens=None if requests.max_tokens is None else requests.max_tokens[rows],
                 max_thoughts=None if requests.max_thoughts is None else requests.max_thoughts[rows],
+                prompt_uid=None if requests.prompt_uid is None else requests.prompt_uid[rows],
             )
         )
     else:
@@ -284,4 +292,5 @@ def _generate(policy: Policy, requests: Requests) -> Completions:
         thought_ends=scatter_rows(part.thought_ends, rows, count),
         finish_reason=reasons,
         text=texts,
+        token_versions=None if part.token_versions is None else scatter_rows(part.token_versions, rows, count),
     )

@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from components.rollouts.requests import LENGTH_METRICS, GroupSettings, length_metrics, sample_groups
-from pipeline.core.component import Component
+from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings
+from components.rollouts.requests import LENGTH_METRICS, GroupSettings, sample_groups
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Prompts, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """`group_size` rows per prompt, prompt by prompt."""
+    """`group_size` rows per prompt, prompt by prompt, and the prompts; some may have begun in earlier iterations."""
 
     trajectories: Trajectories
+    prompts: Prompts
 
 
-class Chains(Component):
+class Chains(Carrier):
     """Samples `group_size` independent responses per prompt; the group of each is its prompt.
 
-    A sample depends on (seed, node, iteration, prompt uid, place in the group) and on nothing else in the batch.
+    A sample depends on (seed, node, iteration, prompt uid, place in the group) and on nothing else in the batch. With
+    `carry.tokens` (2501.12599), a group with an unfinished rollout waits with all its rollouts, and continues in the
+    next iteration with the weights of that iteration. Every iteration begins the groups of all its prompts and returns
+    the complete ones, so batches differ in size; their mean size is the batch of prompts. `token_versions` is then the
+    version that sampled each token, `policy_version` the oldest of a row. What is in flight is part of the checkpoint.
     """
 
     paper = "2402.03300"
-    metrics = LENGTH_METRICS
+    metrics = (*LENGTH_METRICS, *CARRY_METRICS)
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(GroupSettings):
-        """Sampling settings and the group size."""
+    class Config(CarrySettings, GroupSettings):
+        """Sampling settings, the group size, and the long tail."""
 
     config: Config
 
     def run(self, *, prompts: Prompts, policy: Policy) -> Outputs:
         """Samples the groups of all prompts in one request batch."""
-        trajectories = sample_groups(self.context, policy, prompts, self.config.group_size, self.config.sampling())
-        self.context.log(**length_metrics(trajectories))
-        return Outputs(trajectories=trajectories)
+        turn = self.begin(prompts, policy)
+        settings = self.config
+        rows = sample_groups(
+            self.context, turn.policy, turn.prompts, settings.group_size, settings.sampling(), stream=turn.stream
+        )
+        trajectories, complete = self.end(turn, rows)
+        return Outputs(trajectories=trajectories, prompts=complete)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
-from pipeline.core.component import Component
+from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Rewards, Trajectories
@@ -36,7 +37,7 @@ def has_signal(rewards: Rewards, num_prompts: int) -> Tensor:
     return high - low > _FLAT
 
 
-class Dynamic(Component):
+class Dynamic(Carrier):
     """Samples groups in waves until `groups` prompts have rewards that differ, and drops the other groups.
 
     Groups whose rewards are all equal give no gradient. The node takes more prompts than it needs. Prompts that were
@@ -49,6 +50,7 @@ class Dynamic(Component):
     paper = "2503.14476"
     metrics = (
         *LENGTH_METRICS,
+        *CARRY_METRICS,
         Metric("waves", "waves", "waves of sampling"),
         Metric("signal_share", "share", "sampled prompts whose rewards differ"),
         Metric("groups", "groups", "groups that are trained on"),
@@ -58,8 +60,8 @@ class Dynamic(Component):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
-        """Sampling settings, the group size, and the number of groups."""
+    class Config(CarrySettings, SamplingSettings):
+        """Sampling settings, the group size, the number of groups, and the long tail."""
 
         group_size: int = 8
         """responses per prompt"""
@@ -85,17 +87,21 @@ class Dynamic(Component):
         """Samples in waves over the backlog and the new prompts."""
         target = self.config.groups
         size = self.config.group_size
-        pool = prompts if self._backlog is None else Prompts.concat([self._backlog, prompts])
+        turn = self.begin(prompts if self._backlog is None else Prompts.concat([self._backlog, prompts]), policy)
+        pool = turn.prompts
         waves: list[Trajectories] = []
         signals: list[Tensor] = []  # bool, for the prompts sampled so far, which are the first of the pool
         sampled = 0
         with_signal = 0
+        decided = 0
         while not waves or (with_signal < target and sampled < len(pool) and len(waves) < self.config.max_waves):
             # Before the first signal every prompt counts as having one: the first wave has `groups` prompts.
-            share = with_signal / sampled if with_signal else 1.0
+            share = with_signal / decided if with_signal else 1.0
             end = min(sampled + math.ceil((target - with_signal) / share), len(pool))
-            wave, signal = self._wave(pool.select(torch.arange(sampled, end)), policy, verifier)
+            part = pool.select(torch.arange(sampled, end))
+            wave, signal = self._wave(part, turn, verifier)
             waves.append(wave)
+            decided += int(turn.complete(part.uid).sum())
             signals.append(signal)
             sampled = end
             with_signal += int(signal.sum())
@@ -104,28 +110,42 @@ class Dynamic(Component):
         rows = torch.arange(len(fresh)).view(sampled, size)[used[:target]].reshape(-1)
         waiting = torch.cat([used[target:], torch.arange(sampled, len(pool))])
         self._backlog = pool.select(waiting) if len(waiting) else None
+        trajectories, _ = self.end(turn, fresh.select(rows), fresh)
         self.context.log(
-            **length_metrics(fresh),
             waves=len(waves),
-            signal_share=with_signal / max(sampled, 1),
+            signal_share=with_signal / max(decided, 1),
             groups=min(with_signal, target),
             missing_groups=max(target - with_signal, 0),
             surplus_groups=max(with_signal - target, 0),
             backlog=len(waiting),
         )
-        return Outputs(trajectories=fresh.select(rows), prompts=pool.select(used[:target]))
+        return Outputs(trajectories=trajectories, prompts=pool.select(used[:target]))
 
-    def _wave(self, prompts: Prompts, policy: Policy, verifier: Verifier) -> tuple[Trajectories, Tensor]:
-        """One group for each of these prompts, and which groups carry a signal."""
-        wave = sample_groups(self.context, policy, prompts, self.config.group_size, self.config.sampling())
+    def _wave(self, prompts: Prompts, turn: Turn, verifier: Verifier) -> tuple[Trajectories, Tensor]:
+        """One group for each of these prompts, and which groups are complete and carry a signal."""
+        size, sampling = self.config.group_size, self.config.sampling()
+        wave = sample_groups(self.context, turn.policy, prompts, size, sampling, stream=turn.stream)
         if not len(prompts):
             return wave, torch.zeros(0, dtype=torch.bool)
-        return wave, has_signal(verifier.verify(prompts, wave), len(prompts))
+        return wave, has_signal(verifier.verify(prompts, wave), len(prompts)) & turn.complete(prompts.uid)
 
     def state_dict(self) -> dict[str, Any]:
-        """The backlog."""
-        return {} if self._backlog is None else {"backlog": self._backlog}
+        """The backlog and the prompts in flight."""
+        return super().state_dict() | ({} if self._backlog is None else {"backlog": self._backlog})
+
+    @classmethod
+    def state_for(cls, states: Sequence[dict[str, Any]], replica: int, replicas: int) -> dict[str, Any]:
+        """Deals out both."""
+        state = super().state_for(states, replica, replicas)
+        held = [s["backlog"] for s in states if "backlog" in s]
+        if len(states) == replicas or not held:
+            return state
+        backlog = Prompts.concat(held)
+        mine = backlog.select(torch.argsort(backlog.uid)[replica::replicas])
+        rest = {key: value for key, value in state.items() if key != "backlog"}
+        return rest | ({"backlog": mine} if len(mine) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the backlog."""
+        """Restores both."""
+        super().load_state_dict(state)
         self._backlog = state.get("backlog")

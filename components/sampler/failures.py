@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, length_metrics, sample_groups
+from components.rollouts.carry import CARRY_METRICS, Carrier, CarrySettings, Turn
+from components.rollouts.requests import LENGTH_METRICS, SamplingSettings, sample_groups
 from components.rollouts.rewards import finite_rewards
-from pipeline.core.component import Component, Count
+from pipeline.core.component import Count
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
@@ -20,10 +21,11 @@ _SPLIT = re.compile(r"^(\d+)x(\d+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The base groups, which are trained on directly, and the failures, whose prefixes are continued."""
+    """The base groups, which are trained on directly, the failures, whose prefixes are continued, and their prompts."""
 
     trajectories: Trajectories
     failures: Trajectories
+    prompts: Prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def choose(failed: list[bool], split: Split) -> Choice | None:
     return Choice(base, failures) if len(base) == split.base else None
 
 
-class Failures(Component):
+class Failures(Carrier):
     """Samples responses until enough of them have failed; resets start from the first failures of each prompt.
 
     Per prompt and split AxB of G = `group_size`: A failures, which are localised in but not trained on, and a base
@@ -115,12 +117,14 @@ class Failures(Component):
     falls back to a group of G: its first G − A·B responses, and new ones in place of the A·B suffixes, because a group
     of responses that are all known to be right has no signal. Responses are sampled in waves, the first just large
     enough and later ones doubling; what is chosen depends on the order of responses, not on the waves. A response that
-    could not be verified is no failure.
+    could not be verified is no failure. With `carry.tokens`, a prompt with an unfinished response waits, as in
+    sampler.chains.
     """
 
     paper = "2605.25507"
     metrics = (
         *LENGTH_METRICS,
+        *CARRY_METRICS,
         Metric("attempts", "responses", "responses sampled per prompt"),
         Metric("discarded", "responses", "responses that are neither in a base group nor a failure"),
         Metric("fallback_share", "share", "prompts with too few failures, which got a larger base group instead"),
@@ -130,8 +134,8 @@ class Failures(Component):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
-        """Sampling settings, the split, and the limit of attempts."""
+    class Config(CarrySettings, SamplingSettings):
+        """Sampling settings, the split, the limit of attempts, and the long tail."""
 
         mode: Literal["plain", "thought"] = "thought"
         """resets need thought boundaries; plain responses have one thought and are reset to the prompt"""
@@ -165,7 +169,8 @@ class Failures(Component):
     def run(self, *, prompts: Prompts, policy: Policy, verifier: Verifier) -> Outputs:
         """Samples in waves, then chooses per prompt."""
         split = parse_split(self.config.split, self.config.group_size)
-        count = len(prompts)
+        turn = self.begin(prompts, policy)
+        count = len(turn.prompts)
         sampled = _Sampled(rows=[[] for _ in range(count)])
         choices: list[Choice | None] = [None] * count
         open_prompts = list(range(count))
@@ -173,53 +178,60 @@ class Failures(Component):
         size = split.fewest
         while open_prompts or not sampled.waves:
             # Only prompts that still lack failures are sampled again.
-            self._sample(sampled, prompts, open_prompts, size, policy, verifier, first=attempts)
+            self._sample(sampled, turn, open_prompts, size, verifier, first=attempts)
             for prompt in open_prompts:
                 choices[prompt] = choose([sampled.failed[row] for row in sampled.rows[prompt]], split)
             attempts += size
             # Doubled, so that a prompt that seldom fails costs few request batches.
             size = min(attempts, self.config.max_attempts - attempts)
-            open_prompts = [prompt for prompt in open_prompts if choices[prompt] is None and size > 0]
-        short = [prompt for prompt in range(count) if choices[prompt] is None]
+            complete = turn.complete(turn.prompts.uid).tolist()
+            open_prompts = [i for i in open_prompts if choices[i] is None and complete[i] and size > 0]
+        short = [i for i in range(count) if choices[i] is None and complete[i]]
         if short:
-            self._sample(sampled, prompts, short, split.group_size - split.base, policy, verifier, first=attempts)
+            self._sample(sampled, turn, short, split.group_size - split.base, verifier, first=attempts)
+        done = turn.complete(turn.prompts.uid).nonzero()[:, 0].tolist()
         fallback = Choice([*range(split.base), *range(attempts, attempts + split.group_size - split.base)], [])
-        chosen = [choice or fallback for choice in choices]
-        base = [[sampled.rows[i][k] for k in chosen[i].base] for i in range(count)]
-        failures = [sampled.rows[i][k] for i in range(count) for k in chosen[i].failures]
-        fresh = Trajectories.concat(sampled.waves)
+        chosen = {i: choices[i] or fallback for i in done}
+        base = {i: [sampled.rows[i][k] for k in chosen[i].base] for i in done}
+        failures = [sampled.rows[i][k] for i in done for k in chosen[i].failures]
+        responses = sum(len(sampled.rows[i]) for i in done)
         # Of the base groups with rows; the splits 2x4 and 1x8 have none but for prompts that fall back.
-        signal = [sampled.differ(rows) for rows in base if rows]
+        signal = [sampled.differ(rows) for rows in base.values() if rows]
+        short = [i for i in short if i in base]
         fallback_signal = [sampled.differ(base[i]) for i in short]
-        num_base = sum(map(len, base))
+        order = [row for rows in base.values() for row in rows]
+        num_base = len(order)
+        fresh = Trajectories.concat(sampled.waves)
+        rows, complete_prompts = self.end(turn, fresh.select(torch.tensor(order + failures, dtype=torch.int64)), fresh)
         self.context.log(
-            **length_metrics(fresh),
-            attempts=len(fresh) / max(count, 1),
-            discarded=Count(len(fresh) - num_base - len(failures)),
-            fallback_share=len(short) / max(count, 1),
+            attempts=responses / max(len(done), 1),
+            discarded=Count(responses - num_base - len(failures)),
+            fallback_share=len(short) / max(len(done), 1),
             failures=Count(len(failures)),
             signal_share=sum(signal) / max(len(signal), 1),
             fallback_signal_share=sum(fallback_signal) / max(len(short), 1),
         )
         return Outputs(
-            trajectories=fresh.select(torch.tensor([row for rows in base for row in rows], dtype=torch.int64)),
-            failures=fresh.select(torch.tensor(failures, dtype=torch.int64)),
+            trajectories=rows.select(torch.arange(num_base)),
+            failures=rows.select(torch.arange(num_base, len(rows))),
+            prompts=complete_prompts,
         )
 
     def _sample(
         self,
         sampled: _Sampled,
-        prompts: Prompts,
+        turn: Turn,
         places: list[int],
         size: int,
-        policy: Policy,
         verifier: Verifier,
         first: int,
     ) -> None:
         """Adds `size` responses to each prompt at `places`; `first` counts the responses that each has so far."""
-        selected = prompts.select(torch.tensor(places, dtype=torch.int64))
-        wave = sample_groups(self.context, policy, selected, size, self.config.sampling(), first=first)
-        rewards = finite_rewards(verifier.verify(prompts, wave))
+        selected = turn.prompts.select(torch.tensor(places, dtype=torch.int64))
+        sampling = self.config.sampling()
+        wave = sample_groups(self.context, turn.policy, selected, size, sampling, first=first, stream=turn.stream)
+        # A prompt with a paused response is chosen from in a later iteration, with all its rewards.
+        rewards = finite_rewards(verifier.verify(turn.prompts, wave))
         total = len(sampled.failed)
         for place, prompt in enumerate(places):
             sampled.rows[prompt] += range(total + place * size, total + (place + 1) * size)

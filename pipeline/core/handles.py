@@ -87,6 +87,7 @@ class Requests:
         progress: optional, tokens that the rows have sampled before; only for policies whose `continues` is true.
         pause: optional int64 [N], new tokens after which a row that has not ended is paused; only for policies whose
             `continues` is true.
+        prompt_uid: optional int64 [N], the prompt that each row answers, for what carries rows over iterations.
     """
 
     tokens: Jagged
@@ -96,6 +97,7 @@ class Requests:
     max_thoughts: Tensor | None = None
     progress: Progress | None = None
     pause: Tensor | None = None
+    prompt_uid: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,6 +112,7 @@ class Completions:
         finish_reason: "stop" (a stop string), "final" (the final thought), "eos", "length", "thoughts" (max_thoughts),
             "paused".
         text: decoded sampled tokens, special tokens kept.
+        token_versions: Jagged int32, version of the weights that sampled each token; None if all are the policy's.
     """
 
     tokens: Jagged
@@ -118,6 +121,7 @@ class Completions:
     thought_ends: Jagged
     finish_reason: list[str]
     text: list[str]
+    token_versions: Jagged | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

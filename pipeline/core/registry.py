@@ -25,7 +25,6 @@ BUILTIN: dict[str, str] = {
     "engine.vllm": "components.engine.vllm.engine:VllmEngine",
     "engine.sglang": "components.engine.sglang.engine:SGLangEngine",
     "sampler.chains": "components.sampler.chains:Chains",
-    "sampler.partial": "components.sampler.partial:Partial",
     "sampler.failures": "components.sampler.failures:Failures",
     "sampler.dynamic": "components.sampler.dynamic:Dynamic",
     "sampler.retry": "components.sampler.retry:Retry",

@@ -181,11 +181,12 @@ def _misaligned(node: Node, nodes: Mapping[str, Node], populations: _Populations
 def _other_prompts(node: Node, nodes: Mapping[str, Node], populations: _Populations) -> Iterator[str]:
     """Checks readers of a node that also returns prompts: it may hold some back, so they must use its prompts."""
     wired = {name: socket for name, socket in node.sockets.inputs.items() if name in node.wires}
-    for name in (n for n, s in wired.items() if Prompts in s.types):
+    for name, socket in ((n, s) for n, s in wired.items() if Prompts in s.types):
         for other in (n for n, s in wired.items() if Trajectories in s.types):
             for source, output, ago in populations.of_wires(node.wires[other]) or ():
                 own = next((o for o, s in nodes[source].sockets.outputs.items() if Prompts in s.types), "")
-                if own and node.wires[name] != [right := Wire(source, own, ago)]:
+                right = Wire(source, own, ago)
+                if own and node.wires[name] != [right] and not (socket.is_list and right in node.wires[name]):
                     yield (
                         f"{node.name}: '{other}' has the rows of {source}.{output}, whose prompts are {right}, but "
                         f"'{name}' is wired to "

@@ -19,7 +19,7 @@ from pipeline.core.payloads import Weights
 from pipeline.core.trace import NO_TRACE, Trace
 from pipeline.run.checkpoint import checksum
 from pipeline.run.metrics import JsonLines
-from pipeline.run.recording import record_problem, recorded_sums, write_payload
+from pipeline.run.recording import record_problem, recorded_sums, removed_records, write_payload
 from pipeline.run.run_directory import CHECKSUMS, write_aside, writing
 from pipeline.run.timeline.spans import BRIEF
 
@@ -34,10 +34,15 @@ class RecordSettings:
     """iterations between records; 0 records nothing"""
     outputs: list[str] | str = "all"
     """outputs as node.output, or "all" """
+    keep_gb: float = 0.0
+    """size of all records [GB] beyond which those of the oldest iterations are given up at a checkpoint, and removed at
+    the next; 0 keeps all. A removed record is named in record/checksums.jsonl, and cannot be replayed"""
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"every {self.every}: expected 0 (nothing) or more.")
+        if self.keep_gb < 0:
+            raise ValueError(f"keep_gb {self.keep_gb:g}: expected 0 (all records are kept) or more.")
         if isinstance(self.outputs, str) and self.outputs != "all":
             raise ValueError(f"outputs {self.outputs!r}: expected a list such as [sampler.trajectories], or 'all'.")
 
@@ -70,6 +75,9 @@ class Recorder:
         self._sums: JsonLines | None = None
         self._written: dict[tuple[int, str], str] = {}  # (iteration, file) → SHA-256, until it is listed
         self._audit: RecordAudit | None = None
+        self._budget = settings.keep_gb * 1e9
+        self._sizes: dict[tuple[int, str], int] = {}  # (iteration, file) → bytes, of listed files
+        self._doomed: list[str] = []  # files that the list names as removed
 
     def resume(self, last_iteration: int, marks: Mapping[str, Mapping[str, Any]]) -> None:
         """Continues after an iteration; only the rank that writes calls it.
@@ -81,6 +89,13 @@ class Recorder:
             marks: those of the checkpoint; that of checksums.jsonl is among them.
         """
         self._sums = JsonLines(self._path / CHECKSUMS, last_iteration, marks.get(f"{self._path.name}/{CHECKSUMS}"))
+        # The checkpoint knows that these are removed.
+        self._doomed = removed_records(self._path)
+        self._remove()
+        for name in recorded_sums(self._path):
+            file = self._path / name
+            if file.exists():
+                self._sizes[int(file.stem), name] = file.stat().st_size
         self._audit = RecordAudit(self._path, last_iteration)
 
     def marks(self) -> dict[str, dict[str, Any]]:
@@ -112,6 +127,9 @@ class Recorder:
         self._queue.join()
         self._check()
         self._list(iteration)
+        self._remove()
+        if self._budget and self._sums is not None:
+            self._doom(self._sums)
 
     def close(self) -> None:
         """Writes the remaining values and ends the thread."""
@@ -130,10 +148,38 @@ class Recorder:
     def _list(self, iteration: int | None = None) -> None:
         due = sorted(file for file in self._written if iteration is None or file[0] <= iteration)
         if self._sums is not None and due:
+            self._sizes |= {(i, name): (self._path / name).stat().st_size for i, name in due}
             self._sums.write(
                 [{"iteration": i, "file": name, "sha256": self._written.pop((i, name))} for i, name in due]
             )
             self._sums.sync()
+
+    def _doom(self, sums: JsonLines) -> None:
+        """Lists the oldest iterations' files beyond the budget as removed; the newest iteration stays.
+
+        They are removed at the next checkpoint: the one that is being written now then knows of it, and no older one
+        that a resumed run may fall back to lists a file that is gone.
+        """
+        newest = max((iteration for iteration, _ in self._sizes), default=0)
+        total = sum(self._sizes.values())
+        while total > self._budget and (oldest := min(i for i, _ in self._sizes)) < newest:
+            files = [key for key in self._sizes if key[0] == oldest]
+            total -= sum(self._sizes.pop(key) for key in files)
+            self._doomed += [name for _, name in files]
+        if self._doomed:
+            sums.write([{"iteration": newest, "file": name, "sha256": None} for name in self._doomed])
+            sums.sync()
+            logger.info(
+                "%s: %d records are over run.record.keep_gb=%g and will be removed, the oldest iterations first.",
+                self._path,
+                len(self._doomed),
+                self._budget / 1e9,
+            )
+
+    def _remove(self) -> None:
+        for name in self._doomed:
+            (self._path / name).unlink(missing_ok=True)
+        self._doomed = []
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -122,7 +122,7 @@ def read_table(file: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
-    """File below a record/ folder → its SHA-256, from checksums.jsonl; {} without one."""
+    """File below a record/ folder → its SHA-256, from checksums.jsonl; {} without one. Removed files are left out."""
     file = folder / CHECKSUMS
     if not file.exists():
         return {}
@@ -132,7 +132,15 @@ def recorded_sums(folder: Path) -> dict[str, str]:
 
 @lru_cache(maxsize=8)
 def _recorded_sums(file: Path, changed: int, size: int) -> dict[str, str]:
-    return {str(row.get("file")): str(row.get("sha256")) for row in read_lines(file)}
+    rows = {str(row.get("file")): row.get("sha256") for row in read_lines(file)}
+    return {name: str(value) for name, value in rows.items() if value is not None}
+
+
+def removed_records(folder: Path) -> list[str]:
+    """Files below a record/ folder that were removed to keep it within its budget, by checksums.jsonl."""
+    file = folder / CHECKSUMS
+    rows = {str(row.get("file")): row.get("sha256") for row in read_lines(file)} if file.exists() else {}
+    return [name for name, value in rows.items() if value is None]
 
 
 def record_problem(file: Path, sums: Mapping[str, str]) -> str:

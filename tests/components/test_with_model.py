@@ -45,7 +45,7 @@ def suffixes(tiny, sampled):
     errors = tiny.start(OracleLocalizer).run(prompts=tiny.prompts, failures=sampled.failures, policy=tiny.policy).errors
     made = (
         tiny.start(Reset, **LIMITS, top_p=1.0)
-        .run(failures=sampled.failures, errors=errors, policy=tiny.policy)
+        .run(prompts=sampled.prompts, failures=sampled.failures, errors=errors, policy=tiny.policy)
         .trajectories
     )
     return errors, made
@@ -124,7 +124,8 @@ def test_reset_prefixes_are_right_up_to_the_error(tiny, sampled, suffixes):
 
 def test_from_merge_to_credit(tiny, sampled, suffixes, verifier):
     errors, made = suffixes
-    merged = tiny.start(Merge).run(trajectories=[sampled.trajectories, made]).trajectories
+    prompts = [sampled.prompts, sampled.prompts]
+    merged = tiny.start(Merge).run(trajectories=[sampled.trajectories, made], prompts=prompts).trajectories
     rewards = tiny.start(Outcome).run(verifier=verifier, trajectories=merged, prompts=tiny.prompts).rewards
     shaped = tiny.start(Overlong, max_length=60, buffer=20).run(trajectories=merged, rewards=rewards).rewards
     assert (shaped.value <= rewards.value).all()

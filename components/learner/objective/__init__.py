@@ -2,7 +2,7 @@
 
 A learner calls, once per rollout batch and once per optimiser step:
 
-    inputs = prepare(inputs, settings)                          # batch-wide columns; may change the mask; no gradient
+    inputs = prepare(inputs, settings, meters)                  # batch-wide columns; may change the mask; no gradient
     denominators = counts(inputs.mask, settings)                # of the rows of one optimiser step, all replicas
     for rows in micro_batches:                                  # whole trajectories
         part = inputs.select(rows).replace(logprobs=…, entropies=…)
@@ -16,6 +16,7 @@ A new objective is one file with a subclass of `Objective`, and one line in `set
 
 from components.learner.objective.base import LossInputs, Objective
 from components.learner.objective.entropy_mask import EntropyMask
+from components.learner.objective.importance import Importance
 from components.learner.objective.kl import KL, kl_estimate
 from components.learner.objective.loss import aggregate, counts, loss_terms, prepare, weights
 from components.learner.objective.meters import AllSum, Meters
@@ -26,6 +27,7 @@ __all__ = [
     "OBJECTIVES",
     "AllSum",
     "EntropyMask",
+    "Importance",
     "LossInputs",
     "Meters",
     "Objective",

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from components.learner.objective import entropy_mask
-from components.learner.objective.base import MAX_LOG_RATIO, LossInputs
+from components.learner.objective import entropy_mask, importance
+from components.learner.objective.base import LossInputs
 from components.learner.objective.kl import kl_estimate
 from components.learner.objective.meters import Meters
 from components.learner.objective.settings import ObjectiveSettings
@@ -31,8 +31,9 @@ KL_WEIGHT = "kl_weight"
 
 
 @torch.no_grad()
-def prepare(inputs: LossInputs, settings: ObjectiveSettings) -> LossInputs:
-    """Adds the columns of the entropy mask, then those of the objective."""
+def prepare(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> LossInputs:
+    """Adds the columns of importance weights and entropy mask, then those of the objective; may change the mask."""
+    inputs = importance.correct(inputs, settings.importance, meters)
     return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask))
 
 
@@ -46,12 +47,8 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
         meters.share("high_entropy_ties", ties, mask | ties)
     if entropy_mask.IN_LOSS in inputs.columns:
         loss = torch.where(inputs.columns[entropy_mask.IN_LOSS].values, loss, 0.0)
-    if settings.importance_cap:
-        log_weight = (inputs.old_logprobs.values - inputs.engine_logprobs.values).clamp(max=MAX_LOG_RATIO)
-        weight = log_weight.exp().clamp(max=settings.importance_cap)
-        meters.mean("importance_weight", weight, mask)
-        meters.share("importance_capped", log_weight.exp() > settings.importance_cap, mask)
-        loss = loss * weight
+    if importance.WEIGHT in inputs.columns:
+        loss = loss * inputs.columns[importance.WEIGHT].values
     if settings.kl.coefficient:
         if inputs.reference_logprobs is None:
             raise ValueError("objective: kl.coefficient is set, but the learner provided no reference log-probs.")

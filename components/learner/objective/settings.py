@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from components.learner.objective.base import Objective
 from components.learner.objective.entropy_mask import EntropyMask
+from components.learner.objective.importance import Importance
 from components.learner.objective.kl import KL
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.metric import Metric
@@ -59,8 +60,8 @@ class ObjectiveSettings:
     """penalty against the initial model"""
     entropy_bonus: float = 0.0
     """weight of the current policy's entropy, added to what is maximised [1/nat]"""
-    importance_cap: float = 0.0
-    """C of the truncated importance weight min(π_old^learner / π^engine, C); 0 is off. Needs old_logprobs: recompute"""
+    importance: Importance = field(default_factory=Importance)
+    """importance weights learner/engine, and rejection of rows where the two differ too much"""
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
     """aggregation of token terms to one number; see `loss.py`"""
     constant_length: int = 0
@@ -80,8 +81,6 @@ class ObjectiveSettings:
             raise SettingsError(problems)
         object.__setattr__(self, "config", config)
         self.entropy_mask.check(self.use, objective.has_trace)
-        if self.importance_cap < 0:
-            raise ValueError(f"expected importance_cap ≥ 0 (0 is off, 2 is usual), got {self.importance_cap}.")
         if (self.aggregate == "constant") != (self.constant_length > 0):
             raise ValueError(
                 f"aggregate '{self.aggregate}' with constant_length {self.constant_length}: 'constant' divides by "

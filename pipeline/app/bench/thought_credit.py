@@ -11,6 +11,7 @@ import torch
 
 from components.learner.objective import (
     KL,
+    Importance,
     LossInputs,
     Meters,
     ObjectiveSettings,
@@ -45,7 +46,7 @@ class Effective:
 def effective_credit(trajectories: Trajectories, credit: Credit, objective: ObjectiveSettings) -> Effective:
     """Differentiates the objective with respect to log-probs, without KL, bonus and mismatch terms."""
     # At ratio 1 the KL term and the mismatch weights are constants of the policy, not of the credit.
-    bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance_cap=0.0)
+    bare = dataclasses.replace(objective, kl=KL(), entropy_bonus=0.0, importance=Importance())
     sampled = trajectories.engine_logprobs
     leaf = sampled.values.clone().requires_grad_()
     inputs = LossInputs(
@@ -58,7 +59,7 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
         old_entropies=trajectories.entropies,
         columns=dict(credit.columns),
     )
-    inputs = prepare(inputs, bare).replace(logprobs=sampled.with_values(leaf))
+    inputs = prepare(inputs, bare, Meters()).replace(logprobs=sampled.with_values(leaf))
     loss = loss_terms(inputs.replace(entropies=trajectories.entropies), bare, Meters())
     tokens = torch.where(inputs.mask.values, loss.values, 0.0).sum()
     whole = aggregate(loss, inputs.mask, bare, counts(inputs.mask, bare))

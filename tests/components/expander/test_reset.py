@@ -26,7 +26,9 @@ def test_suffixes_continue_the_exact_prefix(toolbox):
     failures = toolbox.trajectories([THREE, THREE])
     policy = toolbox.policy(lambda context, n: f"new{n}</thought>\\boxed{{1}}</thought>")
     node = toolbox.start(Reset, suffixes=2, thoughts=ThoughtLimits(max_thoughts=5), max_tokens=100)
-    out = node.run(failures=failures, errors=_errors(failures, [3, 1]), policy=policy).trajectories
+    out = node.run(
+        prompts=toolbox.prompts(["P"]), failures=failures, errors=_errors(failures, [3, 1]), policy=policy
+    ).trajectories
     assert out.text[:2] == [f"a</thought>b</thought>new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
     assert out.text[2:] == [f"new{n}</thought>\\boxed{{1}}</thought>" for n in (0, 1)]
     assert out.response_tokens.row(0)[:22].tolist() == failures.response_tokens.row(0)[:22].tolist()
@@ -52,7 +54,7 @@ def test_engine_numbers_of_the_prefix_are_the_parents(toolbox):
     policy = toolbox.policy(lambda context, n: "q")
     out = (
         toolbox.start(Reset, suffixes=1)
-        .run(failures=failures, errors=_errors(failures, [1, 2]), policy=policy)
+        .run(prompts=toolbox.prompts(["P"]), failures=failures, errors=_errors(failures, [1, 2]), policy=policy)
         .trajectories
     )
     assert torch.equal(out.engine_logprobs.row(1)[:11], failures.engine_logprobs.row(1)[:11])
@@ -64,7 +66,14 @@ def test_no_failures(toolbox):
     failures = toolbox.trajectories([])
     policy = toolbox.policy(lambda context, n: "q")
     node = toolbox.start(Reset)
-    assert len(node.run(failures=failures, errors=_errors(failures, []), policy=policy).trajectories) == 0
+    assert (
+        len(
+            node.run(
+                prompts=toolbox.prompts(["P"]), failures=failures, errors=_errors(failures, []), policy=policy
+            ).trajectories
+        )
+        == 0
+    )
     assert policy.calls == []
     assert node.context.metrics["sampled_tokens"] == 0
 
@@ -73,7 +82,9 @@ def test_errors_of_other_failures_are_refused(toolbox):
     failures = toolbox.trajectories([THREE])
     other = StepErrors(uid=torch.tensor([5]), step=torch.tensor([1]), source=["uniform"])
     with pytest.raises(AlignmentError, match="describe different populations"):
-        toolbox.start(Reset).run(failures=failures, errors=other, policy=toolbox.policy(lambda c, n: "q"))
+        toolbox.start(Reset).run(
+            prompts=toolbox.prompts(["P"]), failures=failures, errors=other, policy=toolbox.policy(lambda c, n: "q")
+        )
 
 
 def test_impossible_settings_are_reported():

@@ -11,7 +11,7 @@ from learner_steps import FAST, REINFORCE, distance, run, same
 
 from components.learner.hf.learner import HFLearner
 from components.learner.lora import Lora
-from components.learner.objective import KL, OBJECTIVES, ObjectiveSettings
+from components.learner.objective import KL, OBJECTIVES, Importance, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from pipeline.core.component import Ranks
 from pipeline.core.errors import AlignmentError, DataError
@@ -112,7 +112,8 @@ def test_mismatch_is_measured_only_at_equal_weights(make_learner, make_batch):
 
 def test_recomputed_old_logprobs_make_the_first_ratio_one(make_learner, make_batch):
     metrics = run(
-        make_learner(old_logprobs="recompute", objective=ObjectiveSettings(importance_cap=2.0)), make_batch()
+        make_learner(old_logprobs="recompute", objective=ObjectiveSettings(importance=Importance(cap=2.0))),
+        make_batch(),
     ).report.metrics
     assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert metrics["mismatch_abs"] > 0.1
@@ -306,7 +307,7 @@ def test_row_longer_than_the_context(make_learner, make_batch):
     ("settings", "text"),
     [
         ({"minibatches": 0}, "expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got 0, 1 and 16384"),
-        ({"objective": {"importance_cap": 2.0}}, "set old_logprobs: recompute"),
+        ({"objective": {"importance": {"cap": 2.0}}}, "set old_logprobs: recompute"),
         ({"lora": {"rank": -1}}, r"learner\.lora: expected rank ≥ 0 \(0 is full fine-tuning\), got -1"),
         ({"lora": {"publish": "adapter"}}, r"learner\.lora: publish is 'adapter', but rank is 0"),
         ({"recompute": "selective"}, r"learner\.recompute: expected 'none' or 'full', got 'selective'"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from components.learner.hf.learner import HFLearner
-from components.learner.objective import KL, OBJECTIVES, EntropyMask, ObjectiveSettings
+from components.learner.objective import KL, OBJECTIVES, EntropyMask, Importance, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
 from components.models.experts import unstack
@@ -170,7 +170,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 0,
     },
     "ppo_clip": {
-        "objective": ObjectiveSettings(use="ppo_clip", kl=KL(coefficient=0.1), importance_cap=2.0),
+        "objective": ObjectiveSettings(
+            use="ppo_clip", kl=KL(coefficient=0.1), importance=Importance(cap=2.0, level="sequence")
+        ),
         "old_logprobs": "recompute",
         "minibatches": 2,
         "epochs": 2,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loss_inputs import by_hand, gradient, losses, make_inputs
 
-from components.learner.objective import EntropyMask, ObjectiveSettings, prepare
+from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
 from components.learner.objective.entropy_mask import high_by_scope
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
@@ -64,7 +64,9 @@ def test_high_entropy_equals_sort(keep):
 @pytest.mark.parametrize("keep", [0.2, 0.5])
 def test_entropy_mask_equals_loop(reference, scope, keep):
     inputs = make_inputs()
-    prepared = prepare(inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")))
+    prepared = prepare(
+        inputs, ObjectiveSettings(entropy_mask=EntropyMask(keep=keep, scope=scope, where="loss")), Meters()
+    )
     actual = prepared.columns["high_entropy"].values.tolist()
     ids = {
         "batch": [0] * 84,
@@ -88,13 +90,13 @@ def test_entropy_mask_wants_the_entropies_of_trained_tokens():
     for scope, unknown in (("others", ~trained), ("trained", trained)):
         gaps = inputs.replace(old_entropies=inputs.mask.with_values(entropies.masked_fill(unknown, float("nan"))))
         if scope == "others":
-            expected = prepare(inputs, settings).columns["high_entropy"]
-            assert prepare(gaps, settings).columns["high_entropy"].equal(expected)
+            expected = prepare(inputs, settings, Meters()).columns["high_entropy"]
+            assert prepare(gaps, settings, Meters()).columns["high_entropy"].equal(expected)
             continue
         with pytest.raises(
             CreditgraphError, match=r"objective.entropy_mask: the engine gave no entropy for \d+ of \d+ tokens"
         ):
-            prepare(gaps, settings)
+            prepare(gaps, settings, Meters())
 
 
 def test_mask_on_the_loss_is_80_20():

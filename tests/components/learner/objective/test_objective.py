@@ -188,17 +188,6 @@ def test_entropy_bonus_pulls_on_entropies():
     assert torch.autograd.grad(loss, inputs.entropies.values)[0].tolist() == pytest.approx([-0.1] * 13)
 
 
-def test_importance_weight_by_hand():
-    # π_old/π_engine = e^{.5} and e^{3}, capped at 2; no gradient through the weight.
-    inputs = one_row([0.0, 0.0], [0.0, 0.0], [1.0, 1.0]).replace(
-        engine_logprobs=Jagged.from_rows([torch.tensor([-0.5, -3.0])])
-    )
-    objective = ObjectiveSettings(use="reinforce", importance_cap=2.0)
-    assert gradient(inputs, objective).tolist() == pytest.approx([-math.exp(0.5) / 2, -2.0 / 2])
-    metrics = losses(inputs, objective)[1]
-    assert metrics["importance_capped"] == 0.5
-
-
 # --- aggregation ---
 
 
@@ -261,7 +250,7 @@ def test_cut_does_not_matter(how, use):
     objective = ObjectiveSettings(
         use=use, aggregate=how, constant_length=6 if how == "constant" else 0, kl=KL(coefficient=0.1)
     )
-    inputs = prepare(make_inputs(spread=0.5), objective)
+    inputs = prepare(make_inputs(spread=0.5), objective, Meters())
     denominators = counts(inputs.mask, objective)
     terms, expected = losses(inputs, objective)
     whole = aggregate(terms, inputs.mask, objective, denominators)
@@ -309,7 +298,7 @@ def outside(monkeypatch):
 
 def test_objective_from_outside_has_settings_and_metrics_of_its_own(outside):
     settings = ObjectiveSettings(use=outside, config={"factor": 3})
-    inputs = prepare(make_inputs(), settings)
+    inputs = prepare(make_inputs(), settings, Meters())
     loss, metrics = losses(inputs, settings)
     torch.testing.assert_close(loss.values, 3 * inputs.advantage.values)
     assert metrics["mine"] == pytest.approx(float(inputs.advantage.values[inputs.mask.values].mean()))
@@ -367,7 +356,6 @@ def test_wrong_settings_are_reported_with_their_place(outside, values, problems)
     ("settings", "text"),
     [
         ({"aggregate": "constant"}, "'constant' divides by B·constant_length"),
-        ({"importance_cap": -1.0}, "expected importance_cap ≥ 0 .*, got -1.0"),
         ({"entropy_mask": EntropyMask(keep=0.5)}, "objective 'ppo_clip' has no trace to mask; set where: loss"),
     ],
 )

@@ -250,7 +250,7 @@ def test_frame_of_ratio_objectives(reference):
 
 def test_normalise_divides_by_the_mean_scale():
     inputs = make_inputs(masked=False)
-    scale = prepare(inputs, ObjectiveSettings(use="trace")).columns["trace_scale"].values.mean()
+    scale = prepare(inputs, ObjectiveSettings(use="trace"), Meters()).columns["trace_scale"].values.mean()
     a, b = (gradient(inputs, ObjectiveSettings(use="trace", config={"normalise": n})) for n in (False, True))
     torch.testing.assert_close(a / scale, b)
 

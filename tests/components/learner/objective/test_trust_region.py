@@ -92,7 +92,7 @@ def test_on_policy_the_gradient_is_that_of_the_differentiated_trace(reference, s
     torch.testing.assert_close(gradient(inputs, a), gradient(inputs, b), rtol=1e-6, atol=1e-8)
     # C_k = A_k + Σ_{t>k} w(t, k) A_t
     actual, _ = coefficients(inputs, a)
-    high = prepare(inputs, a).columns["high_entropy"] if keep < 1 else inputs.mask
+    high = prepare(inputs, a, Meters()).columns["high_entropy"] if keep < 1 else inputs.mask
     for row in range(len(inputs.mask)):
         trained, used = inputs.mask.row(row).tolist(), high.row(row).tolist()
         first, credit = (trained.index(True) if any(trained) else 0), inputs.advantage.row(row).tolist()
@@ -142,7 +142,7 @@ def test_inside_the_clip_the_gradient_is_that_of_the_value(keep):
     objective = ObjectiveSettings(
         use="trace", config={"clip": "current", "decay": 0.8}, entropy_mask=EntropyMask(keep=keep)
     )
-    prepared = prepare(wide, objective)
+    prepared = prepare(wide, objective, Meters())
     noise = 0.05 * torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask = prepared.mask.values
 

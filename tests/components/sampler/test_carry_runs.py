@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from components.sampler.partial import Partial
+from components.rollouts.carry import Carrier
 from pipeline.app.differences import describe_difference
 from pipeline.core.errors import GraphError
 from pipeline.run.compose.experiment import build_experiment, compose
@@ -16,7 +16,7 @@ from pipeline.run.recording import read_payload
 from pipeline.run.replay import Replay
 from pipeline.run.run_directory import RunDirectory
 
-pytestmark = pytest.mark.xdist_group("partial_runs")  # all but one read the same run
+pytestmark = pytest.mark.xdist_group("carry_runs")  # all but one read the same run
 
 ITERATIONS = 7
 SETTINGS = [
@@ -89,7 +89,7 @@ def test_groups_are_carried_and_none_is_lost(whole):
     assert rows[0]["learner/skipped_zero_credit"] == 1
     flat = [uid for uids in delivered for uid in uids]
     assert len(set(flat)) == len(flat)
-    assert len(flat) + rows[-1]["sampler/carried_groups"] == len(begun)
+    assert len(flat) + rows[-1]["sampler/carried_prompts"] == len(begun)
     assert set(flat) <= set(begun.tolist())
     versions = torch.cat([rollouts(whole, i).token_versions.values for i in range(ITERATIONS)])
     assert versions.max() >= 3
@@ -108,7 +108,7 @@ class Interrupted(Exception):
 
 
 def test_interrupted_and_started_again_it_ends_with_the_same_bytes(tmp_path, whole, monkeypatch):
-    log = Partial._log
+    log = Carrier._log
 
     def log_and_stop(self, *args):
         log(self, *args)
@@ -117,7 +117,7 @@ def test_interrupted_and_started_again_it_ends_with_the_same_bytes(tmp_path, who
 
     # Interrupted while it samples iteration 5, which needs the weights after iteration 3. That a killed process leaves
     # no more and no less behind is shown for all components by tests/pipeline/run/test_kill_resume.py.
-    monkeypatch.setattr(Partial, "_log", log_and_stop)
+    monkeypatch.setattr(Carrier, "_log", log_and_stop)
     with pytest.raises(NodeFailure, match="Interrupted"):
         train(tmp_path, LATE)
     monkeypatch.undo()
@@ -144,9 +144,9 @@ def test_a_replayed_sampler_has_its_groups_in_flight_again(tmp_path):
     assert 0 < late["learner/mismatch_abs_max"] < 1e-3
 
 
-def test_samplers_that_cannot_carry_name_the_one_that_can():
-    with pytest.raises(GraphError, match=r"sampler.carry: unknown setting.*sampler.partial has it"):
-        build_experiment(compose(["recipe=toy_grpo", "sampler.carry.tokens=8"]), "test")
+def test_samplers_that_cannot_carry_name_those_that_can():
+    with pytest.raises(GraphError, match=r"sampler.carry: unknown setting.*sampler.chains"):
+        build_experiment(compose(["recipe=toy_score", "sampler.carry.tokens=8"]), "test")
 
 
 def test_a_reader_of_other_prompts_is_refused_before_the_run():
@@ -154,8 +154,10 @@ def test_a_reader_of_other_prompts_is_refused_before_the_run():
         "rewards: 'trajectories' has the rows of sampler.trajectories, whose prompts are sampler.prompts, but "
         "'prompts' is wired to "
     )
+    other = ["recipe=toy_grpo", "nodes.rewards.in.prompts=prompts.batch"]
     with pytest.raises(GraphError) as error:
-        build_experiment(compose(["recipe=toy_grpo", "sampler.use=sampler.partial"]), "test")
+        build_experiment(compose(other), "test")
     assert wrong + "prompts.batch; wire sampler.prompts." in str(error.value)
-    mended = ["recipe=toy_grpo", "sampler.use=sampler.partial", "nodes.rewards.in.prompts=sampler.prompts"]
-    assert build_experiment(compose(mended), "test").graph["sampler"].use == "sampler.partial"
+    merged = ["recipe=toy_srpo", "nodes.buffer.in.prompts=[sampler.prompts]"]
+    with pytest.raises(GraphError, match=r"expander.trajectories, whose prompts are expander.prompts, but 'prompts'"):
+        build_experiment(compose(merged), "test")

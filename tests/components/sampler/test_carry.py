@@ -1,13 +1,12 @@
 """Groups over several iterations: the same tokens as in one, complete groups only, staleness, state."""
 
-import dataclasses
 import logging
 
 import pytest
 import torch
 
+from components.rollouts.carry import CARRY_METRICS, Carry
 from components.sampler.chains import Chains
-from components.sampler.partial import Carry, Partial
 from pipeline.core.component import Ranks
 from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import CreditgraphError
@@ -61,14 +60,14 @@ def step(toolbox, node, texts, iteration, version=None):
 
 
 def test_complete_groups_leave_and_the_others_go_on(toolbox):
-    node = toolbox.start(Partial, group_size=3, max_tokens=40, carry=Carry(tokens=10))
+    node = toolbox.start(Chains, group_size=3, max_tokens=40, carry=Carry(tokens=10))
     first, policy = step(toolbox, node, ["a5", "b25", "c8"], 0)
     assert first.prompts.text == ["a5", "c8"]
     assert set(first.trajectories.prompt_uid.tolist()) == {100, 102}
     assert policy.calls[0].pause.tolist() == [10] * 9
     metrics = dict(node.context.metrics)
-    assert (metrics["carried_groups"], metrics["carried_rollouts"], metrics["carried_tokens"]) == (1, 3, 30)
-    assert (metrics["delivered_groups"], metrics["decode_steps"], metrics["token_staleness"]) == (2, 10, 0)
+    assert (metrics["carried_prompts"], metrics["carried_rollouts"], metrics["carried_tokens"]) == (1, 3, 30)
+    assert (metrics["delivered_prompts"], metrics["decode_steps"], metrics["token_staleness"]) == (2, 10, 0)
     assert metrics["sampled_tokens"] == len(first.trajectories.response_tokens.values) + 30
     second, policy = step(toolbox, node, ["d1"], 1)
     assert second.prompts.text == ["d1"]
@@ -87,54 +86,49 @@ def test_complete_groups_leave_and_the_others_go_on(toolbox):
         torch.testing.assert_close(late.engine_logprobs.row(row), expected)
     assert node.context.metrics["staleness_max"] == 2
     assert node.context.metrics["rollout_staleness"] == 1.0
-    assert node.context.metrics["carried_groups"] == 0
+    assert node.context.metrics["carried_prompts"] == 0
 
 
-def test_uids_and_seeds_stay_those_of_the_first_iteration(toolbox):
-    node = toolbox.start(Partial, group_size=2, max_tokens=40, carry=Carry(tokens=4))
-    plain = toolbox.start(Chains, group_size=2, max_tokens=40)
-    plain.context.node = "partial"
+def test_seeds_stay_and_a_row_gets_the_uid_of_the_iteration_that_delivers_it(toolbox):
+    node = toolbox.start(Chains, group_size=2, max_tokens=40, carry=Carry(tokens=4))
     _, before = step(toolbox, node, ["a9"], 0)
-    whole, once = step(toolbox, plain, ["a9"], 0)
     _, again = step(toolbox, node, ["b1"], 1)
-    assert before.calls[0].seed.tolist() == once.calls[0].seed.tolist() == again.calls[0].seed.tolist()[:2]
+    assert before.calls[0].seed.tolist() == again.calls[0].seed.tolist()[:2]
     done, _ = step(toolbox, node, ["c1"], 2)
-    assert done.trajectories.uid.tolist()[:2] == whole.trajectories.uid.tolist()
     assert len(done.trajectories.uid.unique()) == 4
+    assert (done.trajectories.uid >> 39).tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("on_stale", ["finish", "drop"])
 def test_a_rollout_at_its_limit_is_finished_or_its_group_dropped(toolbox, on_stale):
-    node = toolbox.start(
-        Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5, max_staleness=2, on_stale=on_stale)
-    )
+    node = toolbox.start(Chains, group_size=2, max_tokens=60, carry=Carry(tokens=5, max_staleness=2, on_stale=on_stale))
     for iteration in range(2):
         out, _ = step(toolbox, node, ["a40"] if iteration == 0 else ["b1"], iteration)
         assert "a40" not in out.prompts.text
     out, policy = step(toolbox, node, ["c40"], 2)
     metrics = node.context.metrics
-    assert metrics["carried_groups"] == 1
+    assert metrics["carried_prompts"] == 1
     if on_stale == "finish":
         assert policy.calls[0].pause.tolist() == [60, 60, 5, 5]
         assert out.prompts.text == ["a40"]
         assert metrics["staleness_max"] == 2
-        assert metrics["dropped_groups"] == 0
+        assert metrics["dropped_prompts"] == 0
         assert not node.context.rejected
     else:
         assert len(out.trajectories) == 0
-        assert (metrics["dropped_groups"], metrics["dropped_tokens"]) == (1, 30)
+        assert (metrics["dropped_prompts"], metrics["dropped_tokens"]) == (1, 30)
         assert node.context.rejected == [
             {
-                "node": "partial",
+                "node": "chains",
                 "iteration": 2,
                 "row": {"prompt_uid": 100, "prompt": "a40", "tokens": 30},
-                "reason": "unfinished at carry.max_staleness 2; the group is dropped",
+                "reason": "unfinished at carry.max_staleness 2; the prompt is dropped",
             }
         ]
 
 
 def test_tokens_of_older_weights_may_be_scored_again(toolbox):
-    node = toolbox.start(Partial, group_size=2, max_tokens=40, carry=Carry(tokens=10, on_continue="rescore"))
+    node = toolbox.start(Chains, group_size=2, max_tokens=40, carry=Carry(tokens=10, on_continue="rescore"))
     step(toolbox, node, ["a15", "b2"], 0)
     out, policy = step(toolbox, node, ["c3"], 1)
     assert out.prompts.text == ["a15", "c3"]
@@ -148,32 +142,29 @@ def test_tokens_of_older_weights_may_be_scored_again(toolbox):
 
 
 def test_versions_that_stand_still_age_nothing(toolbox):
-    node = toolbox.start(Partial, group_size=1, max_tokens=60, carry=Carry(tokens=5, max_staleness=1))
+    node = toolbox.start(Chains, group_size=1, max_tokens=60, carry=Carry(tokens=5, max_staleness=1))
     for iteration in range(5):
         out, _ = step(toolbox, node, ["a22"] if iteration == 0 else [], iteration, version=7)
     assert out.prompts.text == ["a22"]
     assert node.context.metrics["staleness_max"] == 0
 
 
-def test_carry_off_is_sampler_chains(tiny):
-    partial, chains = tiny.start(Partial, group_size=3, max_tokens=60), tiny.start(Chains, group_size=3, max_tokens=60)
-    chains.context.node, chains.context.node_index = partial.context.node, partial.context.node_index
-    a, b = partial.run(prompts=tiny.prompts, policy=tiny.policy), chains.run(prompts=tiny.prompts, policy=tiny.policy)
-    for field in dataclasses.fields(b.trajectories):
-        x, y = getattr(a.trajectories, field.name), getattr(b.trajectories, field.name)
-        assert x.equal(y) if isinstance(x, Jagged) else torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, (
-            field.name
-        )
+def test_carry_off_samples_by_iteration_and_remembers_nothing(tiny):
+    node = tiny.start(Chains, group_size=3, max_tokens=60)
+    a = node.run(prompts=tiny.prompts, policy=tiny.policy)
+    assert a.trajectories.token_versions is None
     assert a.prompts.uid.tolist() == tiny.prompts.uid.tolist()
-    assert partial.state_dict() == {}
-    assert all(chains.context.metrics[k] == partial.context.metrics[k] for k in chains.context.metrics)
+    assert node.state_dict() == {}
+    node.context.iteration = 1
+    assert node.run(prompts=tiny.prompts, policy=tiny.policy).trajectories.text != a.trajectories.text
+    assert not {metric.name for metric in CARRY_METRICS} & set(node.context.metrics)
 
 
 @pytest.mark.parametrize("mode", ["thought", "plain"])
 def test_frozen_weights_give_the_tokens_of_an_uninterrupted_run(tiny, mode):
     settings = {"group_size": 3, "max_tokens": 90, "mode": mode, "stop": ("}",) if mode == "plain" else ()}
-    whole, cut = tiny.start(Chains, **settings), tiny.start(Partial, **settings, carry=Carry(tokens=7, max_staleness=1))
-    cut.context.node = whole.context.node
+    whole = tiny.start(Chains, **settings, carry=Carry(tokens=90))
+    cut = tiny.start(Chains, **settings, carry=Carry(tokens=7, max_staleness=1))
     expected = whole.run(prompts=tiny.prompts, policy=tiny.policy).trajectories
     place = {(p, n): i for i, (p, n) in enumerate((p, n) for p in tiny.prompts.uid.tolist() for n in range(3))}
     rows_of, iterations = {}, 0
@@ -195,12 +186,12 @@ def test_frozen_weights_give_the_tokens_of_an_uninterrupted_run(tiny, mode):
         assert row.thought_ends.to_lists()[0] == expected.thought_ends.row(i).tolist()
         assert (row.text[0], row.finish_reason[0]) == (expected.text[i], expected.finish_reason[i])
         torch.testing.assert_close(row.engine_logprobs.values, expected.engine_logprobs.row(i), atol=2e-5, rtol=1e-4)
-    assert cut.context.metrics["carried_groups"] == 0
+    assert cut.context.metrics["carried_prompts"] == 0
 
 
 def test_groups_in_flight_survive_a_restart(toolbox):
     settings = {"group_size": 2, "max_tokens": 60, "carry": Carry(tokens=5)}
-    node, other = toolbox.start(Partial, **settings), toolbox.start(Partial, **settings)
+    node, other = toolbox.start(Chains, **settings), toolbox.start(Chains, **settings)
     step(toolbox, node, ["a18", "b2"], 0)
     other.load_state_dict(decode(encode(node.state_dict(), "sampler")))
     for iteration in range(1, 5):
@@ -210,18 +201,18 @@ def test_groups_in_flight_survive_a_restart(toolbox):
         assert a.trajectories.engine_logprobs.equal(b.trajectories.engine_logprobs)
         assert a.trajectories.token_versions.equal(b.trajectories.token_versions)
         assert node.context.metrics == other.context.metrics
-    assert toolbox.start(Partial, **settings).state_dict() == {"groups": 0}
+    assert toolbox.start(Chains, **settings).state_dict() == {"prompts_in_flight": 0}
 
 
 def test_with_carry_off_a_checkpoint_s_groups_are_finished(toolbox, caplog):
     node, off = (
-        toolbox.start(Partial, group_size=2, max_tokens=60, carry=Carry(tokens=5)),
-        toolbox.start(Partial, group_size=2, max_tokens=60),
+        toolbox.start(Chains, group_size=2, max_tokens=60, carry=Carry(tokens=5)),
+        toolbox.start(Chains, group_size=2, max_tokens=60),
     )
     step(toolbox, node, ["a18", "b2"], 0)
     with caplog.at_level(logging.WARNING, "creditgraph"):
         off.load_state_dict(node.state_dict())
-    assert "holds 1 groups in flight, but carry.tokens is 0; the next iteration finishes them" in caplog.text
+    assert "holds 1 prompts in flight, but carry.tokens is 0; the next iteration finishes them" in caplog.text
     out, _ = step(toolbox, off, ["c30"], 1)
     assert out.prompts.text == ["a18", "c30"]
     assert off.state_dict() == {}
@@ -231,7 +222,7 @@ def test_with_carry_off_a_checkpoint_s_groups_are_finished(toolbox, caplog):
 
 def test_two_replicas_carry_what_one_process_carries(toolbox):
     settings = {"group_size": 2, "max_tokens": 60, "carry": Carry(tokens=5)}
-    alone, *halves = (toolbox.start(Partial, **settings) for _ in range(3))
+    alone, *halves = (toolbox.start(Chains, **settings) for _ in range(3))
     for replica, node in enumerate(halves):
         node.context.ranks = Ranks(rank=replica, world=2, num_replicas=2)
     late = 0
@@ -266,7 +257,7 @@ def test_two_replicas_carry_what_one_process_carries(toolbox):
 def test_another_number_of_replicas_shares_out_the_groups_in_flight(toolbox, replicas):
     """Two replicas are interrupted; one or three go on, and sample what the two would have."""
     settings = {"group_size": 2, "max_tokens": 60, "carry": Carry(tokens=5)}
-    pair = [toolbox.start(Partial, **settings) for _ in range(2)]
+    pair = [toolbox.start(Chains, **settings) for _ in range(2)]
     texts = ["a18", "b2", "c30", "d25", "e40", "f9"]
 
     def run(nodes, iteration):
@@ -283,20 +274,20 @@ def test_another_number_of_replicas_shares_out_the_groups_in_flight(toolbox, rep
 
     run(pair, 0)
     states = [decode(encode(node.state_dict(), "sampler")) for node in pair]
-    assert all(state["groups"] for state in states)
-    others = [toolbox.start(Partial, **settings) for _ in range(replicas)]
+    assert all(state["prompts_in_flight"] for state in states)
+    others = [toolbox.start(Chains, **settings) for _ in range(replicas)]
     for replica, node in enumerate(others):
-        node.load_state_dict(Partial.state_for(states, replica, replicas))
-    held = [node.state_dict()["groups"] for node in others]
-    assert sum(held) == sum(state["groups"] for state in states)
+        node.load_state_dict(Chains.state_for(states, replica, replicas))
+    held = [node.state_dict()["prompts_in_flight"] for node in others]
+    assert sum(held) == sum(state["prompts_in_flight"] for state in states)
     assert max(held) - min(held) <= 1
     for iteration in range(1, 4):
         assert run(others, iteration) == run(pair, iteration)
-    assert Partial.state_for([{"groups": 0}], 2, 3) == {"groups": 0}
+    assert Chains.state_for([{"prompts_in_flight": 0}], 2, 3) == {"prompts_in_flight": 0}
 
 
 def test_a_policy_that_cannot_go_on_is_reported_at_once(toolbox):
-    node = toolbox.start(Partial, carry=Carry(tokens=5))
+    node = toolbox.start(Chains, carry=Carry(tokens=5))
     with pytest.raises(
         CreditgraphError,
         match=r"carry.tokens is 5, but ScriptedPolicy cannot continue .* Use engine.local, engine.vllm or",
@@ -306,7 +297,7 @@ def test_a_policy_that_cannot_go_on_is_reported_at_once(toolbox):
 
 def test_a_carry_that_no_rollout_reaches_is_reported(toolbox, caplog):
     with caplog.at_level(logging.WARNING, "creditgraph"):
-        toolbox.start(Partial, max_tokens=60, carry=Carry(tokens=60))
+        toolbox.start(Chains, max_tokens=60, carry=Carry(tokens=60))
     assert "carry.tokens (60) is not below max_tokens (60), so every rollout ends in its own iteration" in caplog.text
 
 
