@@ -86,7 +86,6 @@ class Update:
         transfer: the `components.engine.served.transfer.Transfer` from which servers get them instead of from files.
         probe: a request whose response shows whether the weights took effect, or None.
         expected: the log-probs of that response, which may still be being computed.
-        check: whether servers compare hashes of the weights they hold, where they do so by themselves.
     """
 
     version: int
@@ -99,7 +98,6 @@ class Update:
     transfer: Any = None
     probe: Probe | None = None
     expected: Future[list[float]] | None = None
-    check: bool = True
 
     def label(self) -> str:
         """What a server reports as its weights version: version and checksum, so that no other weights have it."""

@@ -22,7 +22,6 @@ class Serving:
             `cache_tokens`, say.
         cache_bytes, cache_tokens: most bytes or tokens of the cache of a copy; 0: unlimited.
         in_process: whether it is `engine.local`, whose cache of no given size takes what the learner leaves.
-        growth: peak over the cache's own size while it grows.
         sleeps: whether weights and cache leave the GPU while the learner trains.
     """
 
@@ -32,7 +31,6 @@ class Serving:
     cache_bytes: float = 0.0
     cache_tokens: float = 0.0
     in_process: bool = False
-    growth: float = 1.0
     sleeps: bool = False
 
 
@@ -88,7 +86,7 @@ def estimate_engine(shape: Shape, serving: Serving, decoding: Decoding, gpus: in
     products = shape.forward_flops(held, held * length / 2, held) / device.rate(shape.experts)
     return EngineEstimate(
         weights=weights,
-        cache=cache * serving.growth / serving.tensor,
+        cache=cache / serving.tensor,
         least=weights + min(LEAST_ROWS, rows) * row / serving.tensor,
         seconds=waves * decoding.response * max(reading, products) / serving.tensor,
     )

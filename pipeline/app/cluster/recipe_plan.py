@@ -7,15 +7,14 @@ docs/scaling.md with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from components.engine.base import Engine
 from components.engine.served.settings import ServerSettings
-from components.learner.hf.settings import HFSettings
+from components.learner.hf.settings import choose_fsdp_size
 from components.learner.learner import PolicyLearner
 from components.learner.logprobs import CHUNK_ELEMENTS
-from components.learner.megatron.settings import MegatronSettings
 from components.learner.packing.prefix import PATH_BUDGETS
 from components.models.gpus import DEVICES, Device
 from components.models.shape import Shape, known_shape
@@ -172,8 +171,6 @@ def _candidates(
     for serving, engine_gpus, engine_settings in places:
         for training, own in _trainings(learner, experiment.model.dtype, shape, engine_gpus > 0):
             for layout in layouts(shape, gpus - engine_gpus, device, training):
-                if training.kind == "hf" and layout.shard > 1 and not _has(HFSettings, "fsdp_size"):
-                    continue
                 settings = (*own, *_layout_settings(layout, training), *engine_settings)
                 made = _planned(experiment, shape, device, training, layout, serving, engine_gpus)
                 yield _with_less_cache(replace(made, overrides=settings))
@@ -193,7 +190,7 @@ def _with_less_cache(made: RecipePlan) -> RecipePlan:
 
 def _tokens_left(shape: Shape, left: float, serving: Serving) -> int:
     """Tokens whose cache fits that many bytes, in thousands of 1,024."""
-    return max(0, int(left / serving.growth / shape.kv_bytes) // 1024 * 1024)
+    return max(0, int(left / shape.kv_bytes) // 1024 * 1024)
 
 
 def _trainings(learner: Node, dtype: str, shape: Shape, servers: bool) -> Iterator[tuple[Training, list[str]]]:
@@ -202,16 +199,15 @@ def _trainings(learner: Node, dtype: str, shape: Shape, servers: bool) -> Iterat
     yield own, []
     if own.lora and own.published and servers:
         yield replace(own, published=False), ["learner.lora.publish=adapter"]
-    has_lora = not own.lora or _has(MegatronSettings, "lora")
-    has_experts = not shape.experts or _has(MegatronSettings, "expert_parallel")
-    if own.kind == "hf" and has_lora and has_experts:
+    # learner.megatron has adapters for dense models only.
+    if own.kind == "hf" and not (own.lora and shape.experts):
         yield replace(own, kind="megatron", published=False), ["learner=megatron"]
 
 
 def _layout_settings(layout: Layout, training: Training) -> list[str]:
     out = [f"learner.recompute={layout.recompute}"]
     if training.kind == "hf":
-        return [*out, f"learner.fsdp_size={layout.shard}"] if _has(HFSettings, "fsdp_size") else out
+        return [*out, f"learner.fsdp_size={layout.shard}"]
     sizes = (
         ("tensor_parallel", layout.tensor),
         ("pipeline_parallel", layout.pipeline),
@@ -271,11 +267,17 @@ def training_of(config: Any, dtype: str) -> Training:
 
 
 def fsdp_size(shape: Shape, training: Training, world: int, device: Device) -> int:
-    """What `learner.fsdp_size: 0` chooses: the fewest ranks on which the state takes a quarter of each GPU's memory."""
-    adapters = shape.lora_parameters(training.lora)
-    copies = bool(adapters) + (training.reference and not adapters)
-    state = 16 * (adapters or shape.parameters) + copies * training.bytes * shape.parameters
-    return next((n for n in range(1, world) if world % n == 0 and state <= n * device.memory / 4), world)
+    """What `learner.fsdp_size: 0` chooses."""
+    adapted = training.lora > 0
+    weights = int(shape.parameters)
+    return choose_fsdp_size(
+        weights,
+        trained=0 if adapted else weights,
+        element_bytes=training.bytes,
+        copies=1 if adapted or training.reference else 0,
+        world=world,
+        gpu_bytes=int(device.memory),
+    )
 
 
 def layout_of(config: Any, world: int, shape: Shape, device: Device, training: Training) -> Layout:
@@ -300,12 +302,12 @@ def serving_of(engine: Node) -> Serving:
     if isinstance(config, ServerSettings):
         cache = getattr(config, "kv_cache_gb", 0.0) * 1e9
         share = 0.0 if cache else getattr(config, "gpu_memory", 0.5)
-        sleeps = getattr(config, "sleep", False) not in (False, "never")
+        sleeps = getattr(config, "sleep", "never") != "never"
         return Serving(
             tensor=config.tensor_parallel, rows=config.max_rows, share=share, cache_bytes=cache, sleeps=sleeps
         )
     tokens = getattr(config, "max_batch_tokens", 0)
-    return Serving(rows=getattr(config, "max_rows", 512), cache_tokens=tokens, in_process=True, growth=1.25)
+    return Serving(rows=getattr(config, "max_rows", 512), cache_tokens=tokens, in_process=True)
 
 
 def work_of(graph: Graph, learner: Node) -> tuple[Work, Decoding]:
@@ -357,7 +359,3 @@ def _nodes(graph: Graph) -> tuple[Node, Node] | None:
     learners = [n for n in graph.nodes if issubclass(n.cls, PolicyLearner)]
     engines = [n for n in graph.nodes if issubclass(n.cls, Engine)]
     return (learners[0], engines[0]) if len(learners) == 1 and len(engines) == 1 else None
-
-
-def _has(settings: type, name: str) -> bool:
-    return any(f.name == name for f in fields(settings))

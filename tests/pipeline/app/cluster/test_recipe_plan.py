@@ -113,8 +113,9 @@ def test_engines_on_the_same_gpus_and_apart_and_asleep():
     assert shared.memory == pytest.approx(apart.memory + shared.engine.memory)
     asleep = replace(shared, serving=replace(shared.serving, sleeps=True))
     assert asleep.memory == max(shared.learner.memory, asleep.memory) < shared.memory
-    never = experiment("grpo_qwen3_4b", "engine=vllm")
-    assert not recipe_plan(never, H100, 8).serving.sleeps
+    for sleep, sleeps in (("auto", True), ("never", False)):
+        served = experiment("grpo_qwen3_4b", "engine=vllm", f"engine.sleep={sleep}")
+        assert recipe_plan(served, H100, 8).serving.sleeps == sleeps
     elsewhere = recipe_plan(experiment("grpo_qwen3_4b", "engine=vllm", "engine.rendezvous=/x"), H100, 8)
     assert elsewhere.memory == apart.memory
 
@@ -136,7 +137,8 @@ def test_a_cache_without_a_size_takes_what_the_learner_leaves(monkeypatch):
 
 def test_too_little_memory_names_numbers_and_the_nearest_layout_that_fits(capsys):
     command = ["train", "recipe=grpo_qwen3_4b", "--check", "--device", "h100"]
-    assert main(command) == 2
+    whole = [*command, "learner.fsdp_size=1"]
+    assert main(whole) == 2
     said = capsys.readouterr().err
     assert "GPU memory: qwen3-4b, learner.hf (DP 8, recompute) on 8 × h100: " in said
     assert "optimiser 48" in said  # 4.02 B weights of 12 bytes
@@ -144,7 +146,7 @@ def test_too_little_memory_names_numbers_and_the_nearest_layout_that_fits(capsys
     settings = said.partition("; set ")[2].partition(". ")[0].split()
     assert main([*command, *settings]) == 0
     assert "\nplan: qwen3-4b, learner." in capsys.readouterr().out
-    assert main([*command, "run.check_memory=false"]) == 2  # a check that was asked for
+    assert main([*whole, "run.check_memory=false"]) == 2  # a check that was asked for
     assert main(["train", "recipe=grpo_qwen3_4b", "--device", "h100"]) == 2
     assert "expected with --check only" in capsys.readouterr().err
 
@@ -181,7 +183,7 @@ def test_a_run_on_a_small_gpu_ends_before_anything_loads(small_gpu, tmp_path, ca
 
 def test_submit_refuses_what_does_not_fit_its_cluster(tmp_path, capsys):
     command = ["submit", "recipe=grpo_qwen3_4b", "cluster=one_node", f"run.root={tmp_path}", "--dry-run"]
-    assert main([*command, "cluster.gpu=h100"]) == 2
+    assert main([*command, "cluster.gpu=h100", "learner.fsdp_size=1"]) == 2
     assert "creditgraph submit: GPU memory: qwen3-4b" in capsys.readouterr().err
     assert main(command) == 0
     capsys.readouterr()
