@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.engine.served.dialect import ServedModel
-from components.engine.vllm import dialect, replies
+from components.engine.vllm import dialect
 from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.settings import AdapterSettings, VllmSettings
 
@@ -46,7 +46,6 @@ def test_development_endpoints_exist(paths):
     from vllm.entrypoints.serve.dev.sleep import api_router
 
     assert 'query_params.getlist("tags")' in inspect.getsource(api_router.wake_up)
-    assert replies.GENERATE.startswith("/inference/")
 
 
 def test_tags_of_waking_are_those_of_vllm():
