@@ -1,7 +1,7 @@
 """Properties that right advantages keep when a batch is changed in a way that must not matter, or must.
 
-No model and no gradient: a batch is changed, the function is called again, and the two results are compared. Batches are
-drawn and made small by hypothesis, always the same ones.
+No model and no gradient: a batch is changed, the function is called again, and the two results are compared. Batches
+are drawn and made small by hypothesis, always the same ones.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def batches(draw: Any, shape: Shape, turns: bool = False, least_groups: int = 1,
             rows.append(row)
         else:
             rows.append([0] * draw(st.integers(1, 3)))
-    given = [draw(st.lists(st.sampled_from(REWARDS[:3]), min_size=3, max_size=3)) for _ in range(count)] if turns else None
+    given = (
+        [draw(st.lists(st.sampled_from(REWARDS[:3]), min_size=3, max_size=3)) for _ in range(count)] if turns else None
+    )
     kinds = max(max(row) for row in rows) + 1
     batch = make(rewards, ids, turns=rows, turn_rewards=[g[:kinds] for g in given] if given else None)
     if shape.mixed and draw(st.booleans()):
@@ -148,7 +150,9 @@ def judged(case: Case | None, meaning: str) -> Finding:
         "before": _rounded(case.before),
         "after": _rounded(case.after),
     }
-    return Finding(verdict="fail", message=f"{case.change}: {meaning} by {case.gap:.3g}", example=example, size=case.gap)
+    return Finding(
+        verdict="fail", message=f"{case.change}: {meaning} by {case.gap:.3g}", example=example, size=case.gap
+    )
 
 
 def _rounded(values: Floats) -> list[list[float]]:
@@ -231,7 +235,8 @@ def uneven_groups(target: AdvantageTarget) -> Finding:
         return Case(batch, f"group {batch.groups[0]} alone", before, after, batch.mask & mine[:, None])
 
     return judged(
-        search(target, batches(shape, least_groups=2), case), "a group's advantages depend on which groups are beside it"
+        search(target, batches(shape, least_groups=2), case),
+        "a group's advantages depend on which groups are beside it",
     )
 
 
@@ -269,7 +274,9 @@ def invalid_rows(target: AdvantageTarget) -> Finding:
 
     def case(batch: Batch, _: Any) -> Case:
         first = np.arange(len(batch)) == 0
-        rejected = batch.with_(valid=~first) if by_flag else batch.with_(turns=np.where(first[:, None], -1, batch.turns))
+        rejected = (
+            batch.with_(valid=~first) if by_flag else batch.with_(turns=np.where(first[:, None], -1, batch.turns))
+        )
         other = rejected.with_(rewards=np.where(first, 3.0 - rejected.rewards, rejected.rewards))
         how = "marked as invalid" if by_flag else "masked whole"
         return _compare(target, rejected, other, f"row 0 is {how}, and its reward r became 3 − r")
@@ -290,9 +297,7 @@ def no_signal(target: AdvantageTarget) -> Finding:
         bad = _rounded(result)
         example = {"batch": equal.shown(), "advantages": bad}
         size = float(np.abs(np.nan_to_num(result, nan=np.inf)).max())
-        return Finding(
-            verdict="fail", message="groups with equal rewards have advantages", example=example, size=size
-        )
+        return Finding(verdict="fail", message="groups with equal rewards have advantages", example=example, size=size)
     if shape.single:
         single = make([1.0, 0.0, 1.0], [0, 0, 1])
         result = target.advantages(single)

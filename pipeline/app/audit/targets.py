@@ -161,8 +161,8 @@ def bind(function: Callable[..., Any], name: str, given: Mapping[str, str], sett
     if unknown:
         known = ", ".join(sorted(_KNOWN))
         raise AuditError(
-            f"{name}({', '.join(names)}): nothing is known of {', '.join(unknown)}. Known names are {known}. Say what it "
-            f"is with --bind {unknown[0]}=COLUMN (one of {', '.join(sorted(everything))}), or give a value with "
+            f"{name}({', '.join(names)}): nothing is known of {', '.join(unknown)}. Known names are {known}. Say what "
+            f"it is with --bind {unknown[0]}=COLUMN (one of {', '.join(sorted(everything))}), or give a value with "
             f"-o {unknown[0]}=VALUE."
         )
     return Binding(columns=columns, settings=values, arrays=_arrays(function, parameters))
@@ -205,9 +205,7 @@ def advantage_function(
     parameters = inspect.signature(function).parameters
 
     def call(batch: Batch) -> Any:
-        values = {
-            p: column_of(batch, c, binding.arrays, parameters[p].annotation) for p, c in binding.columns.items()
-        }
+        values = {p: column_of(batch, c, binding.arrays, parameters[p].annotation) for p, c in binding.columns.items()}
         return function(**values, **copy.deepcopy(dict(binding.settings)))
 
     def again(changed: Mapping[str, Any]) -> AdvantageTarget:
@@ -235,7 +233,8 @@ def load_function(target: str) -> Callable[..., Any]:
         if not file.exists():
             raise AuditError(f"{place}: no such file.")
         spec = importlib.util.spec_from_file_location(f"audited_{file.stem}", file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         load: Callable[[], Any] = lambda: spec.loader.exec_module(module)  # type: ignore[union-attr] # noqa: E731
