@@ -83,6 +83,7 @@ class AdvantageTarget:
         with_settings: the same target with other settings, or None if it has none.
         declares: check → why its failure is wanted.
         note: how it was bound, for the reader.
+        changed: parameters whose values the function has changed in place so far.
     """
 
     name: str
@@ -92,6 +93,7 @@ class AdvantageTarget:
     with_settings: Callable[[Mapping[str, Any]], AdvantageTarget] | None = None
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    changed: set[str] = field(default_factory=set)
 
     def advantages(self, batch: Batch) -> Floats:
         """float64 [N, T]; one number per row is spread over the row's chosen tokens.
@@ -220,7 +222,14 @@ def advantage_function(
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
         note=f"{told} as {binding.arrays} arrays",
+        changed=changed,
     )
+
+
+def is_loss(function: Callable[..., Any], given: Mapping[str, str]) -> bool:
+    """Whether a function takes log-probs and advantages."""
+    columns = {given.get(name, _KNOWN.get(name, "")) for name in inspect.signature(function).parameters}
+    return {"logprobs", "advantages"} <= columns
 
 
 def load_function(target: str) -> Callable[..., Any]:
