@@ -72,9 +72,7 @@ def run_checks(
         if finding.verdict == "fail" and (check.name in declared or check.name in wanted):
             reason = wanted.get(check.name, "declared on the command line")
             finding = dataclasses.replace(finding, verdict="declared", message=f"{finding.message} ({reason})")
-        results.append(
-            Result(target=target.name, check=check, finding=finding, seconds=time.perf_counter() - begin)
-        )
+        results.append(Result(target=target.name, check=check, finding=finding, seconds=time.perf_counter() - begin))
     return results
 
 

@@ -1,4 +1,4 @@
-"""What every audited function must do: return numbers of the right shape, always the same, and leave its inputs alone."""
+"""What every audited function must do: return numbers of the right shape, the same each time, and change no input."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def inputs(target: AdvantageTarget) -> Finding:
     """The arrays that the function was given."""
     for batch in BATCHES:
         _twice(target, batch)
-    if not target.changed:
+    if not target.touched:
         return passed()
-    names = ", ".join(sorted(target.changed))
+    names = ", ".join(sorted(target.touched))
     return Finding(verdict="fail", message=f"it changes {names} in place, which its caller may use again", size=1.0)
 
 

@@ -45,9 +45,7 @@ class LossInputs:
 
     def rows(self, index: Any) -> LossInputs:
         """Some rows."""
-        return LossInputs(
-            batch=self.batch.rows(index), **{k: v[index] for k, v in vars(self).items() if k != "batch"}
-        )
+        return LossInputs(batch=self.batch.rows(index), **{k: v[index] for k, v in vars(self).items() if k != "batch"})
 
     def padded(self, more: int) -> LossInputs:
         """The same rows with `more` tokens of padding, in which log-probs are not 0."""
@@ -195,8 +193,8 @@ def on_policy(target: LossTarget) -> Finding:
         advantage, slope = float(inputs.advantages[row, token]), float(gradient[row, token])
         return Finding(
             verdict="fail",
-            message=f"{int(wrong.sum())} of {int(mask.sum())} tokens do not move with their advantage: row {row}, token "
-            f"{token} has advantage {advantage:+.3g} and gradient {slope:+.3g}",
+            message=f"{int(wrong.sum())} of {int(mask.sum())} tokens do not move with their advantage: row {row}, "
+            f"token {token} has advantage {advantage:+.3g} and gradient {slope:+.3g}",
             example={"row": row, "token": token, "advantage": advantage, "gradient": slope},
             size=float(wrong.sum() / mask.sum()),
         )
@@ -344,8 +342,8 @@ def reference(target: LossTarget) -> Finding:
     if against.any():
         return Finding(
             verdict="fail",
-            message=f"{int(against.sum())} of {int(mask.sum())} tokens that are likelier than under the reference are made "
-            "likelier still",
+            message=f"{int(against.sum())} of {int(mask.sum())} tokens that are likelier than under the reference are "
+            "made likelier still",
             example={"gradient": np.round(pull, 5).tolist()},
             size=float(against.sum() / mask.sum()),
         )

@@ -29,7 +29,7 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
 
     Raises AuditError for another component, with the inputs that it lacks.
     """
-    sockets = sockets_of(cls)
+    sockets = sockets_of(cls)  # type: ignore[arg-type]
     if not any(socket.carries(Credit) for socket in sockets.outputs.values()):
         raise AuditError(f"{name}: returns no credit; expected an advantage node, or a recipe.")
     needed = [n for n, s in sockets.inputs.items() if s.required and not any(kind in s.types for kind in MADE)]

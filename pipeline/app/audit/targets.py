@@ -83,7 +83,7 @@ class AdvantageTarget:
         with_settings: the same target with other settings, or None if it has none.
         declares: check → why its failure is wanted.
         note: how it was bound, for the reader.
-        changed: parameters whose values the function has changed in place so far.
+        touched: parameters whose values the function has changed in place so far.
     """
 
     name: str
@@ -93,7 +93,7 @@ class AdvantageTarget:
     with_settings: Callable[[Mapping[str, Any]], AdvantageTarget] | None = None
     declares: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
-    changed: set[str] = field(default_factory=set)
+    touched: set[str] = field(default_factory=set)
 
     def advantages(self, batch: Batch) -> Floats:
         """float64 [N, T]; one number per row is spread over the row's chosen tokens.
@@ -205,10 +205,17 @@ def advantage_function(
     """The target of a plain function."""
     binding = bind(function, name, given, settings)
     parameters = inspect.signature(function).parameters
+    touched: set[str] = set()
+
+    def given_values(batch: Batch) -> dict[str, Any]:
+        return {p: column_of(batch, c, binding.arrays, parameters[p].annotation) for p, c in binding.columns.items()}
 
     def call(batch: Batch) -> Any:
-        values = {p: column_of(batch, c, binding.arrays, parameters[p].annotation) for p, c in binding.columns.items()}
-        return function(**values, **copy.deepcopy(dict(binding.settings)))
+        values = given_values(batch)
+        result = function(**values, **copy.deepcopy(dict(binding.settings)))
+        before = given_values(batch)
+        touched.update(p for p in values if not np.array_equal(np.asarray(values[p]), np.asarray(before[p])))
+        return result
 
     def again(changed: Mapping[str, Any]) -> AdvantageTarget:
         return advantage_function(function, name, given, {**settings, **changed})
@@ -222,7 +229,7 @@ def advantage_function(
         with_settings=again,
         declares=dict(getattr(function, "audit_declares", {})),
         note=f"{told} as {binding.arrays} arrays",
-        changed=changed,
+        touched=touched,
     )
 
 

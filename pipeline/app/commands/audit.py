@@ -26,11 +26,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="function, component, recipe=NAME, run folder or Parquet file")
     parser.add_argument("--bind", nargs="+", default=[], metavar="parameter=column", help="what a parameter is given")
     parser.add_argument("-o", dest="set", action="append", default=[], metavar="setting=value", help="a setting")
-    parser.add_argument("--kind", choices=("advantage", "loss"), help="of a function; read from its parameters otherwise")
+    parser.add_argument(
+        "--kind", choices=("advantage", "loss"), help="of a function; read from its parameters otherwise"
+    )
     parser.add_argument("--columns", nargs="+", default=[], metavar="name=column", help="columns of a Parquet file")
     parser.add_argument("--declare", default="", metavar="NAMES", help="checks whose failure is wanted, with commas")
     parser.add_argument(
-        "--layer", nargs="+", default=[], choices=("metamorphic", "gradient", "loss", "records"), help="these checks only"
+        "--layer",
+        nargs="+",
+        default=[],
+        choices=("metamorphic", "gradient", "loss", "records"),
+        help="these checks only",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write a page with the counter-examples")
@@ -123,9 +129,7 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
         if any(socket.carries(Credit) for socket in node.sockets.outputs.values()):
             settings = vars(node.config)
             try:
-                found.append(
-                    (component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT))
-                )
+                found.append((component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)))
             except AuditError as error:
                 print(error)
         objective = getattr(node.config, "objective", None)
