@@ -175,10 +175,10 @@ def _joined(held: Mapping[tuple[str, int], Any], name: str, iteration: int) -> d
 
 def numbers(records: Records) -> Finding:
     """NaN and infinity."""
-    bad = ~np.isfinite(records.advantages) & records.inside
+    bad: Any = ~np.isfinite(records.advantages) & records.inside
     if not bad.any():
         return passed(f"{len(records.rewards)} rows, {int(records.mask.sum())} trained tokens")
-    leak: Bools = ~records.valid & np.asarray((records.mask & (records.advantages != 0)).any(axis=1))
+    row = int(bad.any(1).nonzero()[0][0])
     example = {"row": row, "advantages": [None if not np.isfinite(x) else x for x in records.advantages[row]]}
     message = f"{int(bad.sum())} tokens of {int(bad.any(1).sum())} rows have no number as advantage"
     return Finding(verdict="fail", message=message, example=example, size=float(bad.sum()))
@@ -261,7 +261,7 @@ def invalid(records: Records) -> Finding:
     """Rejected rows have no credit."""
     if records.valid.all():
         return skipped("no row is marked as invalid")
-    leak: Bools = ~records.valid & (records.mask & (records.advantages != 0)).any(axis=1)
+    leak: Bools = ~records.valid & np.asarray((records.mask & (records.advantages != 0)).any(axis=1))
     if not leak.any():
         return passed(f"{int((~records.valid).sum())} rejected rows")
     row = int(leak.nonzero()[0][0])
