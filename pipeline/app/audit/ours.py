@@ -12,7 +12,7 @@ from torch import Tensor
 from components.learner.objective import LossInputs as Inputs
 from components.learner.objective import Meters, ObjectiveSettings, aggregate, counts, loss_terms, prepare
 from pipeline.app.audit.batch import Batch, Floats
-from pipeline.app.audit.loss import LossInputs, LossTarget
+from pipeline.app.audit.loss_target import LossInputs, LossTarget
 from pipeline.app.audit.targets import AdvantageTarget, AuditError
 from pipeline.core.component import Component, Context
 from pipeline.core.jagged import Jagged

@@ -86,7 +86,8 @@ def _of_function(
     from pipeline.app.audit.targets import advantage_function, is_loss
 
     if kind == "loss" or (kind is None and is_loss(function, given)):
-        from pipeline.app.audit.loss import LOSS, loss_function
+        from pipeline.app.audit.loss import LOSS
+        from pipeline.app.audit.loss_target import loss_function
 
         return loss_function(function, name, given, settings), LOSS
     from pipeline.app.audit.contract import CONTRACT
