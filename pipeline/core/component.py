@@ -239,6 +239,7 @@ class Component:
         metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.
         final_pass: whether the node runs once more after the last iteration, on the final weights, with
             `context.iteration == context.iterations`.
+        audit_declares: check of `creditgraph audit` → why its failure is wanted.
     """
 
     paper: ClassVar[str] = ""
@@ -246,6 +247,7 @@ class Component:
     final_pass: ClassVar[bool] = False
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    audit_declares: ClassVar[Mapping[str, str]] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -68,12 +68,22 @@ def run_checks(
         if layers and check.layer not in (*layers, "contract"):
             continue
         begin = time.perf_counter()
-        finding = check.run(target)
+        finding = _run(check, target)
         if finding.verdict == "fail" and (check.name in declared or check.name in wanted):
             reason = wanted.get(check.name, "declared on the command line")
             finding = dataclasses.replace(finding, verdict="declared", message=f"{finding.message} ({reason})")
         results.append(Result(target=target.name, check=check, finding=finding, seconds=time.perf_counter() - begin))
     return results
+
+
+def _run(check: Check, target: Any) -> Finding:
+    try:
+        return check.run(target)
+    except AuditError:
+        raise
+    except Exception as error:  # a function from outside may refuse a batch in any way
+        text = f"raises {type(error).__name__} on a batch of this check: {str(error).splitlines()[:1]}"
+        return Finding(verdict="fail", message=text, size=1.0)
 
 
 def failures(results: Iterable[Result]) -> list[Result]:

@@ -11,12 +11,36 @@ import torch
 
 from pipeline.app.audit.batch import Floats
 from pipeline.app.audit.checks import Check, Finding, passed, skipped
+from pipeline.app.audit.contract import limited
 from pipeline.app.audit.gradient import judged
 from pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
 from pipeline.app.audit.problems import PROBLEMS, Problem
+from pipeline.app.audit.targets import AuditError
 
 CUT = ("micro_batch_size", "micro_batches", "num_micro_batches", "minibatch_size", "gradient_accumulation_steps")
 """parameters that say how a batch is cut, which must not change the loss"""
+
+
+def returns(target: LossTarget) -> Finding:
+    """The function returns a loss at all, and the same one twice; raises AuditError where it does not return."""
+    inputs = sample(0.05)
+    try:
+        with limited(target.name):
+            (value, gradient), (again, _) = target.value_and_gradient(inputs), target.value_and_gradient(inputs)
+    except AuditError:
+        raise
+    except Exception as error:  # a function from outside may fail in any way
+        raise AuditError(
+            f"{target.name}: raised {type(error).__name__} on six rows: {error}. It was called with {target.note}; "
+            "--bind PARAMETER=COLUMN and -o PARAMETER=VALUE change that."
+        ) from error
+    if not np.isfinite(value) or not np.isfinite(gradient).all():
+        bad = int((~np.isfinite(gradient)).sum())
+        return Finding(verdict="fail", message=f"the loss is {value:.3g}, and {bad} gradients are no numbers", size=1.0)
+    if value != again:
+        message = f"two calls with the same input give {value:.6g} and {again:.6g}; seed its random numbers"
+        return Finding(verdict="fail", message=message, size=abs(value - again))
+    return passed(f"called with {target.note}" if target.note else "")
 
 
 def differences(target: LossTarget) -> Finding:
@@ -286,6 +310,7 @@ def _of(problem: Problem) -> Check:
 
 
 LOSS = (
+    Check(name="loss_returns", layer="loss", title="The loss is a number, the same each time.", run=returns),
     Check(name="loss_gradient", layer="loss", title="The gradient is that of the value.", run=differences),
     Check(name="loss_on_policy", layer="loss", title="Each token moves with its advantage.", run=on_policy),
     Check(name="loss_mask", layer="loss", title="Tokens outside the mask do not matter.", run=masked_tokens),

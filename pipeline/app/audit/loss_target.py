@@ -108,6 +108,8 @@ def loss_function(
         for parameter, column in binding.columns.items():
             if column == "logprobs":
                 values[parameter] = logprobs
+            elif column == "ppo_kl":
+                values[parameter] = torch.from_numpy(inputs.old_logprobs) - logprobs
             elif column in LOSS_COLUMNS:
                 values[parameter] = torch.from_numpy(getattr(inputs, column).copy())
             else:

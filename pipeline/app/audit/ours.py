@@ -21,7 +21,9 @@ from pipeline.core.settings import SettingsError, build_config
 from pipeline.core.sockets import sockets_of
 
 MADE = (Trajectories, Rewards, Prompts)
-"""payloads that a batch of the audit gives"""
+"""payloads that a batch of the audit gives, one of each"""
+LATE = 1_000_000
+"""the iteration that is audited: after warm-ups and first stages"""
 
 
 def component_target(cls: type[Component], name: str, settings: Mapping[str, Any]) -> AdvantageTarget:
@@ -32,7 +34,14 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
     sockets = sockets_of(cls)  # type: ignore[arg-type]
     if not any(socket.carries(Credit) for socket in sockets.outputs.values()):
         raise AuditError(f"{name}: returns no credit; expected an advantage node, or a recipe.")
-    needed = [n for n, s in sockets.inputs.items() if s.required and not any(kind in s.types for kind in MADE)]
+    made: dict[type, str] = {}
+    needed = []
+    for socket_name, socket in sockets.inputs.items():
+        kind = next((k for k in MADE if k in socket.types and k not in made), None)
+        if kind is not None and socket.required:
+            made[kind] = socket_name
+        elif socket.required:
+            needed.append(socket_name)
     if needed:
         raise AuditError(
             f"{name}: needs {', '.join(needed)}, which depend on a model and cannot be made up here. Audit what it "
@@ -44,11 +53,9 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
 
     def call(batch: Batch) -> Floats:
         node = cls(config)
-        node.setup(Context(node="audited", node_index=1, seed=0, iteration=0, iterations=1))
-        trajectories = trajectories_of(batch)
-        made = {Trajectories: trajectories, Rewards: rewards_of(batch), Prompts: prompts_of(batch)}
-        given = {n: made[next(k for k in MADE if k in s.types)] for n, s in sockets.inputs.items() if s.required}
-        outputs = node.run(**given)
+        node.setup(Context(node="audited", node_index=1, seed=0, iteration=LATE, iterations=LATE + 1))
+        values = {Trajectories: trajectories_of, Rewards: rewards_of, Prompts: prompts_of}
+        outputs = node.run(**{socket_name: values[kind](batch) for kind, socket_name in made.items()})
         credit = next(v for v in vars(outputs).values() if isinstance(v, Credit))
         held = torch.where(credit.mask.values, credit.advantage.values, 0.0)
         return padded(credit.advantage.with_values(held), batch.width)
@@ -58,8 +65,17 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
         name=name,
         call=call,
         reads=frozenset({"rewards", "groups", "valid"}),
-        declares=dict(getattr(cls, "audit_declares", {})),
+        declares=cls.audit_declares,
     )
+
+
+def unmade(name: str) -> AdvantageTarget:
+    """The target of a node whose inputs the audit cannot make, for a check that says so."""
+
+    def call(batch: Batch) -> Floats:
+        raise AuditError(f"{name}: its inputs cannot be made up.")
+
+    return AdvantageTarget(name=name, call=call, reads=frozenset())
 
 
 def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
@@ -96,7 +112,7 @@ def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
         name=name,
         call=call,
         reads=frozenset(reads | ({"reference_logprobs"} if objective.kl.coefficient else set())),
-        declares=dict(getattr(type(objective.build()), "audit_declares", {})),
+        declares=type(objective.build()).audit_declares,
     )
 
 

@@ -67,12 +67,31 @@ def read_records(path: Path, columns: Mapping[str, str]) -> list[Records]:
     if not path.exists():
         raise AuditError(f"{path}: no such file.")
     if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = _lines(path)
         return [_of_columns({k: [row.get(k) for row in rows] for k in (rows[0] if rows else {})}, str(path), columns)]
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise AuditError(f"{path}: is no Parquet file: {error}") from error
     return [_of_columns({name: table.column(name).to_pylist() for name in table.column_names}, str(path), columns)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise AuditError(f"{path}: line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise AuditError(f"{path}: line {number} is no object; expected one rollout per line.")
+        rows.append(row)
+    return rows
 
 
 def _of_columns(found: Mapping[str, Sequence[Any]], name: str, columns: Mapping[str, str]) -> Records:
@@ -87,6 +106,8 @@ def _of_columns(found: Mapping[str, Sequence[Any]], name: str, columns: Mapping[
             f"{'is' if len(missing) == 1 else 'are'} missing. Name them: --columns {missing[0]}=COLUMN."
             f"{did_you_mean(missing[0], found)}"
         )
+    for column in ("advantage", "reward"):
+        _check_numbers(found[place[column]], place[column], name)
     credit = [x if isinstance(x, list) else [x] for x in found[place["advantage"]]]
     width = max(map(len, credit), default=1)
 
@@ -111,6 +132,13 @@ def _of_columns(found: Mapping[str, Sequence[Any]], name: str, columns: Mapping[
         inside=inside,
         turns=np.where(mask & inside, turns, -1),
     )
+
+
+def _check_numbers(values: Sequence[Any], column: str, name: str) -> None:
+    for value in values:
+        for part in value if isinstance(value, list) else [value]:
+            if not isinstance(part, int | float | None):
+                raise AuditError(f"{name}: column '{column}' has {part!r}; expected numbers.")
 
 
 def _guess(column: str, found: Mapping[str, Any]) -> str:

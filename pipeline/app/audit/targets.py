@@ -48,6 +48,8 @@ LOSS_COLUMNS: dict[str, tuple[str, ...]] = {
         "reference_policy_logprobs",
     ),
     "advantages": ("advantages", "advantage", "adv", "advs"),
+    # slime's losses take the negative log ratio in place of the two log-probs.
+    "ppo_kl": ("ppo_kl",),
 }  # fmt: skip
 _KNOWN = {name: column for columns in (COLUMNS, LOSS_COLUMNS) for column, names in columns.items() for name in names}
 
@@ -233,10 +235,35 @@ def advantage_function(
     )
 
 
+def instance(cls: type, name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """What an instance of a class is called by: `forward` of a torch module, `__call__` of another.
+
+    Args:
+        cls: the class.
+        name: as the user named it.
+        settings: of its constructor, from the user (`-o`).
+
+    Raises:
+        AuditError: it cannot be made of these settings, or is not called.
+    """
+    try:
+        made = cls(**settings)
+    except Exception as error:  # a constructor from outside may fail in any way
+        raise AuditError(
+            f"{name}{inspect.signature(cls)}: making one with {dict(settings) or 'no settings'} raised "
+            f"{type(error).__name__}: {error}. Give its settings with -o NAME=VALUE."
+        ) from error
+    call = getattr(made, "forward", made)
+    if not callable(call):
+        raise AuditError(f"{name}: has neither forward nor __call__; name a function, or wrap one in a file.")
+    function: Callable[..., Any] = call
+    return function
+
+
 def is_loss(function: Callable[..., Any], given: Mapping[str, str]) -> bool:
     """Whether a function takes log-probs and advantages."""
     columns = {given.get(name, _KNOWN.get(name, "")) for name in inspect.signature(function).parameters}
-    return {"logprobs", "advantages"} <= columns
+    return "advantages" in columns and bool({"logprobs", "ppo_kl"} & columns)
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -262,6 +289,7 @@ def load_function(target: str) -> Callable[..., Any]:
     except Exception as error:  # a module from outside may fail in any way
         raise AuditError(f"{place}: importing it failed with {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
+    found = found if isinstance(found, type) else getattr(found, "forward", found)  # a torch module
     if not callable(found):
         functions = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
         raise AuditError(f"{place}: has no function '{name}'.{did_you_mean(name, functions)}")

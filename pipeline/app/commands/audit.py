@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.app.audit.checks import Finding
 
 SUMMARY = "Check credit of any trainer: an advantage or loss function, a component, a recipe, or recorded data."
 
@@ -61,8 +65,10 @@ def main(options: argparse.Namespace) -> int:
 
 def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     """What is audited, each with the checks of its kind."""
+    from components.learner.objective import Objective
     from pipeline.app.audit.records import RECORDS, read_records
-    from pipeline.app.audit.targets import load_function
+    from pipeline.app.audit.targets import instance, load_function
+    from pipeline.core.component import Component
     from pipeline.run.compose.overrides import parse_settings
 
     target = options.target
@@ -75,8 +81,10 @@ def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
     if ":" not in target:
         return _of_component(target, settings)
     found = load_function(target)
-    if isinstance(found, type):
+    if isinstance(found, type) and issubclass(found, Component | Objective):
         return _of_component(target, settings)
+    if isinstance(found, type):
+        found, settings = instance(found, target, settings), {}
     return [_of_function(found, target, _pairs(options.bind, "--bind"), settings, options.kind)]
 
 
@@ -119,7 +127,7 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
     from pipeline.app.audit.gradient import GRADIENT
     from pipeline.app.audit.loss import LOSS
     from pipeline.app.audit.metamorphic import METAMORPHIC
-    from pipeline.app.audit.ours import component_target, objective_target
+    from pipeline.app.audit.ours import component_target, objective_target, unmade
     from pipeline.app.audit.targets import AuditError
     from pipeline.core.payloads import Credit
     from pipeline.run.compose.experiment import build_experiment, compose
@@ -132,11 +140,17 @@ def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
             try:
                 found.append((component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)))
             except AuditError as error:
-                print(error)
+                found.append((unmade(node.name), (dataclasses.replace(CONTRACT[0], run=_skip(str(error))),)))
         objective = getattr(node.config, "objective", None)
         if objective is not None:
             found.append((objective_target(objective, f"{node.name}.objective"), LOSS))
     return found
+
+
+def _skip(reason: str) -> Callable[[Any], Finding]:
+    from pipeline.app.audit.checks import skipped
+
+    return lambda _: skipped(reason)
 
 
 def _pairs(texts: list[str], option: str) -> dict[str, str]:
