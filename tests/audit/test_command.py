@@ -179,7 +179,8 @@ def test_a_loss_that_cannot_be_audited_gets_one_sentence(tmp_path, capsys, line,
 
 
 def test_a_random_loss_is_found(tmp_path, capsys):
-    text = "import torch\ndef advantage(logprobs, advantages):\n    return -(logprobs * advantages).sum() * torch.rand(())\n"
+    line = "return -(logprobs * advantages).sum() * torch.rand(())"
+    text = f"import torch\ndef advantage(logprobs, advantages):\n    {line}\n"
     code, out, _ = told(capsys, written(tmp_path, text), "--json")
     found = {row["check"]: row for row in json.loads(out)}["loss_returns"]
     assert code == 1

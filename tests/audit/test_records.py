@@ -146,23 +146,9 @@ def test_a_broken_table_gets_one_sentence(tmp_path):
 
 
 def test_a_run_of_ours_passes(tmp_path, capsys):
-    small = ["prompts.batch=2", "evaluator.every=0", "data.train.size=50", "data.eval.size=10", "run.device=cpu"]
-    assert (
-        main(
-            [
-                "train",
-                "recipe=toy_grpo",
-                f"run.root={tmp_path}",
-                "run.name=r",
-                "run.iterations=2",
-                "sampler.group_size=4",
-                "evaluator.num_problems=4",
-                "run.record.every=1",
-                *small,
-            ]
-        )
-        == 0
-    )
+    small = ["prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=4", "evaluator.every=0"]
+    small += ["data.train.size=50", "data.eval.size=10", "run.iterations=2", "run.record.every=1", "run.device=cpu"]
+    assert main(["train", "recipe=toy_grpo", f"run.root={tmp_path}", "run.name=r", *small]) == 0
     capsys.readouterr()
     assert main(["audit", str(tmp_path / "r")]) == 0
     out = capsys.readouterr().out
