@@ -96,8 +96,8 @@ def reward_scale(target: AdvantageTarget) -> Finding:
         scaled = batch.with_(rewards=4.0 * batch.rewards, turn_rewards=4.0 * batch.turn_rewards)
         before, after = target.advantages(batch), target.advantages(scaled)
         # Standard deviations with an epsilon are scaled by a little less than their rewards.
-        degree = 0 if np.allclose(before, after, rtol=1e-2, atol=1e-4) else 1
-        return Case(batch, "every reward times 4", 4.0**degree * before, after, batch.mask)
+        stays = np.allclose(before, after, rtol=1e-2, atol=1e-4)
+        return Case(batch, "every reward times 4", after if stays else 4.0 * before, after, batch.mask)
 
     return judged(search(Kind(shape_of(target)), case), "advantages neither stay nor are 4 times as large; they differ")
 
