@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import stand_ins
 
+from pipeline.app.audit.audit import all_checks
 from pipeline.app.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs/audit.md").read_text()
@@ -17,6 +18,10 @@ COMMANDS = re.findall(r"^creditgraph audit (.*)$", SECTION, re.MULTILINE)
 def test_every_framework_has_a_command():
     for name in ("verl", "slime", "openrlhf", "nemo_rl", "trl"):
         assert any(name in command for command in COMMANDS), name
+
+
+def test_the_page_lists_every_check():
+    assert re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE) == [check.name for check in all_checks()]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
