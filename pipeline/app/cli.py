@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from pipeline.app.commands import (
+    audit,
     cancel,
     check,
     components,
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Command] = {
     "graph": graph,
     "components": components,
     "check": check,
+    "audit": audit,
     "replay": replay,
     "report": report,
     "credit": credit,

@@ -267,6 +267,7 @@ class Component:
             `context.iteration == context.iterations`.
         remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
             loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
+        audit_declares: check of `creditgraph audit` → why its failure is wanted.
     """
 
     paper: ClassVar[str] = ""
@@ -275,6 +276,7 @@ class Component:
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
     remakes: ClassVar[frozenset[str]] = frozenset()
+    audit_declares: ClassVar[Mapping[str, str]] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -82,10 +82,12 @@ class Objective:
     Class attributes:
         metrics: definitions of the metrics that `terms` adds to its meters.
         has_trace: whether a token's loss depends on earlier tokens through a trace, on which `entropy_mask` can act.
+        audit_declares: check of `creditgraph audit` → why its failure is wanted.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
     has_trace: ClassVar[bool] = False
+    audit_declares: ClassVar[Mapping[str, str]] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,0 +1,323 @@
+"""Checks of functions that turn log-probs and advantages into a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.app.audit.batch import Floats
+from pipeline.app.audit.checks import Check, Finding, passed, skipped
+from pipeline.app.audit.contract import limited
+from pipeline.app.audit.gradient import judged
+from pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
+from pipeline.app.audit.problems import PROBLEMS, Problem
+from pipeline.app.audit.targets import AuditError
+
+CUT = ("micro_batch_size", "micro_batches", "num_micro_batches", "minibatch_size", "gradient_accumulation_steps")
+"""parameters that say how a batch is cut, which must not change the loss"""
+
+
+def returns(target: LossTarget) -> Finding:
+    """The function returns a loss at all, and the same one twice; raises AuditError where it does not return."""
+    inputs = sample(0.05)
+    try:
+        with limited(target.name):
+            (value, gradient), (again, _) = target.value_and_gradient(inputs), target.value_and_gradient(inputs)
+    except AuditError:
+        raise
+    except Exception as error:  # a function from outside may fail in any way
+        raise AuditError(
+            f"{target.name}: raised {type(error).__name__} on six rows: {error}. It was called with {target.note}; "
+            "--bind PARAMETER=COLUMN and -o PARAMETER=VALUE change that."
+        ) from error
+    if not np.isfinite(value) or not np.isfinite(gradient).all():
+        bad = int((~np.isfinite(gradient)).sum())
+        return Finding(verdict="fail", message=f"the loss is {value:.3g}, and {bad} gradients are no numbers", size=1.0)
+    if value != again:
+        message = f"two calls with the same input give {value:.6g} and {again:.6g}; seed its random numbers"
+        return Finding(verdict="fail", message=message, size=abs(value - again))
+    return passed(f"called with {target.note}" if target.note else "")
+
+
+def differences(target: LossTarget) -> Finding:
+    """Autograd against finite differences, at log-probs .05 nats from the old ones."""
+    inputs = sample(0.05)
+    _, gradient = target.value_and_gradient(inputs)
+    step = 1e-4  # log-probs may be rounded to float32
+    numeric = np.zeros_like(gradient)
+    for place in zip(*inputs.batch.mask.nonzero(), strict=True):
+        values = []
+        for sign in (1.0, -1.0):
+            moved = inputs.logprobs.copy()
+            moved[place] += sign * step
+            values.append(float(target.loss(inputs, torch.from_numpy(moved).requires_grad_()).detach()))
+        numeric[place] = (values[0] - values[1]) / (2 * step)
+    if not np.abs(numeric).max():
+        return skipped("the value does not change with the log-probs; only its gradient is of use")
+    gap = float(np.abs(np.where(inputs.batch.mask, gradient, 0.0) - numeric).max() / np.abs(numeric).max())
+    if gap < 5e-3:
+        return passed(f"largest difference {gap:.1e} of the largest gradient")
+    example = {"autograd": np.round(gradient, 5).tolist(), "differences": np.round(numeric, 5).tolist()}
+    return Finding(
+        verdict="fail",
+        message=f"the gradient is not that of the value: they differ by {gap:.2g} of the largest entry",
+        example=example,
+        size=gap,
+    )
+
+
+def on_policy(target: LossTarget) -> Finding:
+    """At equal policies the gradient of each token is −w A with w > 0."""
+    inputs = sample(0.0)
+    _, gradient = target.value_and_gradient(inputs)
+    mask = inputs.batch.mask
+    weight = np.where(mask, -gradient / np.where(mask, inputs.advantages, 1.0), 0.0)
+    wrong = mask & ~(weight > 0)
+    if wrong.any():
+        row, token = (int(x[0]) for x in wrong.nonzero())
+        advantage, slope = float(inputs.advantages[row, token]), float(gradient[row, token])
+        return Finding(
+            verdict="fail",
+            message=f"{int(wrong.sum())} of {int(mask.sum())} tokens do not move with their advantage: row {row}, "
+            f"token {token} has advantage {advantage:+.3g} and gradient {slope:+.3g}",
+            example={"row": row, "token": token, "advantage": advantage, "gradient": slope},
+            size=float(wrong.sum() / mask.sum()),
+        )
+    of_row = [weight[i][mask[i]] for i in range(len(mask))]
+    even = max(float(w.max() / w.min()) for w in of_row)
+    per_token = max(float(w.mean()) for w in of_row) / min(float(w.mean()) for w in of_row)
+    return passed(f"weights of tokens differ by a factor of {even:.3g} within rows and {per_token:.3g} between rows")
+
+
+def masked_tokens(target: LossTarget) -> Finding:
+    """Log-probs of observations and padding."""
+    inputs = sample(0.05, turns=True)
+    value, gradient = target.value_and_gradient(inputs)
+    outside = ~inputs.batch.mask
+    noise = np.where(outside, 1.7, 0.0)
+    other, _ = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + noise))
+    leak = float(np.abs(gradient[outside]).max(initial=0.0))
+    moved = abs(other - value)
+    if moved <= 1e-6 * max(1.0, abs(value)) and leak < 1e-9:
+        return passed()
+    return Finding(
+        verdict="fail",
+        message=f"tokens outside the mask move the loss by {moved:.3g}, and have gradients up to {leak:.3g}",
+        example={"mask": inputs.batch.mask.astype(int).tolist(), "gradient": np.round(gradient, 5).tolist()},
+        size=max(moved, leak),
+    )
+
+
+def padding(target: LossTarget) -> Finding:
+    """More padding."""
+    inputs = sample(0.05)
+    value, gradient = target.value_and_gradient(inputs)
+    other, wide = target.value_and_gradient(inputs.padded(3))
+    gap = float(np.abs(gradient - wide[:, : gradient.shape[1]]).max() / max(np.abs(gradient).max(), 1e-12))
+    if gap < 1e-5 and abs(value - other) < 1e-5 * max(1.0, abs(value)):
+        return passed()
+    return Finding(
+        verdict="fail",
+        message=f"three more tokens of padding change the loss from {value:.5g} to {other:.5g}, gradients by {gap:.2g}",
+        example={"loss": value, "padded": other},
+        size=gap,
+    )
+
+
+def cut(target: LossTarget) -> Finding:
+    """The batch cut into micro-batches."""
+    inputs = sample(0.05)
+    value, gradient = target.value_and_gradient(inputs)
+    names = [name for name in target.settings if name in CUT]
+    if names and target.with_settings is not None:
+        for count in (1, 2, 3, 6):
+            other, moved = target.with_settings(dict.fromkeys(names, count)).value_and_gradient(inputs)
+            gap = float(np.abs(moved - gradient).max() / max(np.abs(gradient).max(), 1e-12))
+            if gap > 1e-5:
+                return Finding(
+                    verdict="fail",
+                    message=f"{names[0]} {count} changes the loss from {value:.5g} to {other:.5g}, gradients by "
+                    f"{gap:.2g}",
+                    example={names[0]: [target.settings[names[0]], count], "loss": [value, other]},
+                    size=gap,
+                )
+        return passed(f"{', '.join(names)} changes nothing")
+    parts = [np.array([0, 1]), np.array([2, 3]), np.array([4, 5])]
+    halves = [target.value_and_gradient(inputs.rows(rows)) for rows in parts]
+    gaps = {}
+    for how, sizes in (
+        ("rows", [len(rows) for rows in parts]),
+        ("tokens", [int(inputs.batch.mask[rows].sum()) for rows in parts]),
+        ("nothing", [len(parts)] * len(parts)),
+    ):
+        whole = len(parts) if how == "nothing" else sum(sizes)
+        shares = [s / whole for s in sizes]
+        joined = np.zeros_like(gradient)
+        for rows, share, (_, part) in zip(parts, shares, halves, strict=True):
+            joined[rows] += share * part[:, : gradient.shape[1]]
+        gaps[how] = float(np.abs(joined - gradient).max() / max(np.abs(gradient).max(), 1e-12))
+    best = min(gaps, key=lambda how: gaps[how])
+    if gaps[best] < 1e-5:
+        told = "added up" if best == "nothing" else f"weighted by their {best}"
+        return passed(f"micro-batches give the whole batch's gradient if they are {told}")
+    return Finding(
+        verdict="fail",
+        message="no weighting of micro-batches by rows or tokens gives the whole batch's gradient (off by "
+        f"{gaps[best]:.2g})",
+        example={"losses": [value, [v for v, _ in halves]]},
+        size=gaps[best],
+    )
+
+
+def idle(target: LossTarget) -> Finding:
+    """Settings without an effect."""
+    changes = {
+        name: [not v] if isinstance(v, bool) else [2 * v + 1, v / 4] if isinstance(v, float) else [v + 1, 2 * v + 3]
+        for name, v in target.settings.items()
+        if isinstance(v, bool | int | float) and name not in CUT
+    }
+    if not changes or target.with_settings is None:
+        return skipped("has no settings that are numbers or switches")
+    tried = [sample(distance, seed) for distance in (0.0, 0.05, 0.5, 3.0) for seed in range(3)]
+    silent = []
+    for name, values in changes.items():
+        if not any(_moves(target, {name: value}, inputs) for value in values for inputs in tried):
+            silent.append(name)
+    if not silent:
+        return passed(f"{len(changes)} settings")
+    return Finding(
+        verdict="fail",
+        message=f"changing {', '.join(silent)} changes neither the loss nor a gradient",
+        example={"settings": silent},
+        size=len(silent),
+    )
+
+
+def _moves(target: LossTarget, change: dict[str, Any], inputs: LossInputs) -> bool:
+    assert target.with_settings is not None
+    value, gradient = target.value_and_gradient(inputs)
+    try:
+        other, moved = target.with_settings(change).value_and_gradient(inputs)
+    except Exception:  # a refused value has an effect
+        return True
+    return other != value or not np.array_equal(gradient, moved)
+
+
+def reference(target: LossTarget) -> Finding:
+    """The KL term: none at equal policies, and it pulls towards the reference."""
+    if "reference_logprobs" not in target.reads:
+        return skipped("takes no log-probs of a reference")
+    equal = sample(0.0)
+    flat = equal.with_(advantages=np.zeros_like(equal.advantages))
+    value, gradient = target.value_and_gradient(flat)
+    if abs(value) > 1e-9 or np.abs(gradient).max() > 1e-9:
+        return Finding(
+            verdict="fail",
+            message=f"with advantages 0 and equal policies the loss is {value:.3g}, gradients up to "
+            f"{np.abs(gradient).max():.3g}; expected 0",
+            example={"loss": value},
+            size=max(abs(value), float(np.abs(gradient).max())),
+        )
+    mask = equal.batch.mask
+    above = flat.with_(logprobs=flat.logprobs + np.where(mask, 0.5, 0.0), old_logprobs=flat.old_logprobs + 0.5)
+    _, pull = target.value_and_gradient(above)
+    if not np.abs(pull).max():
+        return passed("no effect at these settings")
+    against = mask & (pull < 0)
+    if against.any():
+        return Finding(
+            verdict="fail",
+            message=f"{int(against.sum())} of {int(mask.sum())} tokens that are likelier than under the reference are "
+            "made likelier still",
+            example={"gradient": np.round(pull, 5).tolist()},
+            size=float(against.sum() / mask.sum()),
+        )
+    return passed("pulls towards the reference")
+
+
+def overflow(target: LossTarget) -> Finding:
+    """Log ratios of ±50."""
+    inputs = sample(0.05)
+    signs = np.where(np.indices(inputs.logprobs.shape).sum(0) % 2, 50.0, -50.0)
+    value, gradient = target.value_and_gradient(inputs.with_(old_logprobs=inputs.logprobs - signs))
+    bad = int((~np.isfinite(gradient[inputs.batch.mask])).sum())
+    if np.isfinite(value) and not bad:
+        return passed()
+    return Finding(
+        verdict="fail",
+        message=f"the loss is {value:.3g}, and {bad} gradients are no numbers",
+        example={"log ratios": signs.tolist()},
+        size=bad,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfLoss:
+    """g = −∇ loss at equal policies, with advantages R − mean R of the group."""
+
+    target: LossTarget
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Without rewards of turns: advantages are of the outcome."""
+        return frozenset()
+
+    def gradient(self, problem: Problem, chosen: tuple[int, ...]) -> Floats:
+        """From one group."""
+        batch = problem.batch(chosen)
+        table = problem.logprobs()
+        logprobs = np.full(batch.mask.shape, -0.7)
+        for row, response in enumerate(chosen):
+            for t, decision in enumerate(problem.responses[response].decisions):
+                if decision:
+                    logprobs[row, t] = table[decision]
+        centred = (batch.rewards - batch.rewards.mean()) * len(chosen) / (len(chosen) - 1)
+        inputs = LossInputs(
+            batch=batch,
+            logprobs=logprobs,
+            old_logprobs=logprobs,
+            reference_logprobs=logprobs,
+            advantages=np.where(batch.mask, centred[:, None], 0.0),
+        )
+        _, by_token = self.target.value_and_gradient(inputs)
+        scores = problem.scores()
+        total = np.zeros_like(problem.logits)
+        for row, response in enumerate(chosen):
+            own = scores[response]
+            total -= np.tensordot(by_token[row, : len(own)], own, axes=1)
+        return total
+
+
+def expected_gradient(target: LossTarget, problem: Problem) -> Finding:
+    """The check of one problem."""
+    return judged(OfLoss(target=target), problem)
+
+
+def _of(problem: Problem) -> Check:
+    if problem.name == "lengths":
+        # Means over tokens or rows weigh long responses otherwise than the sum does; those who take them want it.
+        problem = dataclasses.replace(problem, least=0.85)
+    return Check(
+        name=f"loss_{problem.name}",
+        layer="loss",
+        title=f"E[−∇ loss] is along ∇J: {problem.title}.",
+        run=lambda target: expected_gradient(target, problem),
+    )
+
+
+LOSS = (
+    Check(name="loss_returns", layer="loss", title="The loss is a number, the same each time.", run=returns),
+    Check(name="loss_gradient", layer="loss", title="The gradient is that of the value.", run=differences),
+    Check(name="loss_on_policy", layer="loss", title="Each token moves with its advantage.", run=on_policy),
+    Check(name="loss_mask", layer="loss", title="Tokens outside the mask do not matter.", run=masked_tokens),
+    Check(name="loss_padding", layer="loss", title="Padding does not matter.", run=padding),
+    Check(name="loss_cut", layer="loss", title="The cut of the batch does not matter.", run=cut),
+    Check(name="loss_settings", layer="loss", title="Every setting has an effect.", run=idle),
+    Check(name="loss_reference", layer="loss", title="The KL term pulls towards the reference.", run=reference),
+    Check(name="loss_overflow", layer="loss", title="Extreme ratios give numbers.", run=overflow),
+    *(_of(problem) for problem in PROBLEMS if problem.name in ("bandit", "chain", "lengths")),
+)

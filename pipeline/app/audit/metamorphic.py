@@ -1,0 +1,272 @@
+"""Properties that right advantages keep when a batch is changed in a way that must not matter, or must.
+
+No model and no gradient: a batch is changed, the function is called again, and the two results are compared.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from pipeline.app.audit.batch import Batch, make, stacked
+from pipeline.app.audit.checks import Check, Finding, passed, skipped
+from pipeline.app.audit.search import Case, Kind, Shape, compare, judged, rounded, search, shape_of
+from pipeline.app.audit.targets import AdvantageTarget
+
+
+def row_order(target: AdvantageTarget) -> Finding:
+    """Rows in another order."""
+    shape = shape_of(target)
+
+    def case(batch: Batch, random: Random) -> Case:
+        if shape.mixed:
+            order = np.array(random.sample(range(len(batch)), len(batch)))
+        else:  # within groups
+            size = int(batch.group_sizes[0])
+            order = np.concatenate([g * size + np.arange(size)[::-1] for g in range(len(batch) // size)])
+        back = np.argsort(order)
+        return compare(target, batch, batch.rows(order), f"rows in the order {order.tolist()}", back=back)
+
+    return judged(search(Kind(shape), case), "a row's advantage depends on its place")
+
+
+def relabelled_groups(target: AdvantageTarget) -> Finding:
+    """Groups with other ids."""
+    if "groups" not in target.reads:
+        return skipped("takes no group ids")
+
+    def case(batch: Batch, _: Random) -> Case:
+        return compare(target, batch, batch.with_(groups=7 * (3 - batch.groups)), "group ids g became 7 · (3 − g)")
+
+    return judged(search(Kind(shape_of(target)), case), "an advantage depends on the ids of groups")
+
+
+def other_groups(target: AdvantageTarget) -> Finding:
+    """Rewards of another group of the same size."""
+    shape = shape_of(target)
+    even = Shape(uneven=False, mixed=shape.mixed, single=False)
+
+    def case(batch: Batch, _: Random) -> Case:
+        mine = batch.groups == batch.groups[0]
+        rewards = np.where(mine, batch.rewards, 2 * batch.rewards + 1)
+        return compare(
+            target, batch, batch.with_(rewards=rewards), "rewards r of the other groups became 2 r + 1", rows=mine
+        )
+
+    return judged(search(Kind(even, groups=2), case), "rewards of other prompts move an advantage")
+
+
+def uneven_groups(target: AdvantageTarget) -> Finding:
+    """Groups of different sizes, together and alone."""
+    shape = shape_of(target)
+    if not shape.uneven:
+        return skipped("takes groups of one size only" if "groups" in target.reads else "takes no group ids")
+
+    def case(batch: Batch, _: Random) -> Case:
+        mine = batch.groups == batch.groups[0]
+        alone = target.advantages(batch.rows(mine))
+        before = target.advantages(batch)
+        after = before.copy()
+        after[mine] = alone
+        return Case(batch, f"group {batch.groups[0]} alone", before, after, batch.mask & mine[:, None])
+
+    return judged(
+        search(Kind(shape, groups=2), case),
+        "a group's advantages depend on which groups are beside it",
+    )
+
+
+def reward_shift(target: AdvantageTarget) -> Finding:
+    """A constant added to all rewards of a group."""
+
+    def case(batch: Batch, _: Random) -> Case:
+        mine = batch.groups == batch.groups[0]
+        other = batch.with_(rewards=batch.rewards + 2.0 * mine)
+        return compare(target, batch, other, f"2 was added to every reward of group {batch.groups[0]}")
+
+    return judged(search(Kind(shape_of(target)), case), "an advantage depends on a constant in the rewards")
+
+
+def reward_scale(target: AdvantageTarget) -> Finding:
+    """All rewards scaled: advantages stay, or are scaled too."""
+
+    def case(batch: Batch, _: Random) -> Case:
+        scaled = batch.with_(rewards=4.0 * batch.rewards, turn_rewards=4.0 * batch.turn_rewards)
+        before, after = target.advantages(batch), target.advantages(scaled)
+        # Standard deviations with an epsilon are scaled by a little less than their rewards.
+        stays = np.allclose(before, after, rtol=1e-2, atol=1e-4)
+        return Case(batch, "every reward times 4", after if stays else 4.0 * before, after, batch.mask)
+
+    return judged(search(Kind(shape_of(target)), case), "advantages neither stay nor are 4 times as large; they differ")
+
+
+def invalid_rows(target: AdvantageTarget) -> Finding:
+    """The reward of a row that was rejected."""
+    by_flag = "valid" in target.reads
+    if not by_flag and "mask" not in target.reads:
+        return skipped("takes neither `valid` nor a mask, so it cannot know of rejected rows")
+
+    def case(batch: Batch, _: Random) -> Case:
+        first = np.arange(len(batch)) == 0
+        rejected = (
+            batch.with_(valid=~first) if by_flag else batch.with_(turns=np.where(first[:, None], -1, batch.turns))
+        )
+        other = rejected.with_(rewards=np.where(first, 3.0 - rejected.rewards, rejected.rewards))
+        how = "marked as invalid" if by_flag else "masked whole"
+        return compare(target, rejected, other, f"row 0 is {how}, and its reward r became 3 − r")
+
+    shape = shape_of(target)
+    return judged(
+        search(Kind(Shape(shape.uneven, shape.mixed, False), rows=3), case),
+        "the reward of a rejected row moves advantages",
+    )
+
+
+def no_signal(target: AdvantageTarget) -> Finding:
+    """Groups whose rewards are equal, and groups of one."""
+    shape = shape_of(target)
+    equal = make([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0, 0, 0, 1, 1, 1])
+    result = target.advantages(equal)
+    if not np.isfinite(result).all() or np.abs(result).max() > 1e-3:
+        bad = rounded(result)
+        example = {"batch": equal.shown(), "advantages": bad}
+        size = float(np.abs(np.nan_to_num(result, nan=np.inf)).max())
+        return Finding(verdict="fail", message="groups with equal rewards have advantages", example=example, size=size)
+    if shape.single:
+        single = make([1.0, 0.0, 1.0], [0, 0, 1])
+        result = target.advantages(single)
+        if not np.isfinite(result).all():
+            example = {"batch": single.shown(), "advantages": rounded(result)}
+            return Finding(verdict="fail", message="a group of one has no number as advantage", example=example)
+    return passed()
+
+
+def padding(target: AdvantageTarget) -> Finding:
+    """More padding."""
+
+    def case(batch: Batch, _: Random) -> Case:
+        return compare(target, batch, batch.padded(batch.width + 3), "three more tokens of padding")
+
+    return judged(search(Kind(shape_of(target)), case), "an advantage depends on the width of the batch")
+
+
+def credit_outside(target: AdvantageTarget) -> Finding:
+    """Credit on tokens that the policy did not choose."""
+    if "mask" not in target.reads:
+        return skipped("takes no mask")
+    shape = shape_of(target)
+
+    def case(batch: Batch, _: Random) -> Case:
+        result = target.advantages(batch)
+        return Case(batch, "observations and padding", result, np.where(batch.mask, result, 0.0), ~batch.mask)
+
+    return judged(search(Kind(shape, turns=True), case), "tokens outside the mask have credit")
+
+
+def credited_turns(target: AdvantageTarget) -> Finding:
+    """Turns that never get any credit."""
+    rows = [[0, 0, -1, 1, 1, -1, 2, 2]] * 4
+    found = np.zeros(3)
+    for rewards in ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0]):
+        batch = make(rewards, [0, 0, 0, 0], turns=rows, turn_rewards=[[0.5 * i, 0.0, 0.2 * i] for i in range(4)])
+        result = np.abs(np.nan_to_num(target.advantages(batch)))
+        found += [result[batch.turns == turn].sum() for turn in range(3)]
+    if not found.any():
+        return Finding(verdict="fail", message="no token has credit, whatever the rewards", size=3.0)
+    empty = [turn for turn in range(3) if not found[turn]]
+    if not empty:
+        return passed()
+    example = {"batch": batch.shown(), "advantages": rounded(result)}
+    message = f"turns {', '.join(map(str, empty))} of 3 never have credit, although all led to the outcome"
+    return Finding(verdict="fail", message=message, example=example, size=len(empty))
+
+
+def monotone(target: AdvantageTarget) -> Finding:
+    """A row's own reward raised."""
+
+    def case(batch: Batch, _: Random) -> Case:
+        higher = batch.rewards.copy()
+        higher[0] += 1.0
+        before, after = target.advantages(batch), target.advantages(batch.with_(rewards=higher))
+        first = batch.mask & (np.arange(len(batch)) == 0)[:, None]
+        lower = np.where(first & (after < before - 1e-4), before, after)
+        return Case(batch, "the reward of row 0 was raised by 1", lower, after, first)
+
+    return judged(search(Kind(shape_of(target)), case), "a higher reward lowers the row's advantage")
+
+
+def idle_settings(target: AdvantageTarget) -> Finding:
+    """Settings that change nothing."""
+    changes = {name: changed for name, value in target.settings.items() if (changed := _changed(value)) is not None}
+    if not changes or target.with_settings is None:
+        return skipped("has no settings that are numbers or switches")
+    shape = shape_of(target)
+    tried = [
+        make([1.0, 0.0, 0.5, 3.0, 0.0, 0.0, 1.0, 1.0], [0, 0, 0, 0, 1, 1, 1, 1], lengths=[1, 2, 3, 4, 4, 3, 2, 1]),
+        make([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], turns=[[0, 0, -1, 1]] * 4, turn_rewards=[[0.5, 1.0]] * 4),
+        make([0.0, 0.0, 1.0, 1.0], [0, 0, 0, 0], truncated=[True, False, True, False], lengths=[6, 1, 6, 2]),
+    ]
+    if shape.single:
+        tried.append(make([1.0, 0.0, 1.0], [0, 0, 1]))
+    idle = []
+    for name, values in changes.items():
+        if not any(_moves(target, {name: value}, tried) for value in values):
+            idle.append(name)
+    if not idle:
+        return passed(f"{len(changes)} settings")
+    text = ", ".join(f"{name} ({target.settings[name]} → {changes[name][0]})" for name in idle)
+    return Finding(
+        verdict="fail", message=f"changing {text} changes no advantage", size=len(idle), example={"settings": idle}
+    )
+
+
+def _changed(value: Any) -> list[Any] | None:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value + 3, 0]
+    if isinstance(value, float):
+        return [2 * value + 0.5, value / 4, 0.0]
+    return None
+
+
+def _moves(target: AdvantageTarget, change: dict[str, Any], tried: list[Batch]) -> bool:
+    assert target.with_settings is not None
+    for batch in tried:
+        try:
+            if not np.array_equal(target.advantages(batch), target.with_settings(change).advantages(batch)):
+                return True
+        except Exception:  # a refused value has an effect
+            return True
+    return False
+
+
+def copies(target: AdvantageTarget) -> Finding:
+    """The same groups once more, under other ids."""
+    shape = shape_of(target)
+
+    def case(batch: Batch, _: Random) -> Case:
+        twin = batch.with_(groups=batch.groups + 10)
+        return compare(target, batch, stacked([batch, twin]), "the same groups once more, under other ids")
+
+    return judged(search(Kind(shape), case), "advantages depend on the number of groups in the batch")
+
+
+METAMORPHIC = (
+    Check(name="row_order", layer="metamorphic", title="The order of rows does not matter.", run=row_order),
+    Check(name="relabelled_groups", layer="metamorphic", title="Ids of groups are names only.", run=relabelled_groups),
+    Check(name="other_groups", layer="metamorphic", title="Other prompts' rewards do not matter.", run=other_groups),
+    Check(name="uneven_groups", layer="metamorphic", title="Groups may differ in size.", run=uneven_groups),
+    Check(name="copies", layer="metamorphic", title="The number of groups does not matter.", run=copies),
+    Check(name="reward_shift", layer="metamorphic", title="A constant in the rewards cancels.", run=reward_shift),
+    Check(name="reward_scale", layer="metamorphic", title="Scaled rewards scale credit, or do not.", run=reward_scale),
+    Check(name="invalid_rows", layer="metamorphic", title="Rejected rows move no sibling.", run=invalid_rows),
+    Check(name="no_signal", layer="metamorphic", title="Equal rewards give no credit.", run=no_signal),
+    Check(name="padding", layer="metamorphic", title="Padding does not matter.", run=padding),
+    Check(name="credit_outside", layer="metamorphic", title="Only chosen tokens have credit.", run=credit_outside),
+    Check(name="credited_turns", layer="metamorphic", title="Every turn can get credit.", run=credited_turns),
+    Check(name="monotone", layer="metamorphic", title="A higher reward is never worse.", run=monotone),
+    Check(name="idle_settings", layer="metamorphic", title="Every setting has an effect.", run=idle_settings),
+)

@@ -1,0 +1,167 @@
+"""`creditgraph audit`: is this credit right? Checks of any function from rewards to advantages, or to a loss."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.app.audit.checks import Finding
+
+SUMMARY = "Check credit of any trainer: an advantage or loss function, a component, a recipe, or recorded data."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.epilog = (
+        "examples:\n"
+        "  creditgraph audit my_trainer.core:compute_advantage\n"
+        "  creditgraph audit loss.py:policy_loss --bind logp=logprobs -o clip=0.2\n"
+        "  creditgraph audit advantage.group -o normalize=mean\n"
+        "  creditgraph audit recipe=toy_grpo\n"
+        "  creditgraph audit rollouts.parquet --columns reward=score group=prompt_id\n"
+        "exit code: 1 if a check fails that is not declared"
+    )
+    parser.add_argument("target", metavar="TARGET", help="function, component, recipe=NAME, run folder or Parquet file")
+    parser.add_argument("--bind", nargs="+", default=[], metavar="parameter=column", help="what a parameter is given")
+    parser.add_argument("-o", dest="set", action="append", default=[], metavar="setting=value", help="a setting")
+    parser.add_argument(
+        "--kind", choices=("advantage", "loss"), help="of a function; read from its parameters otherwise"
+    )
+    parser.add_argument("--columns", nargs="+", default=[], metavar="name=column", help="columns of a Parquet file")
+    parser.add_argument("--declare", default="", metavar="NAMES", help="checks whose failure is wanted, with commas")
+    parser.add_argument(
+        "--layer",
+        nargs="+",
+        default=[],
+        choices=("metamorphic", "gradient", "loss", "records"),
+        help="these checks only",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with the counter-examples")
+    parser.add_argument("--time", action="store_true", help="also print the seconds of each check")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the results; 1 when a check fails that nobody declared."""
+    import torch
+
+    from pipeline.app.audit.audit import as_json, failures, known_names, run_checks, table, write_page
+
+    declared = known_names([name for name in options.declare.split(",") if name])
+    results = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # arrays of a dozen numbers: threads only wait for each other
+    try:
+        for target, checks in _targets(options):
+            results += run_checks(target, checks, declared, frozenset(options.layer))
+    finally:
+        torch.set_num_threads(threads)
+    print(as_json(results) if options.json else table(results))
+    if options.time:
+        print("\n".join(f"{r.seconds:7.2f} s  {r.target}  {r.check.name}" for r in results))
+    if options.html:
+        write_page(Path(options.html), results, options.target)
+    return 1 if failures(results) else 0
+
+
+def _targets(options: argparse.Namespace) -> list[tuple[Any, Sequence[Any]]]:
+    """What is audited, each with the checks of its kind."""
+    from components.learner.objective import Objective
+    from pipeline.app.audit.records import RECORDS, read_records
+    from pipeline.app.audit.targets import instance, load_function
+    from pipeline.core.component import Component
+    from pipeline.run.compose.overrides import parse_settings
+
+    target = options.target
+    path = Path(target)
+    if target.startswith("recipe="):
+        return _of_recipe(target, options.set)
+    if path.is_dir() or target.endswith((".parquet", ".jsonl")):
+        return [(records, RECORDS) for records in read_records(path, _pairs(options.columns, "--columns"))]
+    settings = parse_settings(options.set)
+    if ":" not in target:
+        return _of_component(target, settings)
+    found = load_function(target)
+    if isinstance(found, type) and issubclass(found, Component | Objective):
+        return _of_component(target, settings)
+    if isinstance(found, type):
+        found, settings = instance(found, target, settings), {}
+    return [_of_function(found, target, _pairs(options.bind, "--bind"), settings, options.kind)]
+
+
+def _of_function(
+    function: Any, name: str, given: dict[str, str], settings: dict[str, Any], kind: str | None
+) -> tuple[Any, Sequence[Any]]:
+    from pipeline.app.audit.targets import advantage_function, is_loss
+
+    if kind == "loss" or (kind is None and is_loss(function, given)):
+        from pipeline.app.audit.loss import LOSS
+        from pipeline.app.audit.loss_target import loss_function
+
+        return loss_function(function, name, given, settings), LOSS
+    from pipeline.app.audit.contract import CONTRACT
+    from pipeline.app.audit.gradient import GRADIENT
+    from pipeline.app.audit.metamorphic import METAMORPHIC
+
+    return advantage_function(function, name, given, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)
+
+
+def _of_component(name: str, settings: dict[str, Any]) -> list[tuple[Any, Sequence[Any]]]:
+    from components.learner.objective import Objective, ObjectiveSettings
+    from components.learner.objective.settings import OBJECTIVES
+    from pipeline.app.audit.contract import CONTRACT
+    from pipeline.app.audit.gradient import GRADIENT
+    from pipeline.app.audit.loss import LOSS
+    from pipeline.app.audit.metamorphic import METAMORPHIC
+    from pipeline.app.audit.ours import component_target, objective_target
+    from pipeline.core.registry import load_class
+
+    cls = None if name in OBJECTIVES else load_class(name)
+    if cls is None or issubclass(cls, Objective):
+        return [(objective_target(ObjectiveSettings(use=name, config=settings), name), LOSS)]
+    return [(component_target(cls, name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT))]
+
+
+def _of_recipe(recipe: str, more: list[str]) -> list[tuple[Any, Sequence[Any]]]:
+    """The nodes of a recipe that give credit, and the losses of its learners."""
+    from pipeline.app.audit.contract import CONTRACT
+    from pipeline.app.audit.gradient import GRADIENT
+    from pipeline.app.audit.loss import LOSS
+    from pipeline.app.audit.metamorphic import METAMORPHIC
+    from pipeline.app.audit.ours import component_target, objective_target, unmade
+    from pipeline.app.audit.targets import AuditError
+    from pipeline.core.payloads import Credit
+    from pipeline.run.compose.experiment import build_experiment, compose
+
+    graph = build_experiment(compose([recipe, *more]), "audit").graph
+    found: list[tuple[Any, Sequence[Any]]] = []
+    for node in graph.nodes:
+        if any(socket.carries(Credit) for socket in node.sockets.outputs.values()):
+            settings = vars(node.config)
+            try:
+                found.append((component_target(node.cls, node.name, settings), (*CONTRACT, *METAMORPHIC, *GRADIENT)))
+            except AuditError as error:
+                found.append((unmade(node.name), (dataclasses.replace(CONTRACT[0], run=_skip(str(error))),)))
+        objective = getattr(node.config, "objective", None)
+        if objective is not None:
+            found.append((objective_target(objective, f"{node.name}.objective"), LOSS))
+    return found
+
+
+def _skip(reason: str) -> Callable[[Any], Finding]:
+    from pipeline.app.audit.checks import skipped
+
+    return lambda _: skipped(reason)
+
+
+def _pairs(texts: list[str], option: str) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"{option} {text}: expected name=column.")
+    return dict(text.split("=", 1) for text in texts)

@@ -1,0 +1,83 @@
+"""Our own graphs, components and objectives under the audit."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from components.learner.objective import ObjectiveSettings
+from pipeline.app.audit.audit import failures, run_checks
+from pipeline.app.audit.batch import make
+from pipeline.app.audit.contract import CONTRACT
+from pipeline.app.audit.loss import LOSS
+from pipeline.app.audit.ours import component_target, objective_target, trajectories_of
+from pipeline.app.audit.targets import AuditError
+from pipeline.app.commands import audit
+from pipeline.core.registry import load_class
+
+GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/graph").glob("*.yaml"))
+NOT_MADE = {"ibpo": "revisions", "rredcot": "segments", "vineppo": "segments"}
+BIASED = {"grpo_lambda", "p_trace", "s_trace"}
+
+
+def audited(capsys, *arguments):
+    parser = argparse.ArgumentParser()
+    audit.configure(parser)
+    code = audit.main(parser.parse_args([*arguments, "--json"]))
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_no_shipped_graph_fails(graph, capsys):
+    code, rows = audited(capsys, f"recipe=toy_{graph}")
+    assert [(r["check"], r["message"]) for r in rows if r["verdict"] == "fail"] == []
+    assert code == 0
+    assert {r["target"] for r in rows} >= {"advantage", "learner.objective"}
+    declared = {r["check"] for r in rows if r["verdict"] == "declared"}
+    assert declared == ({"loss_chain"} if graph in BIASED else set())
+    credit = [r for r in rows if r["target"] == "advantage"]
+    if graph in NOT_MADE:
+        assert [r["verdict"] for r in credit] == ["not applicable"]
+        assert f"needs {NOT_MADE[graph]}" in credit[0]["message"]
+    else:
+        assert sum(r["verdict"] == "pass" for r in credit) >= 15
+
+
+def test_a_trace_is_biased_by_its_weights():
+    # Token 1 of 2 weighs 1 + d against 1: the cosine with equal weights is that of the check at d → 1.
+    target = objective_target(ObjectiveSettings(use="trace", config={"decay": 0.0}), "trace")
+    assert not failures(run_checks(target, LOSS))
+    found = {r.check.name: r.finding for r in run_checks(objective_target(ObjectiveSettings(use="trace"), "t"), LOSS)}
+    assert found["loss_chain"].verdict == "declared"
+    assert 0.02 < found["loss_chain"].size < 0.2
+
+
+def test_a_component_with_inputs_of_a_model_is_refused():
+    with pytest.raises(AuditError, match=r"needs revisions, revision_rewards, which depend on a model"):
+        component_target(load_class("advantage.counterfactual"), "advantage.counterfactual", {})
+    with pytest.raises(AuditError, match="returns no credit"):
+        component_target(load_class("rewards.outcome"), "rewards.outcome", {})
+
+
+def test_the_settings_of_a_component_are_those_given(capsys):
+    _, rows = audited(capsys, "advantage.group", "-o", "normalize=mean", "--layer", "metamorphic")
+    assert {r["layer"] for r in rows} == {"contract", "metamorphic"}
+    target = component_target(load_class("advantage.group"), "a", {"normalize": "mean"})
+    result = target.advantages(make([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0]))
+    assert result[:, 0].tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_rows_of_a_batch_become_trajectories():
+    batch = make([1.0, 0.0], [0, 0], turns=[[0, 0, -1, 1], [0]], truncated=[False, True])
+    rows = trajectories_of(batch)
+    assert rows.response_tokens.lengths.tolist() == [4, 1]
+    assert rows.thought_ends.to_lists() == [[2, 3, 4], [1]]
+    assert list(rows.finish_reason) == ["eos", "length"]
+
+
+def test_a_declaration_of_no_check_is_refused():
+    target = component_target(load_class("advantage.group"), "a", {})
+    target = type(target)(name="a", call=target.call, reads=target.reads, declares={"row_oder": "x"})
+    with pytest.raises(AuditError, match="Did you mean 'row_order'"):
+        run_checks(target, CONTRACT)

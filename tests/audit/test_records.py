@@ -1,0 +1,156 @@
+"""Recorded credit: each check finds the fault that was planted for it, and right records pass."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.app.audit.audit import failures, run_checks
+from pipeline.app.audit.records import RECORDS, read_records
+from pipeline.app.audit.targets import AuditError
+from pipeline.app.cli import main
+
+
+def right():
+    """Two groups of three rows with their centred rewards; tokens 2 and 5 are an observation and a second turn's."""
+    rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+    groups = ["a", "a", "a", "b", "b", "b"]
+    means = {"a": 1 / 3, "b": 2 / 3}
+    mask = [[True, True, False, True]] * 6
+    rows = [[r - means[g] if m else 0.0 for m in row] for r, g, row in zip(rewards, groups, mask, strict=True)]
+    return {
+        "advantage": rows,
+        "reward": rewards,
+        "group": groups,
+        "mask": [list(row) for row in mask],
+        "turn": [[0, 0, -1, 1]] * 6,
+        "valid": [True] * 6,
+    }
+
+
+def not_a_number(rows):
+    rows["advantage"][0][1] = float("nan")
+
+
+def on_an_observation(rows):
+    rows["advantage"][2][2] = 0.5
+
+
+def last_turn_only(rows):
+    rows["advantage"] = [[0.0, 0.0, 0.0, row[3]] for row in rows["advantage"]]
+
+
+def one_baseline_for_all(rows):
+    mean = np.mean(rows["reward"])
+    rows["advantage"] = [[r - mean] * 2 + [0.0, r - mean] for r in rows["reward"]]
+
+
+def turned_round(rows):
+    rows["advantage"] = [[-x for x in row] for row in rows["advantage"]]
+
+
+def rejected_with_credit(rows):
+    rows["valid"][0] = False
+
+
+def no_credit(rows):
+    for row in range(3):
+        rows["advantage"][row] = [0.0] * 4
+
+
+FAULTS = {
+    "records_numbers": not_a_number,
+    "records_outside": on_an_observation,
+    "records_turns": last_turn_only,
+    "records_baseline": one_baseline_for_all,
+    "records_order": turned_round,
+    "records_invalid": rejected_with_credit,
+    "records_silent": no_credit,
+}
+
+
+def table(tmp_path, rows):
+    file = tmp_path / "rollouts.parquet"
+    pq.write_table(pa.table(rows), file)
+    return file
+
+
+def test_every_check_has_a_fault():
+    assert FAULTS.keys() == {check.name for check in RECORDS}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name, tmp_path):
+    rows = right()
+    FAULTS[name](rows)
+    (records,) = read_records(table(tmp_path, rows), {})
+    assert name in {result.check.name for result in failures(run_checks(records, RECORDS))}
+
+
+def test_right_records_pass(tmp_path):
+    (records,) = read_records(table(tmp_path, right()), {})
+    results = run_checks(records, RECORDS)
+    assert not failures(results)
+    assert {r.check.name for r in results if r.finding.verdict == "not applicable"} == {"records_invalid"}
+
+
+def test_columns_have_names(tmp_path, capsys):
+    rows = right()
+    rows["points"] = rows.pop("reward")
+    file = str(table(tmp_path, rows))
+    assert main(["audit", file]) not in (0, 1)
+    text = capsys.readouterr().err
+    assert "has the columns advantage, group, mask, points, turn, valid; reward is missing" in text
+    assert "--columns reward=COLUMN" in text
+    assert main(["audit", file, "--columns", "reward=points"]) == 0
+    assert main(["audit", file, "--columns", "prize=points"]) not in (0, 1)
+    assert "expected one of advantage, reward, group, mask, valid, turn" in capsys.readouterr().err
+
+
+def test_a_rollout_trace_of_lines(tmp_path):
+    rows = right()
+    file = tmp_path / "trace.jsonl"
+    names = {"advantage": "advantages", "reward": "score", "group": "example_id", "mask": "completion_mask"}
+    lines = [{names.get(k, k): v[i] for k, v in rows.items()} for i in range(6)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    (records,) = read_records(file, {})
+    assert not failures(run_checks(records, RECORDS))
+    assert records.groups.tolist() == [0, 0, 0, 1, 1, 1]
+    assert records.mask.sum() == 18
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "line 1 is no JSON"), ("[1]\n", "line 1 is no object"), ("", "has the columns (none)")]
+)
+def test_a_broken_trace_gets_one_sentence(tmp_path, text, sentence):
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text)
+    with pytest.raises(AuditError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        read_records(file, {})
+
+
+def test_a_broken_table_gets_one_sentence(tmp_path):
+    with pytest.raises(AuditError, match="no such file"):
+        read_records(tmp_path / "none.parquet", {})
+    file = tmp_path / "text.parquet"
+    file.write_text("group,reward")
+    with pytest.raises(AuditError, match="no Parquet file"):
+        read_records(file, {})
+    rows = {"advantage": [1.0], "reward": ["high"], "group": [0]}
+    with pytest.raises(AuditError, match="column 'reward' has 'high'; expected numbers"):
+        read_records(table(tmp_path, rows), {})
+    with pytest.raises(AuditError, match="has no records"):
+        read_records(tmp_path, {})
+
+
+def test_a_run_of_ours_passes(tmp_path, capsys):
+    small = ["prompts.batch=2", "sampler.group_size=4", "evaluator.num_problems=4", "evaluator.every=0"]
+    small += ["data.train.size=50", "data.eval.size=10", "run.iterations=2", "run.record.every=1", "run.device=cpu"]
+    assert main(["train", "recipe=toy_grpo", f"run.root={tmp_path}", "run.name=r", *small]) == 0
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path / "r")]) == 0
+    out = capsys.readouterr().out
+    assert "16 rows" in out
+    assert "✓ records_baseline" in out
