@@ -170,9 +170,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 0,
     },
     "ppo_clip": {
-        "objective": ObjectiveSettings(
-            use="ppo_clip", kl=KL(coefficient=0.1), importance=Importance(cap=2.0, level="sequence")
-        ),
+        "objective": ObjectiveSettings(use="ppo_clip", kl=KL(coefficient=0.1), importance=Importance(cap=2.0)),
         "old_logprobs": "recompute",
         "minibatches": 2,
         "epochs": 2,
