@@ -12,7 +12,7 @@ import torch
 from pipeline.app.audit.batch import Floats
 from pipeline.app.audit.checks import Check, Finding, passed, skipped
 from pipeline.app.audit.contract import limited
-from pipeline.app.audit.gradient import judged
+from pipeline.app.audit.gradient import GROUP, Comparison, judged
 from pipeline.app.audit.loss_target import LossInputs, LossTarget, sample
 from pipeline.app.audit.problems import PROBLEMS, Problem
 from pipeline.app.audit.targets import AuditError
@@ -255,11 +255,70 @@ def overflow(target: LossTarget) -> Finding:
     )
 
 
+def clipping(target: LossTarget) -> Finding:
+    """Rows that have moved far along their advantage, and with a dual clip those that have moved far against it."""
+    names = _numbers(target, "clip")
+    if not names or "old_logprobs" not in target.reads:
+        return skipped("has no setting of a clip, or no ratio to be clipped")
+    inputs = sample(0.0)
+    mask, sign = inputs.batch.mask, np.sign(inputs.advantages)
+    _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + 2.0 * sign))
+    pushed = mask & (-gradient * sign > 1e-9)
+    what = "tokens at ratios of e² along their advantage are moved on"
+    if not pushed.any() and _numbers(target, "dual", "clip_ratio_c"):
+        _, gradient = target.value_and_gradient(inputs.with_(logprobs=inputs.logprobs + 4.0 * (sign < 0)))
+        pushed = mask & (sign < 0) & (np.abs(gradient) > 1e-9)
+        what = "tokens of negative advantage at ratios of e⁴ still have a gradient, in spite of the dual clip"
+    if not pushed.any():
+        return passed(", ".join(names))
+    return Finding(
+        verdict="fail",
+        message=f"{int(pushed.sum())} of {int(mask.sum())} {what} ({', '.join(names)})",
+        example={"gradient": np.round(gradient, 5).tolist(), "advantages": inputs.advantages.tolist()},
+        size=float(pushed.sum() / mask.sum()),
+    )
+
+
+def _numbers(target: LossTarget, *parts: str) -> list[str]:
+    """Names of settings that are positive numbers and contain one of the parts."""
+    numbers = {
+        n for n, v in target.settings.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0
+    }
+    return sorted(n for n in numbers if any(part in n for part in parts))
+
+
+def later_steps(target: LossTarget) -> Finding:
+    """E[−∇ loss] over responses of the old policy, after the policy has moved inside the clip, against its own ∇J."""
+    if "old_logprobs" not in target.reads:
+        return skipped("takes no old log-probs")
+    old = next(problem for problem in PROBLEMS if problem.name == "bandit")
+    clip = min([float(target.settings[n]) for n in _numbers(target, "clip", "eps")], default=0.2)
+    shift = 0.4 * min(clip, 0.2) * np.array([[0.5, -1.0, 0.5]])
+    new = dataclasses.replace(old, logits=old.logits + shift)
+    estimator = OfLoss(target=target, old=old)
+    expected = np.sum([p * estimator.gradient(new, chosen) for p, chosen in old.groups(GROUP)], axis=0)
+    comparison = Comparison(expected=expected, true=new.true_gradient(False), noise=0.0)
+    numbers = (
+        f"cosine {comparison.cosine:.4f}, scale {comparison.scale:.3g}, logits moved by up to {np.abs(shift).max():.2g}"
+    )
+    if comparison.cosine >= old.least:
+        return passed(numbers)
+    example = {"expected": np.round(expected, 5).tolist(), "true": np.round(comparison.true, 5).tolist()}
+    message = f"the expected gradient is not along ∇J of the moved policy: {numbers}"
+    return Finding(verdict="fail", message=message, example=example, size=1.0 - comparison.cosine)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OfLoss:
-    """g = −∇ loss at equal policies, with advantages R − mean R of the group."""
+    """g = −∇ loss with advantages R − mean R of the group.
+
+    Attributes:
+        target: the loss.
+        old: the policy that sampled; None: the present one.
+    """
 
     target: LossTarget
+    old: Problem | None = None
 
     @property
     def reads(self) -> frozenset[str]:
@@ -269,17 +328,13 @@ class OfLoss:
     def gradient(self, problem: Problem, chosen: tuple[int, ...]) -> Floats:
         """From one group."""
         batch = problem.batch(chosen)
-        table = problem.logprobs()
-        logprobs = np.full(batch.mask.shape, -0.7)
-        for row, response in enumerate(chosen):
-            for t, decision in enumerate(problem.responses[response].decisions):
-                if decision:
-                    logprobs[row, t] = table[decision]
+        logprobs = _of_responses(problem, chosen, batch.mask.shape)
+        old = logprobs if self.old is None else _of_responses(self.old, chosen, batch.mask.shape)
         centred = (batch.rewards - batch.rewards.mean()) * len(chosen) / (len(chosen) - 1)
         inputs = LossInputs(
             batch=batch,
             logprobs=logprobs,
-            old_logprobs=logprobs,
+            old_logprobs=old,
             reference_logprobs=logprobs,
             advantages=np.where(batch.mask, centred[:, None], 0.0),
         )
@@ -290,6 +345,17 @@ class OfLoss:
             own = scores[response]
             total -= np.tensordot(by_token[row, : len(own)], own, axes=1)
         return total
+
+
+def _of_responses(problem: Problem, chosen: tuple[int, ...], shape: tuple[int, ...]) -> Floats:
+    """float64 [N, T]: log-probs of the tokens of these responses."""
+    table = problem.logprobs()
+    out = np.full(shape, -0.7)
+    for row, response in enumerate(chosen):
+        for t, decision in enumerate(problem.responses[response].decisions):
+            if decision:
+                out[row, t] = table[decision]
+    return out
 
 
 def expected_gradient(target: LossTarget, problem: Problem) -> Finding:
@@ -318,6 +384,8 @@ LOSS = (
     Check(name="loss_cut", layer="loss", title="The cut of the batch does not matter.", run=cut),
     Check(name="loss_settings", layer="loss", title="Every setting has an effect.", run=idle),
     Check(name="loss_reference", layer="loss", title="The KL term pulls towards the reference.", run=reference),
+    Check(name="loss_clip", layer="loss", title="The clip stops what has moved far enough.", run=clipping),
+    Check(name="loss_steps", layer="loss", title="After a step E[−∇ loss] is along ∇J still.", run=later_steps),
     Check(name="loss_overflow", layer="loss", title="Extreme ratios give numbers.", run=overflow),
     *(_of(problem) for problem in PROBLEMS if problem.name in ("bandit", "chain", "lengths")),
 )

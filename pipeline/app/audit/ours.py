@@ -111,6 +111,7 @@ def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
     return LossTarget(
         name=name,
         call=call,
+        settings=vars(objective.config),
         reads=frozenset(reads | ({"reference_logprobs"} if objective.kl.coefficient else set())),
         declares=type(objective.build()).audit_declares,
     )
