@@ -256,7 +256,7 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
     own = learner.backend.model.logprobs
 
     def logprobs(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if what == "gradient":
+        if what == "gradient" and hidden.requires_grad:  # not of the fixed sequence that is scored
             hidden = hidden.clone()
             hidden.register_hook(lambda grad: grad * float("nan"))
         result = own(hidden, *args, **kwargs)
@@ -389,7 +389,7 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
             trajectories, credit = make_batch(seed, version=seed)
             out = learner.run(trajectories=trajectories, credit=credit)
             if seed == 0 and turns.shared:
-                learner.save_shards(Path(target))
+                learner.save_shards(Path(target)).finish()
         turns.end()
         return learner, out
 
