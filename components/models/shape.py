@@ -9,13 +9,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.core.errors import ConfigError
 
-Number = TypeVar("Number", float, Tensor)
+if TYPE_CHECKING:  # the command that plans layouts starts without torch
+    from torch import Tensor
+
+Number = TypeVar("Number", float, "Tensor")
 _UNSUPPORTED = ("q_lora_rank", "shared_expert_intermediate_size", "n_shared_experts", "n_routed_experts")
 
 

@@ -5,7 +5,7 @@ import torch
 from learner_steps import FAST, run, same
 
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.settings import Lora
+from components.learner.lora import Lora
 from components.learner.offload import HostMemory
 from components.models.fixed_sequence import fixed_tokens
 from pipeline.core.component import Context, ModelSpec

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from components.learner.dtensors import gather
 from components.learner.hf.learner import HFLearner
-from components.learner.hf.settings import Lora
+from components.learner.lora import Lora
 from components.learner.objective import KL, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from pipeline.core.component import Context, ModelSpec, Ranks, identity_sum

@@ -320,7 +320,7 @@ def test_wrong_settings(settings, text):
 
 
 def test_settings_are_few():
-    assert len(dataclasses.fields(HFLearner.Config)) <= 12
+    assert len(dataclasses.fields(HFLearner.Config)) <= 13
 
 
 @pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from components.learner.hf.settings import HFSettings, Lora, choose_fsdp_size
+from components.learner.hf.settings import HFSettings, choose_fsdp_size
+from components.learner.lora import Lora
 from pipeline.core.errors import RunError
 
 # How the work was cut, and how long it took, not what was learned.
