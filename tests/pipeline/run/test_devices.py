@@ -42,6 +42,9 @@ def gpus(monkeypatch):
             ("device_count", lambda: count),
             ("set_device", host.set_device),
             ("current_device", host.current_device),
+            ("max_memory_allocated", lambda device: 0),
+            ("max_memory_reserved", lambda device: 0),
+            ("reset_peak_memory_stats", lambda device: None),
         ):
             monkeypatch.setattr(torch.cuda, name, value)
         return host

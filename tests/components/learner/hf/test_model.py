@@ -62,20 +62,24 @@ class OnGPU:
         return [SimpleNamespace(sliding_window=None)]
 
 
+def entry(**shape):
+    return SimpleNamespace(model=OnGPU(**shape))
+
+
 def test_on_a_gpu_no_rows_go_one_by_one_unless_accepted(monkeypatch, caplog):
     monkeypatch.setattr(hf_model, "_unpackable", lambda model: "TypeError: no such argument")
     text = r"OnGPU does not take packed sequences \(TypeError: no such argument\)\. .*compute\.slow_attention=true"
     with pytest.raises(ConfigError, match=text):
-        hf_model._packs(OnGPU())
-    assert not hf_model._packs(OnGPU(), slow_attention=True)
+        hf_model._packs(entry())
+    assert not hf_model._packs(entry(), slow_attention=True)
     assert "rows go through it one by one" in caplog.text
 
 
 def test_on_a_gpu_padded_grids_must_be_accepted(monkeypatch):
     monkeypatch.setattr(hf_model, "_unpackable", lambda model: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hf_model._packs(OnGPU())
-    wide = OnGPU(head_dim=320)
+    assert hf_model._packs(entry())
+    wide = entry(head_dim=320)
     with pytest.raises(ConfigError, match=r"its heads have 320 numbers .*learner\.compute\.slow_attention=true"):
         hf_model._packs(wide)
     assert hf_model._packs(wide, slow_attention=True)
