@@ -58,7 +58,7 @@ def read_failures(run: RunSource) -> list[Failure]:
         RunError: several nodes localise.
     """
     kinds = roles(run)
-    localised = kinds["StepErrors"]
+    localised = _passed_on(run, kinds["StepErrors"])
     if not localised:
         return []
     if len(localised) > 1:
@@ -73,6 +73,13 @@ def read_failures(run: RunSource) -> list[Failure]:
         if isinstance(errors, StepErrors) and len(errors):
             failures += _of_iteration(run, kinds, iteration, errors, tokenizer)
     return failures
+
+
+def _passed_on(run: RunSource, outputs: list[str]) -> list[str]:
+    """Those of the outputs that no node of another one reads: the expander returns the steps that it has reset to."""
+    wires = {name: str(node.get("in", {})) for name, node in (run.config.get("nodes") or {}).items()}
+    readers = {name.partition(".")[0] for name in outputs}
+    return [out for out in outputs if not any(out in wires.get(node, "") for node in readers)]
 
 
 def _of_iteration(
