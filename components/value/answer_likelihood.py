@@ -113,8 +113,11 @@ class AnswerLikelihood(AnswerEstimator):
     @classmethod
     def costs(cls, node: Any, graph: Any) -> list[str]:
         """The cost of scoring a reference at every boundary of the longest responses."""
-        sources = ("prompts", "trajectories", "segments")
-        prompts, sampler, segmenter = (graph[node.wires[socket][0].source].config for socket in sources)
+        drawing = graph[node.wires["prompts"][0].source]
+        while "prompts" in drawing.wires:  # a sampler returns the prompts that it was given
+            drawing = graph[drawing.wires["prompts"][0].source]
+        prompts = drawing.config
+        sampler, segmenter = (graph[node.wires[socket][0].source].config for socket in ("trajectories", "segments"))
         names = ((prompts, "batch"), (prompts, "max_tokens"), (sampler, "group_size"), (sampler, "max_tokens"))
         if not all(hasattr(config, name) for config, name in (*names, (segmenter, "segments"))):
             return []

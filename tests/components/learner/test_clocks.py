@@ -12,11 +12,13 @@ from components.learner.step import RolloutTraining
 def waited(monkeypatch):
     devices = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: devices.append(device))
+    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     return devices
 
 
 def test_a_phase_ends_when_the_learners_gpu_is_done(waited):
-    training = SimpleNamespace(_context=SimpleNamespace(device="cuda:3"), seconds={})
+    training = SimpleNamespace(_context=SimpleNamespace(device="cuda:3"), seconds={}, memory={})
     with RolloutTraining.clock(training, "optimizer"):
         pass
     assert waited == ["cuda:3"]

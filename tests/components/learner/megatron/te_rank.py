@@ -65,7 +65,7 @@ def resume_unstepped(path: str, optimizer: dict[str, Any], target: str) -> int:
     """A checkpoint before any step, and the version after a step on it."""
     training = sys.modules["training"]
     first, second = (training.megatron_learner(path, optimizer, training.CASES["ppo_clip"]) for _ in range(2))
-    first.save_shards(Path(target))
+    first.save_shards(Path(target)).finish()
     second.load_shards(Path(target))
     return int(training.step(second, 0)["version"])
 

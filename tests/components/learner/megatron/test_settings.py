@@ -21,10 +21,10 @@ def problems(**settings: Any) -> list[str]:
 
 
 def test_free_fields_are_taken_with_their_types() -> None:
-    given = {"transformer": {"apply_rope_fusion": True, "moe_aux_loss_coeff": 1}, "ddp": {"bucket_size": 1000}}
+    given = {"transformer": {"apply_rope_fusion": True, "moe_z_loss_coeff": 1}, "ddp": {"bucket_size": 1000}}
     config, found = build_config(MegatronLearner.Config, given, "learner")
     assert not found
-    assert config.transformer == {"apply_rope_fusion": True, "moe_aux_loss_coeff": 1.0}
+    assert config.transformer == {"apply_rope_fusion": True, "moe_z_loss_coeff": 1.0}
     assert config.ddp == {"bucket_size": 1000}
 
 
