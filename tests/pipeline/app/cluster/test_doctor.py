@@ -183,6 +183,7 @@ def test_what_a_gpu_lacks_for_learner_megatron_is_named(monkeypatch):
         ("device_count", lambda: 1),
         ("mem_get_info", lambda i: (79e9, 80e9)),
         ("get_device_name", lambda i: "H100"),
+        ("get_device_capability", lambda i: (9, 0)),
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
