@@ -123,6 +123,15 @@ def test_a_yaml_block_is_sound(page: Path, tmp_path: Path) -> None:
             build_graph(values)
         elif "train" in values:
             parse_source(values["train"], "data.train")
+        elif "jobs" in values:  # a workflow of a CI service
+            steps = [step for job in values["jobs"].values() for step in job["steps"]]
+            assert all({"uses", "run"} & set(step) for step in steps)
+            commands = [shlex.split(step["run"]) for step in steps if step.get("run", "").startswith("creditgraph ")]
+            assert commands
+            for _, name, *arguments in commands:
+                parser = argparse.ArgumentParser(prog=name)
+                COMMANDS[name].configure(parser)
+                parser.parse_intermixed_args(arguments)
         else:
             assert {"title", "version", "tasks"} <= set(values), "a kind of block that no test reads"
 
