@@ -231,7 +231,7 @@ def test_diverged_weights_are_reported_by_the_first_generation(connected):
 def test_a_server_killed_while_it_loads_weights_is_left_behind(connected, real, monkeypatch):
     served = connected()
     served.run(weights=changed(served, 9))
-    update, victim = VllmDialect.update, real.addresses[1]
+    update, victim, starts = VllmDialect.update, real.addresses[1], real.servers[1].starts
 
     async def deadly(self, client, weights):
         if str(client.base_url).rstrip("/").endswith(victim):
@@ -242,3 +242,4 @@ def test_a_server_killed_while_it_loads_weights_is_left_behind(connected, real, 
     policy = served.run(weights=changed(served, 10)).policy
     monkeypatch.undo()
     assert all(policy.generate(requests()).finish_reason)
+    real.until_ready(real.servers[1], starts + 1)  # before other tests look for what a server leaves behind
