@@ -21,7 +21,7 @@ from pipeline.core.errors import CreditgraphError
 from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
 from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
 from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
-from pipeline.run.distributed.wire_format import pack, unpack
+from pipeline.run.distributed.wire_format import pack, pieces, unpack
 from pipeline.run.timeline.heartbeat import where
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
@@ -227,10 +227,10 @@ def swap(parts: list[Any], group: Any) -> list[Any]:
     """Sends parts[i] to the i-th rank of a group; returns what each rank sent to this one, in order."""
     me = dist.get_rank(group)
     # What stays here is neither packed nor copied.
-    packed = [torch.zeros(0, dtype=torch.uint8) if i == me else pack(part) for i, part in enumerate(parts)]
-    sizes = torch.tensor([len(data) for data in packed])
+    packed = [[] if i == me else pieces(part) for i, part in enumerate(parts)]
+    sizes = torch.tensor([sum(map(len, data)) for data in packed])
     theirs = torch.empty_like(sizes)
-    sent = torch.cat(packed)
+    sent = torch.cat([torch.zeros(0, dtype=torch.uint8), *(piece for data in packed for piece in data)])
     del packed
     with _collective("exchanging between replicas"):
         dist.all_to_all_single(theirs, sizes, group=group)
