@@ -33,7 +33,7 @@ def losses(inputs, objective):
 
 def gradient(inputs, objective):
     inputs, loss, _ = losses(inputs, objective)
-    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask, objective))
+    total = aggregate(loss, inputs.mask, objective, counts(inputs.mask.sum(), objective))
     return torch.autograd.grad(total, inputs.logprobs.values)[0]
 
 

@@ -131,7 +131,7 @@ class PolicyLearner(Component):
         return {"weights": self.published()}
 
     def run(self, *, trajectories: Trajectories, credit: Annotated[Credit, same_rows("trajectories")]) -> Outputs:
-        """Trains on one rollout batch; all ranks call it, each with the batch of all replicas."""
+        """Trains on one rollout batch; all ranks call it, each with the rows of its replica."""
         check_aligned(trajectories, credit)
         self.context.turns.begin()
         training = RolloutTraining(self.config, self.context, self.backend, trajectories, credit, self.version)

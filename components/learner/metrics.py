@@ -66,6 +66,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     ),
     Metric("imbalance_before", "ratio", "longest replica over the mean, in tokens, if rows kept their order"),
     Metric("imbalance_after", "ratio", "the same after rows were given to replicas by cost"),
+    Metric("seconds_exchange", "s", "wall time of moving rows to the replicas that compute them, waiting included"),
     Metric("seconds_forward_backward", "s", "wall time of forward and backward passes"),
     Metric("seconds_optimizer", "s", "wall time of optimiser steps"),
     Metric("seconds_publish", "s", "wall time of publishing the new weights"),

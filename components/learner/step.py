@@ -6,13 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from components.learner.batch import RolloutBatch
+from components.learner.batch import Part, RolloutBatch, Route
 from components.learner.metrics import mismatch_meters, mismatch_values
 from components.learner.objective import LossInputs, Meters, aggregate, counts, loss_terms, prepare
 from components.learner.offload import HostMemory
@@ -85,6 +85,10 @@ class Backend(ABC):
         """Returns a tensor summed over replicas, on every rank."""
         return self.context.all_sum(value)
 
+    def whole(self, value: Tensor) -> Tensor:
+        """Returns what this replica's ranks have computed, on each of them; its shape is the same on all."""
+        return value
+
     def values(self, meters: Meters) -> dict[str, float]:
         """Returns the metrics of all replicas, on every rank."""
         return meters.values(self.context.all_sum, self.context.ranks)
@@ -100,8 +104,8 @@ class Result:
 
     Attributes:
         metrics: metrics of all replicas, the same on every rank.
-        logprobs: Jagged float32, log-prob of each token as first computed; NaN if it was not computed.
-        tokens: number of trained tokens, counted once per epoch.
+        logprobs: Jagged float32, log-prob of each token of this replica's rows as first computed; NaN if it was not.
+        tokens: number of trained tokens of all replicas, counted once per epoch.
     """
 
     metrics: dict[str, float]
@@ -116,11 +120,11 @@ class RolloutTraining:
         settings: settings of the learner.
         context: context of its node.
         backend: model and optimiser.
-        trajectories, credit: the batch of all replicas.
+        trajectories, credit: the rows that this replica made.
         version: version of the present weights.
 
     Attributes:
-        batch: the rows, and their mini-batches and micro-batches.
+        batch: the rows, their mini-batches and the replicas that compute them.
         seconds: wall time by phase.
         memory: peaks of GPU memory by phase.
         operations: float64 [2], operations of the model's forward passes with and without gradient; of all replicas
@@ -149,31 +153,34 @@ class RolloutTraining:
         self._counts = Counter(tokens=0, steps=0, skipped_zero_credit=0, skipped_nonfinite=0)
         self._work = Counter(tokens=0, shared=0, unique=0)
         # At equal weights, ratios are 1 only at the temperature of the sampler.
-        self._temperature = trajectories.temperature
-        device = context.device
-        engine = trajectories.engine_logprobs.to(device)
+        self._temperature = self.batch.temperature
+        engine = trajectories.engine_logprobs.to("cpu")
+        # New tokens that were sampled by exactly these weights, for which engine and learner should agree.
+        same = trajectories.versions_by_token().values.cpu() == version
+        fresh = engine.positions >= engine.spread(trajectories.inherited.cpu()).values
+        # Of this replica's rows, on the CPU until a micro-batch needs them.
         self._inputs = LossInputs(
             logprobs=engine,
             old_logprobs=engine,
             engine_logprobs=engine,
-            advantage=credit.advantage.to(device),
-            mask=credit.mask.to(device),
-            group=trajectories.group.to(device),
-            old_entropies=trajectories.entropies.to(device),
-            columns={k: v.to(device) for k, v in credit.columns.items()},
+            advantage=credit.advantage.to("cpu"),
+            mask=credit.mask.to("cpu"),
+            group=trajectories.group.cpu(),
+            old_entropies=trajectories.entropies.to("cpu"),
+            comparable=engine.with_values(fresh & same),
+            columns=self.batch.columns(credit),
         )
-        # Log-probs as first computed, and 1 for each token that has one.
-        self._first = torch.zeros(2, len(engine.values), device=device)
         self._keeps_first = settings.old_logprobs == "engine"
-        # New tokens that were sampled by exactly these weights, for which engine and learner should agree.
-        response = self.batch.response
-        same = (trajectories.versions_by_token().values == version).to(device)
-        fresh = response.positions >= response.spread(trajectories.inherited.to(device)).values
-        self._comparable = response.with_values(fresh & same)
-        # Before the first step such tokens have ratio 1; what is clipped is the difference of engine and learner.
-        trained = self._inputs.mask.values
-        self._clips_mismatch = self._keeps_first and bool(self._comparable.values[trained].all())
-        self._lag = float((version - trajectories.policy_version).double().mean()) if len(trajectories) else 0.0
+        # Log-probs as first computed.
+        self._first = engine.with_values(torch.full_like(engine.values, torch.nan))
+        # What was fetched, and for which part of the batch.
+        self._part: tuple[Route, Part, LossInputs] | None = None
+        lag = (version - trajectories.policy_version).double().sum()
+        other = (self._inputs.mask.values & ~(fresh & same)).sum().double()
+        lag, other = context.all_sum(torch.stack([lag, other])).tolist()
+        self._lag = lag / len(self.batch) if len(self.batch) else 0.0
+        # Before the first step comparable tokens have ratio 1; what is clipped is the difference of engine and learner.
+        self._clips_mismatch = self._keeps_first and not other
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -193,24 +200,25 @@ class RolloutTraining:
         self._prepare()
         objective = self._settings.objective
         mask = self._inputs.mask
-        credited = (self._inputs.advantage.values != 0) & mask.values
-        has_credit = mask.with_values(credited).sum() > 0
+        credited = mask.with_values((self._inputs.advantage.values != 0) & mask.values).sum() > 0
         pulled = objective.kl.coefficient > 0 or objective.entropy_bonus != 0 or not self._settings.skip_zero_rows
-        useful = torch.ones_like(has_credit) if pulled else has_credit
+        own_useful = torch.ones_like(credited) if pulled else credited
+        trained, has_credit, useful = map(self.batch.of_all, (mask.sum(), credited, own_useful))
+        costs = self.batch.costs(own_useful)
         for epoch in range(self._settings.epochs):
             self._keeps_first &= epoch == 0
             for rows in self.batch.minibatches(epoch):
-                denominators = counts(mask.select(rows), objective)
+                denominators = counts(trained[rows], objective)
                 if not bool(has_credit[rows].any()):
                     self._counts["skipped_zero_credit"] += 1
                     self._meter("lr", self._backend.skip_update().lr)
                     continue
-                self._step(rows[useful[rows]], denominators)
-                self._counts["tokens"] += int(mask.select(rows).values.sum())
+                self._step(rows[useful[rows]], costs, denominators)
+                self._counts["tokens"] += int(trained[rows].sum())
         zero_credit = float((~has_credit).double().mean()) if len(has_credit) else 0.0
         return Result(
             metrics=self._metrics() | {"zero_credit_rows": zero_credit},
-            logprobs=self._first_logprobs(),
+            logprobs=self._first,
             tokens=self._counts["tokens"],
         )
 
@@ -220,44 +228,60 @@ class RolloutTraining:
             with self.clock("old_logprobs"):
                 old = self.score(reference=False)
             self._inputs = self._inputs.replace(old_logprobs=old, logprobs=old)
+            self._first = old
             engine = self._inputs.engine_logprobs.values
-            mismatch_meters(self._meters, old.values, engine, self._comparable.values)
+            assert self._inputs.comparable is not None
+            mismatch_meters(self._meters, old.values, engine, self._inputs.comparable.values)
         if self._settings.keeps_reference:
             with self.clock("reference"):
                 reference = self.score(reference=True)
             self._inputs = self._inputs.replace(reference_logprobs=reference)
-        self._inputs = prepare(self._inputs, self._settings.objective, self._meters)
+        self._inputs = prepare(self._inputs, self._settings.objective, self._meters, self._context.all_sum)
 
     @torch.no_grad()
     def score(self, reference: bool) -> Jagged:
-        """Log-probs of all response tokens of all replicas, float32, under the present or the reference weights."""
-        response = self.batch.response
-        pieces = self.batch.plan(self.batch.share(self.batch.rows()))
-        batches = (self._counted(self.batch.pack(rows), 1) for rows in pieces)
-        out = torch.zeros_like(self._inputs.engine_logprobs.values)
+        """Log-probs of the response tokens of this replica's rows, float32, under the present or reference weights."""
+        route, part = self.batch.fetch(self.batch.rows(), self.batch.costs())
+        pieces = part.plan()
+        batches = (self._counted(part.pack(rows), 1) for rows in pieces)
+        out = torch.zeros(len(part.response.values), device=self._context.device)
         # Not strict: ranks of an earlier pipeline stage have no log-probs.
         for rows, logprobs in zip(pieces, self._backend.score(batches, self._temperature, reference), strict=False):
-            out[response.offsets[:-1][rows][logprobs.row_ids] + logprobs.positions] = logprobs.values
-        # The sum is exact: every token is scored by one replica and 0 on the others.
-        return response.with_values(self._backend.sum(out))
+            out[part.places(rows, logprobs)] = logprobs.values
+        own = torch.zeros_like(self._inputs.engine_logprobs.values)
+        self._give_back(route, part, out, own)
+        return self._inputs.engine_logprobs.with_values(own)
 
-    def _step(self, rows: Tensor, denominators: Tensor) -> None:
-        """One optimiser step."""
+    def _step(self, rows: Tensor, costs: Tensor, denominators: Tensor) -> None:
+        """One optimiser step on some rows of all replicas, of which this one computes a part."""
         meters = Meters()
         first = not self._counts["steps"]
-        rows = self.batch.share(rows, meters)
-        pieces = self.batch.plan(rows)
-        self._work["unique"] += self.batch.unique_tokens(rows)
+        # Every epoch has the same single mini-batch, or others.
+        if self._part is None or self._settings.minibatches > 1:
+            self._part = None
+            with self._moving():
+                route, part = self.batch.fetch(rows, costs, meters)
+                self._part = (route, part, self.batch.fetch_inputs(route, self._inputs))
+        route, part, inputs = self._part
+        pieces = part.plan()
+        self._work["unique"] += part.unique_tokens()
+        first_logprobs = torch.full((len(part.response.values),), torch.nan, device=self._context.device)
 
         def loss_of(number: int, logprobs: Jagged, entropies: Jagged) -> Tensor:
-            return self._loss(pieces[number], logprobs, entropies, denominators, meters)
+            rows = pieces[number]
+            if self._keeps_first:
+                first_logprobs[part.places(rows, logprobs)] = logprobs.values.detach().float()
+            return self._loss(inputs.select(rows), logprobs, entropies, denominators, meters)
 
         with self.clock("forward_backward"):
-            loss = self._backend.forward_backward(self._packed(pieces), self._temperature, loss_of)
+            loss = self._backend.forward_backward(self._packed(part, pieces), self._temperature, loss_of)
             if not pieces:
                 # A replica without rows in this step must log the same metrics, because they are summed over replicas.
-                empty = self._inputs.select(rows)
-                self._loss(rows, empty.logprobs, empty.old_entropies, denominators, meters)
+                none = inputs.select(torch.zeros(0, dtype=torch.int64)).to(self._context.device)
+                self._loss(none, none.logprobs, none.old_entropies, denominators, meters)
+        if self._keeps_first:
+            with self._moving():
+                self._give_back(route, part, first_logprobs, self._first.values)
         with self.clock("optimizer"):
             loss = self._backend.sum(loss)
             update = self._backend.update() if bool(torch.isfinite(loss)) else self._backend.skip_update()
@@ -272,9 +296,9 @@ class RolloutTraining:
         self._meter("loss", float(loss))
         self._meter("grad_norm", update.grad_norm)
 
-    def _packed(self, pieces: list[Tensor]) -> Iterator[PackedBatch]:
+    def _packed(self, part: Part, pieces: list[Tensor]) -> Iterator[PackedBatch]:
         for rows in pieces:
-            batch = self.batch.pack(rows)
+            batch = part.pack(rows)
             self._work.update(tokens=batch.tokens, shared=batch.saved)
             yield self._counted(batch, 0)
 
@@ -287,19 +311,24 @@ class RolloutTraining:
             self.operations[which] += self._shape.forward_flops(batch.tokens, pairs, len(batch.next_tokens))
         return batch
 
-    def _loss(self, rows: Tensor, logprobs: Jagged, entropies: Jagged, denominators: Tensor, meters: Meters) -> Tensor:
+    def _loss(
+        self, rows: LossInputs, logprobs: Jagged, entropies: Jagged, denominators: Tensor, meters: Meters
+    ) -> Tensor:
         """The share of the loss of some rows from their log-probs and entropies; fills the meters."""
-        part = self._inputs.select(rows).replace(logprobs=logprobs, entropies=entropies)
-        if self._keeps_first:
-            place = self.batch.response.offsets[:-1][rows][logprobs.row_ids] + logprobs.positions
-            self._first[0, place] = logprobs.values.detach().to(self._first)
-            self._first[1, place] = 1.0
-        loss = loss_terms(part, self._settings.objective, meters)
+        inputs = rows.to(self._context.device).replace(logprobs=logprobs, entropies=entropies)
+        loss = loss_terms(inputs, self._settings.objective, meters)
         # Before the first step the weights are those of `version`.
         if not self._counts["steps"] and self._settings.old_logprobs == "engine":
-            mask = self._comparable.select(rows).values
-            mismatch_meters(meters, logprobs.values.detach(), part.engine_logprobs.values, mask)
-        return aggregate(loss, part.mask, self._settings.objective, denominators)
+            assert inputs.comparable is not None
+            mismatch_meters(meters, logprobs.values.detach(), inputs.engine_logprobs.values, inputs.comparable.values)
+        return aggregate(loss, inputs.mask, self._settings.objective, denominators)
+
+    def _moving(self) -> AbstractContextManager[None]:
+        return self.clock("exchange") if self._context.ranks.num_replicas > 1 else nullcontext()
+
+    def _give_back(self, route: Route, part: Part, values: Tensor, into: Tensor) -> None:
+        """Moves values of a part's response tokens, computed here, to the replicas that keep the rows."""
+        self.batch.give_back(route, part.response.with_values(self._backend.whole(values).cpu()), into)
 
     def _meter(self, name: str, value: float) -> None:
         self._meters.add(name, torch.tensor(value, dtype=torch.float64), torch.ones(()))
@@ -319,10 +348,3 @@ class RolloutTraining:
             "policy_lag": self._lag,
             "version": float(self._version + 1),
         }
-
-    def _first_logprobs(self) -> Jagged:
-        """Log-probs of all replicas, on every rank: recomputed old ones, else those of the first epoch's passes."""
-        if self._settings.old_logprobs == "recompute":
-            return self._inputs.old_logprobs.to("cpu")
-        values, computed = self._backend.sum(self._first).to("cpu")  # exact: one replica has a token, the others add 0
-        return self.batch.response.to("cpu").with_values(torch.where(computed > 0, values, torch.nan))

@@ -158,6 +158,11 @@ def identity_sum(x: Tensor) -> Tensor:
     return x
 
 
+def identity_exchange(parts: list[Any]) -> list[Any]:
+    """The exchange of a run with one replica."""
+    return parts
+
+
 @dataclass(kw_only=True)
 class Context:
     """The context of a node, passed to `setup`. The executor sets `iteration` before each `run`.
@@ -176,6 +181,8 @@ class Context:
         all_sum: sums a tensor over the ranks with the same position in every replica (for `replica` nodes: over the
             leaders), each of which must call it; returns a new tensor, the same bits everywhere. The identity for one
             replica.
+        exchange: sends the first of a list of values to replica 0, the second to replica 1, …; returns what every
+            replica sent to this one, in their order. Same callers as `all_sum`; values are what a checkpoint can hold.
         metrics: numbers logged by the node, which the executor collects after each run; use `log`.
         counts: names of the metrics that are summed over replicas.
         lockstep: whether every other node reads this node's outputs before it runs again, so that they may be alive.
@@ -194,6 +201,7 @@ class Context:
     run_dir: Path | None = None
     ranks: Ranks = field(default_factory=Ranks)
     all_sum: Callable[[Tensor], Tensor] = identity_sum
+    exchange: Callable[[list[Any]], list[Any]] = identity_exchange
     metrics: dict[str, float] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
     lockstep: bool = False
@@ -257,9 +265,9 @@ class Component:
     Class attributes:
         paper: arXiv id or name of the source, "" when there is none.
         placement: "replica" nodes run on the first rank of each data-parallel replica, on its share of the prompts.
-            "collective" nodes run on all ranks and get the batches of all replicas, concatenated in the order of
-            replicas and the same on every rank (of other payloads, the first replica's); when wires allow it, they
-            overlap with the generation of later iterations.
+            "collective" nodes run on all ranks, each with the values of its replica; they see other replicas' rows
+            through `context.all_sum` and `context.exchange`. Payloads that are no batches they return the same
+            everywhere. When wires allow it, they overlap with the generation of later iterations.
         same_settings: input → names of settings that must have the values of the node which the input is wired from,
             where that node has settings of these names; a graph in which they differ is refused.
         metrics: definitions of the numbers that the component logs; docs/metrics.md is generated from them.

@@ -1,7 +1,7 @@
 """Which nodes run on this rank, and how values, metrics and states of several replicas become one.
 
-Batches of all replicas are concatenated in the order of replicas, so a collective node, a record and a checkpoint see
-one batch, whatever number of replicas made it.
+Batches stay with the replica that made them. Only where they are written, in records and in checkpoints that another
+number of replicas continues, are those of all replicas concatenated in their order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeline.core.component import Context, ModelSpec, identity_sum
+from pipeline.core.component import Context, ModelSpec, identity_exchange, identity_sum
 from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
@@ -83,6 +83,7 @@ class RankView:
                 run_dir=path,
                 ranks=ranks,
                 all_sum=self.collectives(node.name).all_sum if self.many else identity_sum,
+                exchange=self.collectives(node.name).exchange if self.many else identity_exchange,
                 lockstep=not overlaps and node.name not in late,
                 turns=self.turns,
                 trace=trace,
@@ -102,26 +103,28 @@ class RankView:
         return Turns(bool(sharing), self.team.barrier)
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
-        """Returns the inputs of a node; for a collective node, the batches of all replicas."""
-        if node.placement != "collective" or self.ranks.world == 1:
+        """Returns the inputs of a node: its replica's values, on every rank of it that runs the node."""
+        if node.placement != "collective" or self.ranks.per_replica == 1:
             return values.gather(node, iteration)
 
         def remote(wire: Wire) -> bool:
-            return self.graph[wire.source].placement == "replica"
+            source = self.graph[wire.source]
+            return source.placement == "replica" or source.sockets.outputs[wire.output].carries(Batch)
 
-        # Values of collective nodes are on every rank; those of replica nodes are on the leaders, which send them.
+        # The leader alone has batches, and what replica nodes return; the rest is on every rank.
         local = values.read(node, iteration, lambda wire: not remote(wire))
-        sent = values.read(node, iteration, remote) if self.ranks.leader else {}
-        wires = [(socket, wire) for socket, wire in node.all_wires if remote(wire)]
+        wires = [wire for _, wire in node.all_wires if remote(wire)]
         if wires:
-            parts = self.collectives(node.name).to_all([sent[wire] for _, wire in wires] if self.ranks.leader else [])
-            for (_, wire), *batches in zip(wires, *parts, strict=True):
-                local[wire] = set_origin(join(batches), f"{wire.source}.{wire.output}")
+            own = values.read(node, iteration, remote) if self.ranks.leader else {}
+            received = self.collectives(node.name).from_leader([own[wire] for wire in wires] if own else [])
+            for wire, value in zip(wires, received, strict=True):
+                local[wire] = set_origin(value, f"{wire.source}.{wire.output}")
         return as_inputs(node, {socket: [local[w] for w in ws] for socket, ws in node.wires.items()})
 
     def recorded(self, node: Node, value: Any) -> Any:
-        """Returns the value that rank 0 records: a batch of all replicas, else its own value. Every leader calls it."""
-        if not self.many or node.placement == "collective" or not _is_sendable(value):
+        """Returns the value that rank 0 records: a batch of all replicas, else its own value. Every rank calls it."""
+        alike = node.placement == "collective" and not _is_batch(value)
+        if not self.many or not self.ranks.leader or alike or not _is_sendable(value):
             return value
         parts = self.collectives(node.name).to_first(value)
         return None if parts is None else set_origin(join(parts), value.origin)
@@ -177,7 +180,7 @@ class RankView:
         groups = {"values": encode(held, "values in flight", copy=False)}
         if not self.many or not self.ranks.leader:
             return groups
-        own = {k: v for k, v in held.items() if self.graph[k[0]].placement == "replica"}
+        own = {k: v for k, v in held.items() if self.graph[k[0]].placement == "replica" or _is_batch(v)}
         if not own:
             return groups
         parts = self._collectives["learning"].to_first(own) or []
@@ -212,7 +215,7 @@ class RankView:
         others = [groups[f"values@{r}"] for r in range(1, len(groups)) if f"values@{r}" in groups]
         saved_replicas = 1 + len(others)
         for key, value in held.items():
-            if key[0] not in self.graph or self.graph[key[0]].placement == "collective":
+            if key[0] not in self.graph or not (self.graph[key[0]].placement == "replica" or _is_batch(value)):
                 continue
             parts = [value, *(o[key] for o in others)]
             if saved_replicas == self.ranks.num_replicas:
@@ -234,6 +237,10 @@ class RankView:
                     f"{self.ranks.world} ranks; expected a batch. Run it as one process, or make the reader a replica "
                     "node."
                 )
+
+
+def _is_batch(value: Any) -> bool:
+    return all(isinstance(v, Batch) for v in (value if isinstance(value, list) else [value]))
 
 
 def _is_sendable(value: Any) -> bool:

@@ -33,9 +33,9 @@ class HFLearner(PolicyLearner):
     denominators are counted over the whole mini-batch, so the gradient does not depend on `micro_batch_tokens`. Steps
     without any credit, and steps with a non-finite loss or gradient, change no weight and are counted.
 
-    With several replicas each has the whole batch, computes its part of every mini-batch (prompts spread by token
-    count), and gradients are summed; all make the same steps. They may share one model, of which each holds a shard
-    (`fsdp_size`).
+    With several replicas each keeps the rows that it made, fetches and computes its part of every mini-batch (prompts
+    spread by token count), and gradients are summed; all make the same steps. They may share one model, of which each
+    holds a shard (`fsdp_size`).
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -188,6 +188,10 @@ class MegatronBackend(Backend):
         """Sums over replicas on the last stage, which has the value, and sends the sum to the others."""
         return from_last_stage(self.context.all_sum(value) if is_last_stage() else value)
 
+    def whole(self, value: Tensor) -> Tensor:
+        """The last stage's value on all stages."""
+        return from_last_stage(value)
+
     def values(self, meters: Meters) -> dict[str, float]:
         """The metrics of the last stage, the only one that has any, on all stages."""
         values: dict[str, float] = objects_from_last_stage(super().values(meters) if is_last_stage() else {})

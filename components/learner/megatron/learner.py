@@ -21,9 +21,9 @@ class MegatronLearner(PolicyLearner):
     """The training step of `learner.hf` on a model sharded over ranks: the same losses, gradients and metrics.
 
     One replica of the model uses tensor_parallel × pipeline_parallel × context_parallel consecutive ranks; the other
-    ranks of a run are further replicas. Every rank has the whole batch; a replica computes its part of every
-    mini-batch, in micro-batches that pass through the pipeline together; the objective runs on the last stage, on
-    log-probs of whole trajectories.
+    ranks of a run are further replicas. All ranks of a replica have its rows; it computes its part of every mini-batch,
+    in micro-batches that pass through the pipeline together; the objective runs on the last stage, on log-probs of
+    whole trajectories.
     """
 
     metrics = (

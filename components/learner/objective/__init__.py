@@ -2,14 +2,14 @@
 
 A learner calls, once per rollout batch and once per optimiser step:
 
-    inputs = prepare(inputs, settings, meters)                  # batch-wide columns; may change the mask; no gradient
-    denominators = counts(inputs.mask, settings)                # of the rows of one optimiser step, all replicas
+    inputs = prepare(inputs, settings, meters, all_sum)         # batch-wide columns; may change the mask; no gradient
+    denominators = counts(inputs.mask.sum(), settings)          # of the rows of one optimiser step, all replicas
     for rows in micro_batches:                                  # whole trajectories
         part = inputs.select(rows).replace(logprobs=…, entropies=…)
         loss = loss_terms(part, settings, meters)
         aggregate(loss, part.mask, settings, denominators).backward()
 
-Every rank holds the rows of all replicas here; what it computes of them is summed later.
+A rank has some of the rows here; what it computes of them is summed over replicas.
 
 A new objective is one file with a subclass of `Objective`, and one line in `settings.OBJECTIVES`.
 """

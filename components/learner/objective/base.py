@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from components.learner.objective.meters import Meters
+from components.learner.objective.meters import AllSum, Meters
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
+from pipeline.core.payloads import Payload
 
 # |log ratio| beyond this is clamped before exp: e^20 = 4.9e8 still squares within float32. Clamped tokens are counted.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LossInputs:
+class LossInputs(Payload):
     """Whole trajectories, one row each; every Jagged runs over the response tokens.
 
     Attributes:
@@ -31,6 +33,7 @@ class LossInputs:
         old_entropies: float32, entropy of the sampling distribution.
         entropies: float32, entropy of the current distribution, with gradient; None in `prepare`.
         reference_logprobs: float32, log-probs under the frozen reference model, or None without a KL term.
+        comparable: bool, True where exactly the learner's weights sampled the token; None outside a learner.
         columns: per-token columns that the credit carried, or that `prepare` added.
     """
 
@@ -43,11 +46,19 @@ class LossInputs:
     old_entropies: Jagged
     entropies: Jagged | None = None
     reference_logprobs: Jagged | None = None
+    comparable: Jagged | None = None
     columns: dict[str, Jagged] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.group)
 
     def select(self, index: Tensor) -> LossInputs:
         """Rows by an int64 index, in its order."""
         return self.map(lambda j: j.select(index), self.group[index])
+
+    def to(self, device: str) -> LossInputs:
+        """The same on another device."""
+        return self.map(lambda j: j.to(device), self.group.to(device))
 
     def replace(self, **changes: Jagged | Tensor | dict[str, Jagged]) -> LossInputs:
         """A copy with some fields replaced."""
@@ -71,6 +82,29 @@ class LossInputs:
         changed["columns"] = {k: once(v) for k, v in self.columns.items()}
         changed["group"] = group
         return LossInputs(**changed)
+
+    @staticmethod
+    def concat(parts: Sequence[LossInputs]) -> LossInputs:
+        """Stacks rows in order; fields that share one tensor in all parts share the result."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        done: dict[tuple[int, ...], Jagged] = {}
+
+        def stacked(values: Sequence[Jagged]) -> Jagged:
+            # Parts without tokens share nothing.
+            key = tuple(id(v.values) for v in values if len(v.values))
+            if not key or key not in done:
+                done[key] = Jagged.concat(values)
+            return done[key]
+
+        changed: dict[str, Any] = {
+            f.name: stacked([getattr(p, f.name) for p in parts])
+            for f in dataclasses.fields(first)
+            if isinstance(getattr(first, f.name), Jagged)
+        }
+        changed["columns"] = {k: stacked([p.columns[k] for p in parts]) for k in first.columns}
+        return first.replace(group=torch.cat([p.group for p in parts]), **changed)
 
 
 class Objective:
@@ -98,11 +132,14 @@ class Objective:
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
 
-    def prepare(self, inputs: LossInputs) -> LossInputs:
+    def prepare(self, inputs: LossInputs, all_sum: AllSum) -> LossInputs:
         """Adds columns, or changes the mask, from the whole rollout batch with logprobs = old_logprobs.
 
-        Called once per rollout batch, before any optimiser step and without gradient. Every rank has the rows of all
-        replicas, so statistics of the batch need no reduction.
+        Called once per rollout batch, before any optimiser step and without gradient, on the CPU.
+
+        Args:
+            inputs: the rows that this replica made; a group is never split between replicas.
+            all_sum: sums a tensor over replicas, for statistics of the whole batch; all replicas must call it alike.
         """
         return inputs
 

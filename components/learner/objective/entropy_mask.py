@@ -8,6 +8,7 @@ of entropy 0 are therefore left out, unless `keep_zero`; metric `high_entropy_ti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from components.learner.objective.base import LossInputs
+from components.learner.objective.meters import AllSum
 from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
 
@@ -63,19 +65,20 @@ class EntropyMask:
             )
 
 
-def add_columns(inputs: LossInputs, settings: EntropyMask) -> LossInputs:
+def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> LossInputs:
     """Adds the columns above; with `denominator: kept`, low-entropy tokens leave the mask of the loss too."""
     if settings.keep >= 1:
         return inputs
     entropies = inputs.old_entropies.values
     mask = inputs.mask.values
     known_entropies(entropies[mask], "objective.entropy_mask")
-    scope = inputs.mask.row_ids
-    if settings.scope == "group":
-        scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
-    elif settings.scope == "batch":
-        scope = torch.zeros_like(scope)
-    high = high_by_scope(entropies, mask, scope, settings.keep) & mask
+    if settings.scope == "batch":
+        high = (entropies >= threshold(entropies[mask], settings.keep, all_sum)) & mask
+    else:
+        scope = inputs.mask.row_ids
+        if settings.scope == "group":
+            scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
+        high = high_by_scope(entropies, mask, scope, settings.keep) & mask
     ties = high & (entropies <= 0) & (not settings.keep_zero)
     column = inputs.mask.with_values(high & ~ties)
     inputs = inputs.with_columns(**{HIGH: column, TIES: inputs.mask.with_values(ties)})
@@ -86,6 +89,32 @@ def add_columns(inputs: LossInputs, settings: EntropyMask) -> LossInputs:
         if settings.denominator == "kept":
             inputs = inputs.replace(mask=column)
     return inputs
+
+
+def threshold(entropies: Tensor, keep: float, all_sum: AllSum) -> Tensor:
+    """The ⌈keep·n⌉-th largest of the entropies of all replicas, float32 []: exact, from two histograms that are summed.
+
+    Args:
+        entropies: float32 [tokens], those of this replica's trained tokens, without NaN.
+        keep: share of the n tokens.
+        all_sum: sums a tensor over replicas.
+    """
+    # The bits of a float32, as a number without sign that sorts like the float; + 0 makes −0 a 0.
+    bits = (entropies.float() + 0.0).contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 1 << 31)
+    upper = all_sum(torch.bincount(keys >> 16, minlength=1 << 16))
+    first, rank = _bin(upper, max(math.ceil(int(upper.sum()) * keep - 1e-9), 1))
+    lower = all_sum(torch.bincount(keys[keys >> 16 == first] & 0xFFFF, minlength=1 << 16))
+    key = first << 16 | _bin(lower, rank)[0]
+    return torch.tensor(key ^ (1 << 31 if key >> 31 else 0xFFFFFFFF)).to(torch.int32).view(torch.float32)
+
+
+def _bin(histogram: Tensor, rank: int) -> tuple[int, int]:
+    """The bin of the rank-th largest number, and its rank among the numbers of that bin."""
+    down = histogram.flip(0)
+    reached = down.cumsum(0)
+    place = min(int((reached < rank).sum()), len(down) - 1)
+    return len(down) - 1 - place, rank - int(reached[place] - down[place])
 
 
 def high_by_scope(entropies: Tensor, mask: Tensor, scope: Tensor, keep: float) -> Tensor:

@@ -62,7 +62,7 @@ class Importance:
 
 
 def correct(inputs: LossInputs, settings: Importance, meters: Meters) -> LossInputs:
-    """Adds the column of weights, and takes rejected rows out of the mask; counts both over the whole batch."""
+    """Adds the column of weights, and takes rejected rows out of the mask; counts both."""
     if not settings.used:
         return inputs
     mask = inputs.mask.values

@@ -8,10 +8,10 @@ Aggregation does not depend on how the batch was cut. With trained-token mask m,
     constant              Σ_{i,t} m x / (B · L_max)        (Dr.GRPO, 2503.20783)
 
 Σ m and B are of the whole training batch of one optimiser step: all micro-batches of all replicas. They are counted
-here locally, summed by the caller, and passed back; a row with T_i = 0 adds nothing to the numerator. It still counts
-in B, unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its
-mask set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the
-denominator already.)
+here from numbers per row, which every rank has. A row with T_i = 0 adds nothing to the numerator. It still counts in B,
+unless `drop_empty`: then B is the number of rows with T_i > 0. (A zero-variance group that should leave B has its mask
+set to False by the advantage node, and `drop_empty` on here. With `token_mean` masked rows have left the denominator
+already.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 from components.learner.objective import entropy_mask, importance
 from components.learner.objective.base import LossInputs
 from components.learner.objective.kl import kl_estimate
-from components.learner.objective.meters import Meters
+from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.settings import ObjectiveSettings
+from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
 
 KL_WEIGHT = "kl_weight"
@@ -31,10 +32,19 @@ KL_WEIGHT = "kl_weight"
 
 
 @torch.no_grad()
-def prepare(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> LossInputs:
-    """Adds the columns of importance weights and entropy mask, then those of the objective; may change the mask."""
+def prepare(
+    inputs: LossInputs, settings: ObjectiveSettings, meters: Meters, all_sum: AllSum = identity_sum
+) -> LossInputs:
+    """Adds the columns of importance weights and entropy mask, then those of the objective; may change the mask.
+
+    Args:
+        inputs: the rows that this replica made.
+        settings: settings of the loss.
+        meters: collects metrics of these rows.
+        all_sum: sums a tensor over replicas.
+    """
     inputs = importance.correct(inputs, settings.importance, meters)
-    return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask))
+    return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum), all_sum)
 
 
 def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> Jagged:
@@ -65,11 +75,10 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
     return inputs.logprobs.with_values(loss)
 
 
-def counts(mask: Jagged, settings: ObjectiveSettings) -> Tensor:
-    """Local denominators, float64 [2]: rows B and trained tokens Σ m."""
-    per_row = mask.sum()
-    rows = (per_row > 0).sum() if settings.drop_empty else torch.tensor(len(mask))
-    return torch.stack([rows.to(per_row.device), per_row.sum()]).double()
+def counts(trained: Tensor, settings: ObjectiveSettings) -> Tensor:
+    """Denominators, float64 [2]: rows B and trained tokens Σ m, from the number of trained tokens of each row."""
+    rows = (trained > 0).sum() if settings.drop_empty else torch.tensor(len(trained))
+    return torch.stack([rows.to(trained.device), trained.sum()]).double()
 
 
 def weights(mask: Jagged, settings: ObjectiveSettings, denominators: Tensor) -> Jagged:

@@ -57,7 +57,7 @@ from torch import Tensor
 
 from components.learner.objective.base import LossInputs, Objective
 from components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
-from components.learner.objective.meters import Meters
+from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.ratio import (
     RATIO_METRICS,
     Clip,
@@ -159,7 +159,7 @@ class Trace(Objective):
 
     config: Config
 
-    def prepare(self, inputs: LossInputs) -> LossInputs:
+    def prepare(self, inputs: LossInputs, all_sum: AllSum) -> LossInputs:
         """Adds the columns above, SCALE from the gradient at log ratios of 0."""
         mask = inputs.mask
         if self.config.style == "both" and self.config.distance == "all":
@@ -177,7 +177,8 @@ class Trace(Objective):
                 total = self._traced_ratio(log_ratio, inputs)
             (scale,) = torch.autograd.grad(torch.where(mask.values, total, 0.0).sum(), leaf)
         scale = torch.where(mask.values, scale, 0.0)
-        mean = float(scale.double().sum() / mask.values.sum().double().clamp(min=1))
+        total, count = all_sum(torch.stack([scale.double().sum(), mask.values.sum().double()]))
+        mean = float(total / count.clamp(min=1))
         inputs = inputs.with_columns(**{SCALE: mask.with_values(scale)})
         if self.config.normalise:
             mean_scale = torch.full_like(scale, mean if mean > 0 else 1.0)

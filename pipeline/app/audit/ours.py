@@ -105,7 +105,7 @@ def objective_target(objective: ObjectiveSettings, name: str) -> LossTarget:
         meters = Meters()
         rows = prepare(rows, objective, meters)
         rows = rows.replace(logprobs=jagged(logprobs), entropies=rows.old_entropies)
-        return aggregate(loss_terms(rows, objective, meters), rows.mask, objective, counts(rows.mask, objective))
+        return aggregate(loss_terms(rows, objective, meters), rows.mask, objective, counts(rows.mask.sum(), objective))
 
     reads = {"logprobs", "old_logprobs", "advantages", "mask", "groups"}
     return LossTarget(

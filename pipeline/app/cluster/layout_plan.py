@@ -23,7 +23,7 @@ from pipeline.core.errors import ConfigError
 Recompute = Literal["none", "full"]
 Kind = Literal["hf", "megatron"]
 HEAD_COPIES = 4  # float32 copies of a chunk of logits at the peak of a backward pass
-BATCH_BYTES = 90  # peak bytes of a token of the rollout batch in tensors beside the model, which every rank has whole
+BATCH_BYTES = 90  # of a token that a rank passes: its packed micro-batch with shared prefixes (73) and log-probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,8 @@ def _work_bytes(shape: Shape, layout: Layout, work: Work, training: Training) ->
         "activations": layers * 2.0 * shape.hidden * pack / layout.tensor + layer if full else layers * layer,
         "prefix K/V": copies * (1 if full else layers),
         "head": 4 * HEAD_COPIES * predicted,
-        "batch": BATCH_BYTES * work.tokens,
+        # Log-probs are recomputed for the whole batch at once.
+        "batch": BATCH_BYTES * work.tokens / layout.data / (1 if work.forward_passes else work.steps),
     }
 
 

@@ -21,7 +21,7 @@ from pipeline.core.errors import CreditgraphError
 from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
 from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
 from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped
-from pipeline.run.distributed.wire_format import pack, unpack
+from pipeline.run.distributed.wire_format import pack, pieces, unpack
 from pipeline.run.timeline.heartbeat import where
 
 START_TIMEOUT = 300.0  # seconds in which all ranks must have started
@@ -159,6 +159,9 @@ class _Collectives(Collectives):
             dist.all_reduce(total, group=self._peers)
         return total
 
+    def exchange(self, parts: list[Any]) -> list[Any]:
+        return swap(parts, self._peers)
+
     def to_first(self, value: Any) -> list[Any] | None:
         # gloo gathers tensors of one size only.
         mine = self._padded(pack(value))
@@ -186,11 +189,11 @@ class _Collectives(Collectives):
     def among_leaders(self, value: Any) -> list[Any]:
         return [unpack(data) for data in self._gathered(pack(value))]
 
-    def to_all(self, value: Any) -> list[Any]:
+    def from_leader(self, value: Any) -> Any:
         if self._inside is None:
-            return self.among_leaders(value)
-        whole = torch.cat(self._gathered(pack(value))) if self._ranks.leader else None
-        return [unpack(data) for data in _broadcast(whole, self._leader, self._inside).chunk(self._ranks.num_replicas)]
+            return value
+        data = _broadcast(pack(value) if self._ranks.leader else None, self._leader, self._inside)
+        return value if self._ranks.leader else unpack(data)
 
     def _send(self, data: Tensor, replica: int) -> None:
         rank = replica * self._ranks.per_replica + self._ranks.position
@@ -218,6 +221,23 @@ class _Collectives(Collectives):
         with _collective("exchanging between replicas"):
             dist.all_gather(slots, mine, group=self._peers)
         return slots
+
+
+def swap(parts: list[Any], group: Any) -> list[Any]:
+    """Sends parts[i] to the i-th rank of a group; returns what each rank sent to this one, in order."""
+    me = dist.get_rank(group)
+    # What stays here is neither packed nor copied.
+    packed = [[] if i == me else pieces(part) for i, part in enumerate(parts)]
+    sizes = torch.tensor([sum(map(len, data)) for data in packed])
+    theirs = torch.empty_like(sizes)
+    sent = torch.cat([torch.zeros(0, dtype=torch.uint8), *(piece for data in packed for piece in data)])
+    del packed
+    with _collective("exchanging between replicas"):
+        dist.all_to_all_single(theirs, sizes, group=group)
+        received = sent.new_empty(int(theirs.sum()))
+        dist.all_to_all_single(received, sent, theirs.tolist(), sizes.tolist(), group=group)
+    del sent
+    return [parts[me] if i == me else unpack(data) for i, data in enumerate(torch.split(received, theirs.tolist()))]
 
 
 def _all_here(store: Any, ranks: Ranks) -> None:

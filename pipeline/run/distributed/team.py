@@ -1,7 +1,7 @@
 """The ranks of a distributed run: every rank runs the same graph (SPMD), started by torchrun or srun.
 
-`replica` nodes run on the first rank of each replica, `collective` nodes on all ranks, with the batches of all
-replicas. There is no separate control plane: ranks agree through collectives at the same points of the same graph.
+`replica` nodes run on the first rank of each replica, `collective` nodes on all ranks, each with its replica's batches.
+There is no separate control plane: ranks agree through collectives at the same points of the same graph.
 
     torchrun --nproc-per-node 2 --no-python creditgraph train recipe=toy_grpo
     srun --ntasks 2 creditgraph train recipe=toy_grpo
@@ -163,6 +163,10 @@ class Collectives:
         """Sum over the ranks with this position in every replica."""
         return x
 
+    def exchange(self, parts: list[Any]) -> list[Any]:
+        """Sends parts[r] to the rank of this position in replica r; returns what each of them sent, in order."""
+        return parts
+
     def to_first(self, value: Any) -> list[Any] | None:
         """Leaders only: on rank 0 the values of all replicas in order, on other leaders None."""
         return [value]
@@ -178,9 +182,9 @@ class Collectives:
         """Leaders only: the values of all replicas in order, on every leader."""
         return [value]
 
-    def to_all(self, value: Any) -> list[Any]:
-        """All ranks: the values of all replicas in order; only leaders' `value` counts."""
-        return [value]
+    def from_leader(self, value: Any) -> Any:
+        """All ranks of a replica: the value of its leader."""
+        return value
 
 
 class Team:

@@ -14,13 +14,18 @@ from pipeline.core.payloads import Batch
 
 
 def pack(value: Any) -> Tensor:
-    """A value (see `pipeline.core.encoding`) as uint8 [bytes].
+    """A value (see `pipeline.core.encoding`) as uint8 [bytes]: its `pieces`, one after the other.
 
     The length of the header in 8 bytes, the header, then the tensors; every part begins at a multiple of 8.
 
     >>> unpack(pack({"a": [1, torch.tensor([2.5])]}))
     {'a': [1, tensor([2.5000])]}
     """
+    return torch.cat(pieces(value))
+
+
+def pieces(value: Any) -> list[Tensor]:
+    """The parts of a packed value; tensors are not copied."""
     state = encode(value, "value", copy=False)
     about = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in state.tensors.items()]
     header = json.dumps({"tree": state.tree, "tensors": about}).encode()
@@ -31,7 +36,7 @@ def pack(value: Any) -> Tensor:
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
         # Padded to 8 bytes, so that a view as any dtype is aligned.
         parts += [raw, raw.new_zeros(-len(raw) % 8)]
-    return torch.cat(parts)
+    return parts
 
 
 def unpack(data: Tensor) -> Any:

@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from pipeline.core.component import Component, ModelSpec
+from pipeline.core.encoding import decode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph, build_graph
-from pipeline.core.payloads import TrainReport
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import TokenLogprobs, TrainReport
+from pipeline.core.sockets import Node
 from pipeline.core.trace import NO_TRACE
 from pipeline.run.distributed.team import Collectives, Ranks, Team
 from pipeline.run.executor import Executor
@@ -87,6 +91,23 @@ class OfAll(Collectives):
         return values[0]
 
 
+class TwoReplicas(OfAll):
+    """Rank 0's lane; the other replica has row 8."""
+
+    def to_first(self, value):
+        other = logprobs(8)
+        return [value, dict.fromkeys(value, other) if isinstance(value, dict) else other]
+
+
+class Pair(Team):
+    def collectives(self, name):
+        return TwoReplicas(2)
+
+
+def logprobs(*uids):
+    return TokenLogprobs(uid=torch.tensor(uids), logprobs=Jagged.from_rows([[float(u)] for u in uids], torch.float32))
+
+
 class Made(Team):
     def collectives(self, name):
         return OfAll(self.ranks.num_replicas)
@@ -153,3 +174,19 @@ def test_the_learners_turn_lasts_from_its_setup_to_the_next_iteration(tmp_path):
     turn = ["engine gives back", "learner onloads"]
     once = ["learner offloads", "engine runs", *turn, "learner runs"]
     assert said == ["engine gives back", "learner is set up", *once, *once, "learner offloads"]
+
+
+def test_batches_of_collective_nodes_belong_to_replicas():
+    node = Node("scored", "toy:Learner", Learner, Learner.Config(), {}, {})
+    graph = Graph((node,))
+    view = RankView(graph, Pair(Ranks(world=2, num_replicas=2)))
+    assert view.recorded(node, logprobs(6, 7)).uid.tolist() == [6, 7, 8]
+    assert view.recorded(node, NOTHING) is NOTHING
+    # In a checkpoint too: each replica gets its own again, and one process the rows of all.
+    held = [("scored", "logprobs", 0, logprobs(6, 7)), ("scored", "report", 0, NOTHING)]
+    groups = {name: decode(group) for name, group in view.in_flight(held, 1).items()}
+    assert sorted(groups) == ["values", "values@1"]
+    for rank, world, rows in ((0, 2, [6, 7]), (1, 2, [8]), (0, 1, [6, 7, 8])):
+        again = RankView(graph, Team(Ranks(rank=rank, world=world, num_replicas=world))).values_of(dict(groups))
+        assert again["scored", "logprobs", 0].uid.tolist() == rows
+        assert isinstance(again["scored", "report", 0], TrainReport)

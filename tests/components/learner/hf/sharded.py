@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replicas import run_own
 
 from components.learner.dtensors import gather
 from components.learner.hf.learner import HFLearner
@@ -17,6 +18,7 @@ from components.learner.objective import KL, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from pipeline.core.component import Context, ModelSpec, Ranks, identity_sum
 from pipeline.core.errors import CreditgraphError
+from pipeline.run.distributed.processes import swap
 
 
 def beside(name: str) -> Any:
@@ -59,6 +61,8 @@ def learner_of(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
     context = Context(
         node="learner", iterations=3, ranks=ranks, all_sum=all_sum if world > 1 else identity_sum, model=spec
     )
+    if world > 1:
+        context.exchange = lambda parts: swap(parts, dist.group.WORLD)
     learner.setup(context)
     return learner
 
@@ -100,8 +104,7 @@ def memory(folder: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
         learner = learner_of(folder, settings | {"fsdp_size": size})
     finally:
         files._read = real
-    trajectories, credit = training.make_batch(0)
-    learner.run(trajectories=trajectories, credit=credit)
+    run_own(learner, *training.make_batch(0))
     held = [t.to_local() for t in learner.optimizer.tensors().values() if t.dim()]
     exported = list(learner.backend.export())
     return {

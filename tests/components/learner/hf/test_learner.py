@@ -3,17 +3,16 @@
 import dataclasses
 import math
 import re
-import threading
 
 import pytest
 import torch
 from learner_steps import FAST, REINFORCE, distance, run, same
+from replicas import Threads, own_rows
 
 from components.learner.hf.learner import HFLearner
 from components.learner.lora import Lora
 from components.learner.objective import KL, OBJECTIVES, Importance, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
-from pipeline.core.component import Ranks
 from pipeline.core.errors import AlignmentError, DataError
 from pipeline.core.jagged import Jagged
 from pipeline.core.settings import build_config
@@ -325,44 +324,24 @@ def test_settings_are_few():
 
 @pytest.mark.parametrize(("minibatches", "old"), [(1, "engine"), (4, "engine"), (1, "recompute")])
 def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
-    """Two learners on threads with a summing barrier, both with the whole batch, make the steps of one learner."""
+    """Two learners on threads, each with half of the prompts, make the steps of one learner."""
     batch = make_batch()
-    barrier, slots = threading.Barrier(2), [None, None]
-
-    def all_sum_of(rank):
-        def all_sum(x):
-            slots[rank] = x.clone()
-            barrier.wait(timeout=60)
-            total = slots[0] + slots[1]
-            barrier.wait(timeout=60)
-            return total
-
-        return all_sum
-
     settings = {"objective": REINFORCE, "optimizer": FAST, "old_logprobs": old, "minibatches": minibatches}
     learners = [make_learner(**settings) for _ in range(2)]
-    outs = [None, None]
-
-    def work(rank):
-        learners[rank].context.all_sum = all_sum_of(rank)
-        learners[rank].context.ranks = Ranks(rank=rank, world=2, num_replicas=2)
-        outs[rank] = run(learners[rank], batch)
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
+    outs = Threads(learners).run(lambda r: run(learners[r], own_rows(learners[r].context.ranks, *batch)))
     assert same(outs[0].weights.tensors, outs[1].weights.tensors)
     first, second = (o.report.metrics for o in outs)
     assert first == second
     assert first["imbalance_after"] <= first["imbalance_before"]
     alone = make_learner(**settings)
-    expected = run(alone, batch).report.metrics
+    whole = run(alone, batch)
+    expected = whole.report.metrics
     split = {"imbalance_before", "imbalance_after", "forward_tokens", "shared_tokens"}
     once, both = ({k: v for k, v in m.items() if k not in split} for m in (expected, first))
     assert set(first) - set(expected) == {"imbalance_before", "imbalance_after"}
-    assert torch.equal(outs[0].logprobs.logprobs.values, outs[1].logprobs.logprobs.values)
+    logprobs = torch.cat([o.logprobs.logprobs.values for o in outs])
+    assert torch.equal(torch.cat([o.logprobs.uid for o in outs]), batch[0].uid)
+    torch.testing.assert_close(logprobs, whole.logprobs.logprobs.values, rtol=0, atol=1e-4, equal_nan=True)
     assert both == pytest.approx(once, rel=1e-4, abs=1e-6)
     if minibatches == 1:
         moments = [

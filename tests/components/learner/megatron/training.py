@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from replicas import of_all, own_rows, run_own
 
 from components.learner.hf.learner import HFLearner
 from components.learner.objective import KL, OBJECTIVES, EntropyMask, Importance, ObjectiveSettings
@@ -15,6 +16,7 @@ from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
 from pipeline.core.turns import Turns
+from pipeline.run.distributed.processes import swap
 
 VOCAB = 42
 # Adam's ε is large: with the usual one it would blow rounding errors of near-zero gradients up to whole steps.
@@ -71,8 +73,7 @@ def three_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, f
     out, said = [], None
     for seed in range(3):
         learner.context.iteration = seed
-        trajectories, credit = make_batch(seed, version=seed)
-        out.append(learner.run(trajectories=trajectories, credit=credit).report.metrics)
+        out.append(run_own(learner, *make_batch(seed, version=seed)).report.metrics)
         if seed == 0 and after_first is not None:
             said = after_first(learner)
     return out, said
@@ -103,6 +104,7 @@ def megatron_learner(
             iterations=3,
             ranks=ranks,
             all_sum=sum_over_replicas,
+            exchange=exchange_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
             turns=turns or Turns(),
         )
@@ -118,6 +120,13 @@ def sum_over_replicas(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
     return value
+
+
+def exchange_over_replicas(parts: list[Any]) -> list[Any]:
+    """Between the same ranks."""
+    from megatron.core import parallel_state
+
+    return swap(parts, parallel_state.get_data_parallel_group())
 
 
 def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
@@ -137,9 +146,9 @@ def clipped_gradients(learner: Any) -> dict[str, torch.Tensor]:
 
 def logprobs_of(learner: Any) -> torch.Tensor:
     """Per-token log-probs of one batch under the present weights, as `old_logprobs: recompute` makes them."""
-    trajectories, credit = make_batch(9)
-    training = RolloutTraining(learner.config, learner.context, learner.backend, trajectories, credit, learner.version)
-    return training.score(reference=False).values
+    rows = own_rows(learner.context.ranks, *make_batch(9))
+    training = RolloutTraining(learner.config, learner.context, learner.backend, *rows, learner.version)
+    return of_all(learner, training.score(reference=False))
 
 
 def train(
@@ -229,9 +238,8 @@ def train_layouts(
 def one_prompt(folder: str, layout: dict[str, Any]) -> tuple[dict[str, float], Any, Any]:
     """A step on one prompt, which one replica takes; the others have nothing to compute."""
     learner = megatron_learner(folder, layout, CASES["reinforce"])
-    trajectories, credit = make_batch(0, prompts=1)
-    out = learner.run(trajectories=trajectories, credit=credit)
-    return out.report.metrics, out.weights.tensors, out.logprobs.logprobs.values
+    out = run_own(learner, *make_batch(0, prompts=1))
+    return out.report.metrics, out.weights.tensors, of_all(learner, out.logprobs.logprobs)
 
 
 def one_step(
@@ -241,9 +249,8 @@ def one_step(
     out = []
     for layout in layouts:
         learner = megatron_learner(folder, layout, settings)
-        trajectories, credit = make_batch(0)
-        made = learner.run(trajectories=trajectories, credit=credit)
-        out.append((made.logprobs.logprobs.values, dict(learner.context.metrics)))
+        made = run_own(learner, *make_batch(0))
+        out.append((of_all(learner, made.logprobs.logprobs), dict(learner.context.metrics)))
     return out
 
 
@@ -265,13 +272,13 @@ def spoiled(folder: str, layout: dict[str, Any], what: str) -> tuple[dict[str, f
     if dist.get_rank() == dist.get_world_size() - 1:
         learner.backend.model.logprobs = logprobs
     trajectories, credit = make_batch(0)
-    metrics = learner.run(trajectories=trajectories, credit=credit).report.metrics
+    metrics = run_own(learner, trajectories, credit).report.metrics
     stayed = all(
         torch.equal(a, b)
         for a, b in zip(before, (p for c in learner.backend.model.chunks for p in c.parameters()), strict=True)
     )
     learner.backend.model.logprobs = own
-    again = learner.run(trajectories=trajectories, credit=credit).report.metrics
+    again = run_own(learner, trajectories, credit).report.metrics
     return metrics, stayed, again["steps"] == 1.0
 
 
@@ -351,7 +358,7 @@ def step(learner: Any, seed: int) -> dict[str, Any]:
     """One run: its metrics and weights."""
     learner.context.iteration = seed
     trajectories, credit = make_batch(seed, version=seed)
-    out = learner.run(trajectories=trajectories, credit=credit)
+    out = run_own(learner, trajectories, credit)
     return {"metrics": out.report.metrics, "weights": out.weights.tensors, "version": learner.version}
 
 
@@ -387,7 +394,7 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
             turns.end()  # as the executor does when an iteration begins
             learner.context.iteration = seed
             trajectories, credit = make_batch(seed, version=seed)
-            out = learner.run(trajectories=trajectories, credit=credit)
+            out = run_own(learner, trajectories, credit)
             if seed == 0 and turns.shared:
                 learner.save_shards(Path(target)).finish()
         turns.end()

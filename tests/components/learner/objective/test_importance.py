@@ -71,7 +71,7 @@ def test_rejected_rows_leave_mask_and_denominators(settings, kept):
     assert meters.values() == {"importance_rejected": pytest.approx(kept.count(False) / 3)}
     assert WEIGHT not in inputs.columns
     tokens = sum(len(row) for row, keep in zip(ROWS, kept, strict=True) if keep)
-    assert counts(inputs.mask, ObjectiveSettings()).tolist() == [3, tokens]
+    assert counts(inputs.mask.sum(), ObjectiveSettings()).tolist() == [3, tokens]
 
 
 def test_row_without_trained_token_is_neither_rejected_nor_counted():
@@ -129,7 +129,7 @@ def expected_gradient(level):
         importance = Importance(cap=1e6, level=level)
         settings = ObjectiveSettings(use="reinforce", importance=importance, aggregate="seq_mean_token_sum")
         inputs = prepare(inputs, settings, Meters())
-        loss = aggregate(terms(inputs, settings, Meters()), inputs.mask, settings, counts(inputs.mask, settings))
+        loss = aggregate(terms(inputs, settings, Meters()), inputs.mask, settings, counts(inputs.mask.sum(), settings))
         total -= torch.autograd.grad(loss, logits)[0] * (engine[0, a] + engine[1, b]).exp()
     return total, exact
 
