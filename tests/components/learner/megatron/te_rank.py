@@ -14,6 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 LIBRARIES = ("megatron.", "transformer_engine.")
+sys.path.append(str(HERE.parents[2]))  # modules that all tests share, as pytest has it
 
 
 def _beside(name: str) -> Any:
