@@ -40,7 +40,7 @@ from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
 from pipeline.core.streams import Stream
 from pipeline.core.trace import NO_TRACE, Trace
-from pipeline.core.turns import Turns
+from pipeline.core.device_turns import DeviceTurns
 
 Placement = Literal["replica", "collective"]
 
@@ -205,7 +205,7 @@ class Context:
     metrics: dict[str, float] = field(default_factory=dict)
     counts: set[str] = field(default_factory=set)
     lockstep: bool = False
-    turns: Turns = field(default_factory=Turns, repr=False, compare=False)
+    turns: DeviceTurns = field(default_factory=DeviceTurns, repr=False, compare=False)
     trace: Trace = field(default=NO_TRACE, repr=False, compare=False)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     _counter: tuple[int, int] = (-1, 0)

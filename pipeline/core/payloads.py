@@ -185,6 +185,30 @@ class Rewards(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Turns(Batch):
+    """Which turn of which episode each trajectory is: one row per turn, uids are those of the trajectories.
+
+    Turns of an episode are consecutive rows in their order; `Trajectories.group` is the same for all turns of all
+    episodes of one problem.
+
+    Attributes:
+        episode: int64 [N], uid of the episode's first turn.
+        turn: int64 [N], place in the episode, from 0.
+        state: per row, a key of the environment's state before the turn; equal keys are equal states, "" is unknown.
+        reward: float32 [N], what the environment gave for the turn.
+        done: bool [N], the environment ended the episode with this turn.
+        fault: per row, why its episode was cut off by a fault (the same for all its turns), "" without one.
+    """
+
+    episode: Tensor
+    turn: Tensor
+    state: list[str]
+    reward: Tensor
+    done: Tensor
+    fault: list[str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StepErrors(Batch):
     """First wrong step of each (failed) trajectory.
 

@@ -22,7 +22,7 @@ from pipeline.core.handles import Handle
 from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.trace import Trace
-from pipeline.core.turns import Turns
+from pipeline.core.device_turns import DeviceTurns
 from pipeline.run.distributed.team import Collectives, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain
@@ -51,7 +51,7 @@ class RankView:
         self.many = self.ranks.num_replicas > 1
         self._collectives = {name: team.collectives(name) for name in ("generation", "learning")}
         self._lane_of = graph.lanes
-        self.turns = Turns()
+        self.turns = DeviceTurns()
         for node in graph.nodes:
             self._refuse_handles(node)
 
@@ -91,7 +91,7 @@ class RankView:
             runners[node.name] = NodeRunner(node, context)
         return runners
 
-    def _turns(self, device: str, overlaps: bool) -> Turns:
+    def _turns(self, device: str, overlaps: bool) -> DeviceTurns:
         sharing = [n for n in self.graph.nodes if n.cls.shares_devices(n.config, device, self.ranks.world)]
         if sharing and overlaps:
             name = sharing[0].name
@@ -100,7 +100,7 @@ class RankView:
                 "GPUs, got wires '@2' that let them work at the same time. Set run.overlap=false, give the servers "
                 f"GPUs of their own, or set {name}.sleep=never."
             )
-        return Turns(bool(sharing), self.team.barrier)
+        return DeviceTurns(bool(sharing), self.team.barrier)
 
     def inputs(self, values: Values, node: Node, iteration: int) -> dict[str, Any]:
         """Returns the inputs of a node: its replica's values, on every rank of it that runs the node."""

@@ -15,7 +15,7 @@ from components.models.experts import unstack
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
-from pipeline.core.turns import Turns
+from pipeline.core.device_turns import DeviceTurns
 from pipeline.run.distributed.processes import swap
 
 VOCAB = 42
@@ -87,7 +87,7 @@ def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
 
 
 def megatron_learner(
-    folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32", turns: Turns | None = None
+    folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32", turns: DeviceTurns | None = None
 ) -> Any:
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist
@@ -106,7 +106,7 @@ def megatron_learner(
             all_sum=sum_over_replicas,
             exchange=exchange_over_replicas,
             model=ModelSpec(path=folder, dtype=dtype),
-            turns=turns or Turns(),
+            turns=turns or DeviceTurns(),
         )
     )
     return learner
@@ -386,7 +386,7 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
 
     from components.models.fixed_sequence import fixed_tokens
 
-    def learn(turns: Turns, resume: bool = False) -> tuple[Any, Any]:
+    def learn(turns: DeviceTurns, resume: bool = False) -> tuple[Any, Any]:
         learner = megatron_learner(folder, layout, CASES["reinforce"], dtype, turns)
         if resume:
             learner.load_shards(Path(target))
@@ -400,13 +400,13 @@ def taking_turns(folder: str, layout: dict[str, Any], dtype: str, target: str) -
         turns.end()
         return learner, out
 
-    _, expected = learn(Turns())
+    _, expected = learn(DeviceTurns())
     meetings: list[int] = []
-    learner, actual = learn(Turns(shared=True, meet=lambda: meetings.append(1)))
+    learner, actual = learn(DeviceTurns(shared=True, meet=lambda: meetings.append(1)))
     held, stay = learner.backend.offloadable()
     own = {p.untyped_storage()._cdata for p in stay}
     moved = [t for t in held if t.untyped_storage()._cdata not in own]
-    _, resumed = learn(Turns(shared=True), resume=True)
+    _, resumed = learn(DeviceTurns(shared=True), resume=True)
     assert dataclasses.asdict(actual.weights.scored) == dataclasses.asdict(expected.weights.scored)
     return {
         "moved": len(moved),

@@ -11,13 +11,13 @@ from components.models.fixed_sequence import fixed_tokens
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import CreditgraphError
-from pipeline.core.turns import Turns
+from pipeline.core.device_turns import DeviceTurns
 
 
 def learner_of(folder, turns=None, lockstep=False, dtype="bfloat16", **settings):
     learner = HFLearner(HFLearner.Config(optimizer=FAST, **settings))
     spec = ModelSpec(path=str(folder), dtype=dtype)
-    context = Context(node="learner", iterations=4, model=spec, turns=turns or Turns(), lockstep=lockstep)
+    context = Context(node="learner", iterations=4, model=spec, turns=turns or DeviceTurns(), lockstep=lockstep)
     learner.setup(context)
     return learner
 
@@ -83,7 +83,7 @@ def test_gpu_memory_goes_to_locked_pages_and_is_returned_to_other_processes(monk
 def test_taking_turns_changes_no_bit_of_training(model_folder, make_batch, dtype, lora):
     alone = learner_of(model_folder(), dtype=dtype, lora=lora)
     said = []
-    turns = Turns(shared=True, meet=lambda: said.append("meet"))
+    turns = DeviceTurns(shared=True, meet=lambda: said.append("meet"))
     turns.add_engine(lambda: said.append("engines sleep"))
     sharing = learner_of(model_folder(), turns, dtype=dtype, lora=lora)
     assert said == ["engines sleep", "meet"], "before the model loads"
