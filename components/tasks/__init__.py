@@ -15,6 +15,7 @@ from components.tasks.base import Task
 # Name → "module:Class"; strings, so that listing families imports none.
 MODULES: dict[str, str] = {
     "chains": "components.tasks.chains:Chains",
+    "chains_reset": "components.tasks.chains_reset:ChainsReset",
     "hanoi": "components.tasks.hanoi:Hanoi",
     "jugs": "components.tasks.jugs:Jugs",
 }
