@@ -157,6 +157,9 @@ class Table:
     parts: list[Trajectories] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self.room = min(self.room, self.settings.episode_tokens or self.room)
+
     def play(self, rows: Tensor, seed: Tensor) -> Played:
         """Plays one episode per entry of `rows` [N] (rows of the prompts), with one keyed seed each, int64 [N].
 
