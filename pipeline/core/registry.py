@@ -34,6 +34,7 @@ BUILTIN: dict[str, str] = {
     "verifier.choice": "components.verifier.choice:Choice",
     "verifier.boolean": "components.verifier.choice:Boolean",
     "verifier.regex": "components.verifier.pattern:Regex",
+    "verifier.steps": "components.verifier.steps:Steps",
     "verifier.code": "components.verifier.code:Code",
     "verifier.composite": "components.verifier.composite:Composite",
     "verifier.function": "components.verifier.function:Function",
