@@ -62,7 +62,7 @@ class GsmSymbolic(LibraryTask):
 
     name = "gsm_symbolic"
     model = "tiny_gsm_symbolic"
-    Difficulty = Difficulty
+    difficulty = Difficulty
 
     def from_row(self, row: dict[str, Any], difficulty: Difficulty) -> Problem | None:
         """The problem of a row."""

@@ -32,7 +32,7 @@ class LibraryTask(Task):
             DataError: no such split, or fewer problems of this difficulty than `index` asks for.
         """
         check_split(self.name, split)
-        difficulty = self.Difficulty() if difficulty is None else difficulty
+        difficulty = self.difficulty() if difficulty is None else difficulty
         problems = _order(self, seed, difficulty, split)
         if index >= len(problems):
             raise DataError(

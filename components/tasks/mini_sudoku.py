@@ -60,7 +60,7 @@ class MiniSudoku(LibraryTask):
 
     name = "mini_sudoku"
     model = "tiny_mini_sudoku"
-    Difficulty = Difficulty
+    difficulty = Difficulty
 
     def from_row(self, row: dict[str, Any], difficulty: Difficulty) -> Problem | None:
         """The problem of a row."""

@@ -57,7 +57,7 @@ class PathStar(LibraryTask):
     model = "tiny_path_star"
     answer_kind = "steps"
     recoverable = True
-    Difficulty = Difficulty
+    difficulty = Difficulty
 
     def from_row(self, row: dict[str, Any], difficulty: Difficulty) -> Problem | None:
         """The problem of a row."""
