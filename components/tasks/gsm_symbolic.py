@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, words_of
+from components.tasks.base import THOUGHT_END, Draw, Problem, step_labels, words_of
 from components.tasks.library import LibraryTask, load_rows
 from pipeline.core.streams import key_of
 
@@ -116,7 +116,7 @@ class GsmSymbolic(LibraryTask):
 
     def words(self) -> list[str]:
         """Templates, digits, operators and marks."""
-        return [*(f"t{i}" for i in TEMPLATES), *"0123456789:,+-*/="]
+        return [*(f"t{i}" for i in TEMPLATES), *"0123456789:,+-*/=", *step_labels(7)]
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
         """Takes another operator at the rate of each misconception, and goes on with the result."""

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, words_of
+from components.tasks.base import THOUGHT_END, Draw, Problem, step_labels, words_of
 from components.tasks.library import LibraryTask
 from pipeline.core.streams import key_of
 
@@ -25,10 +25,8 @@ CELLS = [f"{row}{column}" for row in "abcd" for column in "1234"]
 SHARE_WRONG = 0.3  # of the cells, for which the teacher has a misconception
 RATES = (0.2, 0.6)  # how often it then writes the next digit, uniform between cells
 # Places of the other cells in the same row, column or block.
-PEERS = [
-    [j for j in range(16) if j != i and (j // 4 == i // 4 or j % 4 == i % 4 or (j // 8, j % 4 // 2) == (i // 8, i % 4 // 2))]
-    for i in range(16)
-]  # fmt: skip
+GROUPS = [{(i // 4, "row"), (i % 4, "column"), (i // 8 * 2 + i % 4 // 2, "block")} for i in range(16)]
+PEERS = [[j for j in range(16) if j != i and GROUPS[i] & GROUPS[j]] for i in range(16)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ class MiniSudoku(LibraryTask):
 
     def words(self) -> list[str]:
         """Cells and digits."""
-        return [*CELLS, *"1234"]
+        return [*CELLS, *step_labels(11)]
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
         """Writes the digit after the right one at the rate of the cell's misconception."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, words_of
+from components.tasks.base import THOUGHT_END, Draw, Problem, step_labels, words_of
 from components.tasks.library import LibraryTask
 
 NODES = 40
@@ -83,7 +84,7 @@ class PathStar(LibraryTask):
         path = [problem["goal"]]
         while path[-1] != problem["start"]:
             path.append(before[path[-1]])
-        return _thoughts([(b, a) for a, b in zip(path, path[1:], strict=False)][::-1])
+        return _thoughts([f"{a} {b}" for a, b in pairwise(path[::-1])], problem["goal"])
 
     def answer(self, problem: Problem) -> str:
         """The goal."""
@@ -99,24 +100,26 @@ class PathStar(LibraryTask):
 
     def words(self) -> list[str]:
         """Nodes, marks and the move back."""
-        return [*map(str, range(NODES)), "start", "goal", "moves", "back"]
+        return [*map(str, range(NODES)), "start", "goal", "moves", "back", *step_labels(24)]
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
         """Tries arms, mostly blindly, and often claims the end of a wrong one to be the goal."""
-        after = {a: b for a, b in problem["edges"] if a != problem["start"]}
-        right = self.solution(problem)[0]
-        arms = [b for a, b in problem["edges"] if a == problem["start"]]
-        moves: list[tuple[int, int] | None] = []
+        start, goal = problem["start"], problem["goal"]
+        after = {a: b for a, b in problem["edges"] if a != start}
+        arms = [b for a, b in problem["edges"] if a == start]
+        right = self.solution(problem)[0].split()[1]
+        said: list[str] = []
         while True:
-            knowing = [arm for arm in arms if f"{problem['start']} {arm} {THOUGHT_END}" == right]
-            arm = knowing[0] if knowing and draw() < KNOWS else arms[int(draw() * len(arms))]
-            arms.remove(arm)
-            moves.append((problem["start"], arm))
-            while moves[-1][1] in after:
-                moves.append((moves[-1][1], after[moves[-1][1]]))
-            if moves[-1][1] == problem["goal"] or len(moves) + 1 >= problem["moves"] or draw() < GIVES_UP:
-                return _thoughts(moves)
-            moves.append(None)
+            knows = int(right) in arms and draw() < KNOWS
+            node = int(right) if knows else arms[int(draw() * len(arms))]
+            arms.remove(node)
+            said.append(f"{start} {node}")
+            while node in after:
+                said.append(f"{node} {after[node]}")
+                node = after[node]
+            if node == goal or len(said) + 1 >= problem["moves"] or draw() < GIVES_UP:
+                return _thoughts(said, node)
+            said.append("back")
 
 
 def _problem(edges: Sequence[tuple[int, int]], start: int, goal: int, moves: int) -> Problem:
@@ -157,7 +160,5 @@ def _walk(problem: Problem, thoughts: Sequence[str]) -> tuple[int, bool]:
     return error or len(thoughts) + 1, False
 
 
-def _thoughts(moves: Sequence[tuple[int, int] | None]) -> list[str]:
-    texts = ["back" if move is None else f"{move[0]} {move[1]}" for move in moves]
-    texts[-1] += f" \\boxed{{ {moves[-1][1]} }}"
-    return [f"{text} {THOUGHT_END}" for text in texts]
+def _thoughts(said: Sequence[str], box: int) -> list[str]:
+    return [f"{move} {THOUGHT_END}" for move in (*said[:-1], f"{said[-1]} \\boxed{{ {box} }}")]

@@ -14,7 +14,13 @@ PROBLEM = {
     "numbers": [3, 35, 93, 38],
     "statements": ["1*0", "2-3", "4+5", "1+2", "6+7"],
 }
-RIGHT = ["3 5 * 3 = 1 0 5", "9 3 - 3 8 = 5 5", "1 0 5 + 5 5 = 1 6 0", "3 5 + 9 3 = 1 2 8", "1 6 0 + 1 2 8 = 2 8 8 \\boxed{ 2 8 8 }"]
+RIGHT = [
+    "3 5 * 3 = 1 0 5",
+    "9 3 - 3 8 = 5 5",
+    "1 0 5 + 5 5 = 1 6 0",
+    "3 5 + 9 3 = 1 2 8",
+    "1 6 0 + 1 2 8 = 2 8 8 \\boxed{ 2 8 8 }",
+]
 
 
 def judged(*statements):
@@ -49,7 +55,8 @@ def test_a_wrong_statement_is_the_first_error(place, statement):
 
 
 def test_results_are_whole_numbers_from_zero():
-    assert [operate(*s) for s in ((7, "/", 0), (7, "/", 2), (8, "/", 2), (2, "-", 3), (0, "*", 3))] == [None, None, 4, None, 0]
+    assert [operate(7, "/", 0), operate(7, "/", 2), operate(2, "-", 3)] == [None, None, None]
+    assert [operate(8, "/", 2), operate(0, "*", 3)] == [4, 0]
     assert work_out([7, 2], ["0/1"]) == []
     assert [number(spaced(n)) for n in (0, 7, 10, 105)] == [0, 7, 10, 105]
 

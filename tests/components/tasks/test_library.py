@@ -19,7 +19,9 @@ def test_the_shipped_rows_are_small():
 @pytest.mark.parametrize("name", NAMES)
 def test_no_problem_is_in_two_splits_or_twice_in_one(name):
     task = TASKS[name]
-    questions = [task.generate(0, i, split=split)["question"] for split in ("train", "validation", "eval") for i in range(100)]
+    questions = [
+        task.generate(0, i, split=split)["question"] for split in ("train", "validation", "eval") for i in range(100)
+    ]
     assert len(set(questions)) == 300
     assert sorted(questions[:100]) != sorted(task.generate(1, i)["question"] for i in range(100))
 
@@ -87,7 +89,7 @@ def test_questions_and_thoughts_are_in_the_words_of_the_family(name):
 def test_more_problems_than_there_are_rows_name_the_number_to_set():
     with pytest.raises(DataError, match=r"gsm_symbolic: .*Set size: 225, or widen the difficulty"):
         TASKS["gsm_symbolic"].generate(0, 225, split="eval")
-    with pytest.raises(DataError, match="split 'evil' does not exist. Did you mean 'eval'"):
+    with pytest.raises(DataError, match=r"split 'evil' does not exist\. Did you mean 'eval'"):
         TASKS["gsm_symbolic"].generate(0, 0, split="evil")
 
 
