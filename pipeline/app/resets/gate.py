@@ -8,7 +8,6 @@ over prompts; its standard error is the jackknife's, leaving out one prompt at a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +45,9 @@ class Estimate(NamedTuple):
 
     value: float
     error: float
+
+
+UNKNOWN = Estimate(math.nan, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +286,8 @@ class _Sampling:
         length = reset_length(failures.thought_ends, step)[rows]
         # keys_within numbers the rows of a prompt, and so both its failures and their suffixes
         seeds = self.stream.seeds(keys_within(failures.prompt_uid[rows]), draw)
-        suffixes = sample_from_prefix(self.policy, failures.select(rows), length, seeds, self.sampling, torch.arange(len(rows)))
+        parents, uid = failures.select(rows), torch.arange(len(rows))
+        suffixes = sample_from_prefix(self.policy, parents, length, seeds, self.sampling, uid)
         tokens = (suffixes.response_tokens.lengths - suffixes.inherited).double().reshape(len(failures), -1).mean(1)
         return self._correct(suffixes).reshape(len(failures), -1), tokens.numpy()
 
@@ -310,7 +313,6 @@ class _Sampling:
             outcome, tokens = self._continue(failures, step, name)
             hits = outcome.sum(1).tolist()
             values[name] = summed(outcome.double().mean(1))
-            known = self.oracle or name != TRUE
             kinds[name] = Kind(
                 suffix_share=ratio(summed(tokens), whole),
                 value=ratio(values[name], number),
@@ -318,7 +320,7 @@ class _Sampling:
                     b: ratio(summed([silence(hit, self.samples, b) for hit in hits]), number)
                     for b in sorted({split.num_suffixes for split in splits.values()})
                 },
-                exact=ratio(summed((step == true).double()), number) if known else Estimate(math.nan, math.nan),
+                exact=ratio(summed((step == true).double()), number) if self.oracle else UNKNOWN,
             )
         return kinds, values
 
@@ -326,7 +328,7 @@ class _Sampling:
         """Chance of prefixes up to the first error, the error included; those that end there are left out."""
         inner = (true < num_thoughts(failures)).nonzero()[:, 0]
         if not len(inner):
-            return Estimate(math.nan, math.nan)
+            return UNKNOWN
         outcome, _ = self._continue(failures.select(inner), true[inner] + 1, AFTER)
         rows, count = owner[inner.numpy()], len(self.prompts)
         return ratio(np.bincount(rows, outcome.double().mean(1).numpy(), count), np.bincount(rows, minlength=count))
@@ -336,10 +338,3 @@ def _fits(text: str, size: int, most: int) -> bool:
     failures, suffixes = (int(part) for part in text.split("x"))
     return failures * suffixes <= size and size - failures * suffixes + failures <= most
 
-
-def predicted_methods(gate: Gate) -> Sequence[tuple[str, float | None]]:
-    """Kinds of localisation to simulate, with the chance that each names the true first error (None: uniform)."""
-    kinds: list[tuple[str, float | None]] = [(TRUE, 1.0), ("half right", 0.5), (RANDOM, None)]
-    if OWN in gate.kinds:
-        kinds.insert(1, (OWN, gate.kinds[OWN].exact.value))
-    return kinds
