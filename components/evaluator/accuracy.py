@@ -15,7 +15,7 @@ from components.data.fit import data_misfits
 from components.data.loading import load_data, make_prompts
 from components.models.load import load_tokenizer
 from components.rollouts.requests import SamplingSettings, sample_groups
-from pipeline.core.component import Component, Context, ModelSpec
+from pipeline.core.component import Component, Context, Count, ModelSpec
 from pipeline.core.errors import ConfigError, did_you_mean
 from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
@@ -73,6 +73,7 @@ class Accuracy(Component):
     metrics = (
         Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
         Metric("problems", "problems", "held-out problems"),
+        Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
         *LOADING_METRICS,
         Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
         Metric(
@@ -145,6 +146,7 @@ class Accuracy(Component):
         start = time.perf_counter()
         samples = self.config.samples
         sampling = self.config.sampling()
+        self._sampled = 0
         greedy = self._verdicts(policy, verifier, dataclasses.replace(sampling, temperature=0.0), 1)
         num_correct = self.context.all_sum(greedy.correct.sum().double())
         metrics = {"accuracy": float(num_correct) / max(self._count, 1), "problems": float(self._count)}
@@ -154,11 +156,12 @@ class Accuracy(Component):
             histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
             metrics |= sample_metrics(counts.tolist(), samples)
-        self.context.log(**metrics)
+        self.context.log(**metrics, sampled_tokens=Count(self._sampled))
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
     def _verdicts(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
         # Keyed without the iteration, so that every evaluation draws the same random numbers.
         stream = Stream(self.context.seed, self.context.node, "evaluation")
         responses = sample_groups(self.context, policy, self._prompts, samples, sampling, stream=stream)
+        self._sampled += len(responses.response_tokens.values)
         return verifier.verify(self._prompts, responses)
