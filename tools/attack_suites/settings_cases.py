@@ -74,8 +74,14 @@ MISTAKES: list[tuple[str, str]] = [
     ("prompts.shuffle=3", "prompts.shuffle: expected bool, got 3 (int)."),
     ("evaluator.every=-1", "evaluator: expected every, num_problems and samples ≥ 0, got -1, 500 and 0."),
     ("evaluator.num_problems=-2", "evaluator: expected every, num_problems and samples ≥ 0, got 20, -2 and 0."),
-    ("advantage.normalize=stdd", "advantage.normalize: expected 'std' or 'mean' or 'std_exact' or 'over_mean', got 'stdd' …"),
-    ("advantage.normalize=", "advantage.normalize: expected 'std' or 'mean' or 'std_exact' or 'over_mean', got '' (str)."),
+    (
+        "advantage.normalize=stdd",
+        "advantage.normalize: expected 'std' or 'mean' or 'std_exact' or 'over_mean', got 'stdd' …",
+    ),
+    (
+        "advantage.normalize=",
+        "advantage.normalize: expected 'std' or 'mean' or 'std_exact' or 'over_mean', got '' (str).",
+    ),
     ("run.seed=abc", "run.seed: expected int, got 'abc' (str)."),
     ("run.seed=-1", "run: seed -1: expected 0 to 2**63 - 1."),
     ("run.seed=100000000000000000000000000", "run: seed 100000000000000000000000000: expected 0 to 2**63 - 1."),

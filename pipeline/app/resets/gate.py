@@ -337,4 +337,3 @@ class _Sampling:
 def _fits(text: str, size: int, most: int) -> bool:
     failures, suffixes = (int(part) for part in text.split("x"))
     return failures * suffixes <= size and size - failures * suffixes + failures <= most
-
