@@ -18,7 +18,6 @@ MODULES: dict[str, str] = {
     "chains_reset": "components.tasks.chains_reset:ChainsReset",
     "hanoi": "components.tasks.hanoi:Hanoi",
     "jugs": "components.tasks.jugs:Jugs",
-||||||| 07b979b
     "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
     "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",
     "path_star": "components.tasks.path_star:PathStar",
