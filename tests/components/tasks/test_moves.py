@@ -173,7 +173,7 @@ def test_exact_values_equal_monte_carlo_within_four_standard_errors(task):
 class WordPolicy:
     """Scores every word alike, as the n-th root of one over the number of thoughts: a uniform policy over thoughts."""
 
-    class tokenizer:  # noqa: N801 - stands in for an attribute
+    class tokenizer:
         @staticmethod
         def encode(text, add_special_tokens):
             return [len(word) for word in text.split()]
