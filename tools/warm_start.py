@@ -196,8 +196,8 @@ def card(args: argparse.Namespace, model: nn.Module, task: Task, figures: dict[s
         "",
         f"A Qwen2-architecture model with {sum(p.numel() for p in model.parameters()):,} parameters and "
         f"{model.config.vocab_size} words for the task family `{task.name}` (components/tasks/{task.name}.py): solve a "
-        "problem, name the first wrong step of a failed attempt, revise it. It starts low on purpose: it was taught the "
-        "flawed attempts of the family's teacher.",
+        "problem, name the first wrong step of a failed attempt, revise it. It starts low on purpose: it was taught "
+        "the flawed attempts of the family's teacher.",
         "",
         f"Made on one CPU thread by `{args.command}`; the same command on the same machine and library versions gives "
         "the same bytes. `--skill` sets the share of right examples of naming the error and of revising; 1 teaches the "

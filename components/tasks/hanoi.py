@@ -1,7 +1,7 @@
 """Tower of Hanoi between any two positions: every move can be undone, at the price of the budget of moves.
 
-    question   a a b to c b b in 6        (positions of disks d1, d2, d3, smallest first; at most six moves)
-    solution   d1 c : c a b </thought> d2 b : c b b \\boxed{ done } </thought>
+question   a a b to c b b in 6        (positions of disks d1, d2, d3, smallest first; at most six moves)
+solution   d1 c : c a b </thought> d2 b : c b b \\boxed{ done } </thought>
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two jugs and a target amount: fill, empty and pour; wasted moves can be made good, at the price of the budget.
 
-    question   3 5 : 0 0 to 4 in 8        (capacities of jugs a and b, what they hold, the target, at most eight moves)
-    solution   fill b : 0 5 </thought> pour b a : 3 2 </thought> empty a : 0 2 </thought> …
+question   3 5 : 0 0 to 4 in 8        (capacities of jugs a and b, what they hold, the target, at most eight moves)
+solution   fill b : 0 5 </thought> pour b a : 3 2 </thought> empty a : 0 2 </thought> …
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Difficulty(MoveDifficulty):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.capacity[0] < self.capacity[1] <= MAX_CAPACITY:
-            raise ValueError(
-                f"capacity: expected 1 ≤ smallest < largest ≤ {MAX_CAPACITY}, got {list(self.capacity)}."
-            )
+            raise ValueError(f"capacity: expected 1 ≤ smallest < largest ≤ {MAX_CAPACITY}, got {list(self.capacity)}.")
 
 
 class Jugs(MoveTask):

@@ -137,7 +137,8 @@ class MoveTask(Task):
         choose: Callable[[list[str], list[str]], str],
         report: Callable[[str], str] = lambda thought: thought,
     ) -> list[str]:
-        state, thoughts = tuple(problem["start"]), []
+        state = tuple(problem["start"])
+        thoughts: list[str] = []
         far = distances(self, problem)
         while len(thoughts) < problem["moves"] and not self.is_goal(problem, state):
             following = self.legal(problem, state)

@@ -172,6 +172,25 @@ def solve_prompt(
     return _chat(turns, tokenizer, required=True)
 
 
+def first_turn(template: str, observation: str, tokenizer: Any) -> str:
+    """A text of an environment as a prompt: one user turn for "chat", as it is for other templates."""
+    return _chat(observation, tokenizer, required=True) if template == "chat" else observation
+
+
+def later_turn(template: str, observation: str, tokenizer: Any) -> str:
+    """What follows a response in a conversation: for "chat" the end of its turn, a user turn, and the next one's head.
+
+    Templates that write earlier turns anew, as some do without their thoughts, are not followed: a response stays as it
+    was sampled.
+    """
+    if template != "chat":
+        return observation
+    roles = ("user", "assistant", "user")
+    words = ("1+1?", _PROBE, observation)
+    turns = [{"role": role, "content": content} for role, content in zip(roles, words, strict=True)]
+    return _chat(turns, tokenizer, required=True).partition(_PROBE)[2]
+
+
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
     """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps)."""
     template = check_template(metadata.get("template", "plain"))
