@@ -21,10 +21,6 @@ MODULES: dict[str, str] = {
     "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
     "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",
     "path_star": "components.tasks.path_star:PathStar",
-    "hanoi": "components.tasks.hanoi:Hanoi",
-    "jugs": "components.tasks.jugs:Jugs",
-    "hanoi": "components.tasks.hanoi:Hanoi",
-    "jugs": "components.tasks.jugs:Jugs",
 }
 
 
