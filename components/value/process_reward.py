@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from components.http import Server, ServerSettings, check_url
-from components.models.load import load_tokenizer, resolve_model_path
+from components.models.load import load_token_classifier, load_tokenizer
 from components.rollouts.segments import check_segments
 from components.text.stops import token_texts
 from components.value.boundaries import Outputs
@@ -36,27 +37,15 @@ class Classifier:
     """
 
     def __init__(self, path: str, config: Any, context: Context) -> None:
-        from transformers import AutoModelForTokenClassification, AutoTokenizer
-
-        try:
-            folder = resolve_model_path(path)
-            trusted = context.model.trust_remote_code
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)  # type: ignore[no-untyped-call]
-            model = AutoModelForTokenClassification.from_pretrained(
-                folder, dtype=getattr(torch, context.model.dtype), trust_remote_code=trusted, use_safetensors=True
-            )
-        except Exception as error:  # safetensors, the hub client and remote code each raise their own types
-            raise DataError(
-                f"node '{context.node}': path '{path}' cannot be loaded as a token classifier "
-                f"({type(error).__name__}: {str(error)[:200]}); expected a folder or hub name with weights in safetensors "
-                "and a tokenizer. Correct path, or set url to use a server."
-            ) from error
+        spec = dataclasses.replace(context.model, path=path, chat_template_kwargs={})
+        self._tokenizer = load_tokenizer(spec)
+        model = load_token_classifier(spec, context.device)
         if not 0 <= config.label < model.config.num_labels:
             raise DataError(
                 f"node '{context.node}': label {config.label}: expected one of the {model.config.num_labels} classes of "
                 f"'{path}', numbered from 0."
             )
-        self._model = model.to(context.device).eval()
+        self._model = model
         self._device = context.device
         self._config = config
         self._room = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
