@@ -32,7 +32,9 @@ def step_rewards(scores: Jagged, form: Form, temperature: float) -> Jagged:
         return scores.with_values(values)
     if form == "last":
         return scores.with_values(torch.where(last, values, 0.0))
-    lowest = torch.full((len(scores),), torch.inf, dtype=torch.float64).scatter_reduce(0, scores.row_ids, values, "amin")
+    lowest = torch.full((len(scores),), torch.inf, dtype=torch.float64).scatter_reduce(
+        0, scores.row_ids, values, "amin"
+    )
     gap = values - lowest[scores.row_ids]
     if temperature:
         weight = scores.with_values(torch.exp(-gap / temperature))
@@ -154,9 +156,7 @@ class ProcessAdvantage(Component):
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The score and the advantage of each segment."""
         values: SegmentValues = inputs["values"]
-        advantage, valid = self._advantage(
-            inputs["trajectories"], inputs["segments"], values, inputs.get("rewards")
-        )
+        advantage, valid = self._advantage(inputs["trajectories"], inputs["segments"], values, inputs.get("rewards"))
         places = (values.values.offsets[:-1][advantage.row_ids] + advantage.positions + 1).tolist()
 
         def line(place: int) -> str:
@@ -165,4 +165,6 @@ class ProcessAdvantage(Component):
 
         head = f"A = later step rewards ({self.config.form} form) − baseline ({self.config.baseline})"
         texts = lines_of_segments(advantage, head, line)
-        return [t if ok else "no credit: no scores, or no valid reward" for t, ok in zip(texts, valid.tolist(), strict=True)]
+        return [
+            t if ok else "no credit: no scores, or no valid reward" for t, ok in zip(texts, valid.tolist(), strict=True)
+        ]

@@ -82,7 +82,7 @@ class Classifier:
         ids = tokens.to_padded(0).to(self._device)
         mask = tokens.with_values(torch.ones_like(tokens.values)).to_padded(0).to(self._device)
         logits = self._model(input_ids=ids, attention_mask=mask).logits.float()
-        good = logits.softmax(-1)[..., self._config.label].cpu()
+        good: Tensor = logits.softmax(-1)[..., self._config.label].cpu()
         return 2 * good - 1 if self._config.score == "difference" else good
 
 
@@ -129,6 +129,7 @@ class ProcessReward(Component):
                 check_url(self.url)
 
     config: Config
+    _server: Server | None = None
 
     def setup(self, context: Context) -> None:
         """Loads the classifier, or makes the client."""
@@ -139,7 +140,7 @@ class ProcessReward(Component):
 
     def close(self) -> None:
         """Closes the connections."""
-        if getattr(self, "_server", None) is not None:
+        if self._server is not None:
             self._server.close()
 
     def run(
@@ -180,9 +181,10 @@ class ProcessReward(Component):
 
 def _read(result: Any, count: int) -> Scores:
     scores = result.get("scores") if isinstance(result, dict) else None
-    numbers = isinstance(scores, list) and all(
-        isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) for s in scores
-    )
-    if not numbers or len(scores) != count:
+    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
         return f"the judge's result has no {count} finite numbers as scores: {str(result)[:60]}"
     return [float(s) for s in scores]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -114,8 +114,12 @@ class Critic(HFNode, Component):
     placement = "collective"
     metrics = (
         Metric("mean", "reward", "mean value over the states it was trained on, before the update"),
-        Metric("explained_variance", "share", "1 − Var(R − v)/Var(R) over these states; left out where all R are equal"),
-        Metric("diverged", "1", "1 in an iteration whose values explain less than −1 of the variance, or are no numbers"),
+        Metric(
+            "explained_variance", "share", "1 − Var(R − v)/Var(R) over these states; left out where all R are equal"
+        ),
+        Metric(
+            "diverged", "1", "1 in an iteration whose values explain less than −1 of the variance, or are no numbers"
+        ),
         Metric("nonfinite", "rows", "rows with a value that is not finite; they are not trained on"),
         Metric("states", "states", "states trained on"),
         Metric("loss", "reward²", "value loss, mean over optimiser steps"),
@@ -250,15 +254,15 @@ class Critic(HFNode, Component):
         self._log(result, training.seconds | fit.seconds, returns.values[trained], states.values[trained], finite)
         return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
 
-    def _log(
-        self, result: Result, seconds: dict[str, float], returns: Tensor, values: Tensor, finite: Tensor
-    ) -> None:
+    def _log(self, result: Result, seconds: dict[str, float], returns: Tensor, values: Tensor, finite: Tensor) -> None:
         """Logs numbers of all replicas, and warns once of a critic that diverges."""
         error = returns.double() - values.double()
         sums = (torch.tensor(len(error)), values.sum(), returns.sum(), error.sum(), (~finite).sum())
         count, value, target, gap, nonfinite = self.context.all_sum(torch.stack([s.double() for s in sums])).tolist()
         count = max(count, 1.0)
-        squares = torch.stack([(returns.double() - target / count).square().sum(), (error - gap / count).square().sum()])
+        squares = torch.stack(
+            [(returns.double() - target / count).square().sum(), (error - gap / count).square().sum()]
+        )
         spread, left = self.context.all_sum(squares).tolist()
         explained = 1 - left / spread if spread > 0 else None
         found = result.metrics

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from components.advantage.additive import AdditiveAdvantage
-from components.advantage.redistribute import Redistribute
 from components.advantage.gae import GAE, whitened
+from components.advantage.redistribute import Redistribute
 from components.rollouts.segments import generalised_advantage
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged

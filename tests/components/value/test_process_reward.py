@@ -180,9 +180,15 @@ def test_a_trained_classifier_names_the_oracles_first_error(tiny, rollouts, clas
     assert (torch.tensor(named) == true)[failed].float().mean() > 0.9
     # One row at a time gives the same: padding changes nothing.
     alone = tiny.start(ProcessReward, path=classifier, separator="", server=ServerSettings(batch=1), score="difference")
-    torch.testing.assert_close(alone.run(**inputs).values.values.values[1:5], 2 * values.values[1:5] - 1, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        alone.run(**inputs).values.values.values[1:5], 2 * values.values[1:5] - 1, atol=1e-5, rtol=0
+    )
     # In the minimum form the credit of a failure falls at its first error.
-    credit = tiny.start(ProcessAdvantage, baseline="none").run(trajectories=rows, segments=segments, values=node.run(**inputs).values).credit
+    credit = (
+        tiny.start(ProcessAdvantage, baseline="none")
+        .run(trajectories=rows, segments=segments, values=node.run(**inputs).values)
+        .credit
+    )
     assert float(credit.advantage.values.mean()) < float(scores.values.mean())
 
 
@@ -202,7 +208,7 @@ def test_impossible_settings_are_reported(tiny, classifier):
             ProcessReward.Config(**settings)
     with pytest.raises(ValueError, match="url: expected http"):
         ProcessReward.Config(url="ftp://b")
-    with pytest.raises(DataError, match="expected a token classifier, but 2 of its weights are missing, first 'score.b"):
+    with pytest.raises(DataError, match="expected a token classifier, but 2 of its weights are missing"):
         tiny.start(ProcessReward, path="tiny")
     with pytest.raises(DataError, match="label 5: expected one of the 2 classes"):
         tiny.start(ProcessReward, path=classifier, label=5)

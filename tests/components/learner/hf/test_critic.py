@@ -35,7 +35,11 @@ def case(trajectories, reward=None, width=3):
     count = len(trajectories)
     value = (torch.arange(count) % 2).float() if reward is None else torch.tensor(reward)
     rewards = Rewards(
-        uid=trajectories.uid, value=value, correct=value >= 1, valid=torch.ones(count, dtype=torch.bool), detail=[""] * count
+        uid=trajectories.uid,
+        value=value,
+        correct=value >= 1,
+        valid=torch.ones(count, dtype=torch.bool),
+        detail=[""] * count,
     )
     ends = fixed_ends(trajectories.response_tokens.lengths, width)
     return {
