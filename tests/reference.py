@@ -28,6 +28,8 @@ def group_advantage(reward, group, valid, normalize, unbiased, eps):
         squares = sum((r - mean) ** 2 for r in peers)
         if normalize == "mean":
             out.append(reward[i] - mean)
+        elif normalize == "over_mean":
+            out.append(0.0 if mean < 1e-8 else (reward[i] - mean) / mean)
         elif normalize == "std_exact":
             std = (squares / len(peers)) ** 0.5
             out.append(0.0 if std < 1e-8 else (reward[i] - mean) / std)
