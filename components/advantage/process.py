@@ -64,8 +64,8 @@ class ProcessAdvantage(Component):
 
     The baseline is the mean reward of the group's other responses per step, or per token times the step's tokens. With
     `outcome`, that times the verified reward minus the mean of the others is added to the last step. Forms, baselines
-    and outcome term are those of PURE (2504.15275) as its release has them. A row with a score that is not finite, or an
-    invalid reward, gets zero credit and is left out of the baselines.
+    and outcome term are those of PURE (2504.15275) as its release has them. A row with a score that is not finite, or
+    an invalid reward, gets zero credit and is left out of the baselines.
     """
 
     paper = "2504.15275"

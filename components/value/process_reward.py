@@ -42,8 +42,8 @@ class Classifier:
         model = load_token_classifier(spec, context.device)
         if not 0 <= config.label < model.config.num_labels:
             raise DataError(
-                f"node '{context.node}': label {config.label}: expected one of the {model.config.num_labels} classes of "
-                f"'{path}', numbered from 0."
+                f"node '{context.node}': label {config.label}: expected one of the {model.config.num_labels} classes "
+                f"of '{path}', numbered from 0."
             )
         self._model = model
         self._device = context.device

@@ -101,9 +101,9 @@ def test_a_row_without_scores_gets_no_credit_and_leaves_the_baselines(toolbox, c
 def test_a_missing_reward_and_impossible_settings_are_reported(toolbox, case):
     del case["rewards"]
     credit_of(toolbox, case)
-    with pytest.raises(ValueError, match="outcome is 0.1, but no rewards are wired"):
+    with pytest.raises(ValueError, match=r"outcome is 0.1, but no rewards are wired"):
         credit_of(toolbox, case, outcome=0.1)
-    with pytest.raises(ValueError, match="expected temperature and outcome ≥ 0, got -1.0 and 0.0"):
+    with pytest.raises(ValueError, match=r"expected temperature and outcome ≥ 0, got -1.0 and 0.0"):
         ProcessAdvantage.Config(temperature=-1.0)
     empty = {name: batch.select(torch.zeros(0, dtype=torch.int64)) for name, batch in case.items()}
     assert credit_of(toolbox, empty) == []

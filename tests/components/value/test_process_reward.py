@@ -133,7 +133,7 @@ def classifier(tiny, rollouts, tmp_path_factory):
     """A token classifier from the embedded model, trained on the step labels of these rollouts."""
     from transformers import AutoModelForTokenClassification
 
-    rows, segments, labels, steps, index = rollouts
+    _, _, labels, steps, index = rollouts
     path = resolve_model_path("tiny")
     torch.manual_seed(0)
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=2)
@@ -193,7 +193,7 @@ def test_a_trained_classifier_names_the_oracles_first_error(tiny, rollouts, clas
 
 
 def test_a_row_beyond_the_classifiers_context_is_counted(tiny, rollouts, classifier):
-    rows, segments, _, steps, _ = rollouts
+    rows, segments, _, _, _ = rollouts
     node = tiny.start(ProcessReward, path=classifier, separator="")
     node._classifier._room = 30
     values = node.run(prompts=tiny.prompts, trajectories=rows, segments=segments).values.values

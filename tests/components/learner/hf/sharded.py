@@ -147,7 +147,7 @@ def refused(folder: str, settings: dict[str, Any], target: str = "") -> str:
 
 
 def critic(folder: str, size: int, target: str = "") -> dict[str, Any]:
-    """Values of this replica's rows in three steps of a critic; with a folder, again after a checkpoint of two steps."""
+    """Values of this replica's rows in three steps of a critic; with a folder, resumed after two."""
     from components.learner.hf.critic import Critic
     from components.segmenter.fixed import fixed_ends
     from pipeline.core.payloads import Rewards, Segments
