@@ -16,7 +16,7 @@ from components.models.load import resolve_model_path
 from components.rollouts.thoughts import thought_texts, true_first_errors
 from components.sampler.chains import Chains
 from components.segmenter.thought import Thoughts
-from components.text.chains import first_error
+from components.tasks.chains import first_error
 from components.value.process_reward import ProcessReward
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
