@@ -280,6 +280,6 @@ class Critic(HFNode, Component):
             logger.warning(
                 f"node '{node}': the critic diverges: in iteration {self.context.iteration} its values explain {shown} "
                 f"of the returns' variance (expected above {DIVERGED:g}), {nonfinite:g} rows have values that are not "
-                f"finite, {found['skipped_nonfinite']:g} steps were left out. Lower {node}.optimizer.lr, or let it learn "
-                "before the policy (warmup of advantage.gae)."
+                f"finite, {found['skipped_nonfinite']:g} steps were left out. Lower {node}.optimizer.lr, or let it "
+                "learn before the policy (warmup of advantage.gae)."
             )
