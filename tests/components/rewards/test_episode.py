@@ -52,7 +52,7 @@ def test_an_episode_counts_once_however_many_turns_it_has(toolbox, order):
     assert [row[0] for row in credit.advantage.to_lists()] == pytest.approx([expected[i] for i in order])
     assert advantage.context.metrics["group_size"] == 3
     said = advantage.explain({}, trajectories=trajectories, rewards=rewards, turns=turns)
-    assert said[order.index(0)].startswith("r − mean = 1 − 0.5 = +0.5")
+    assert said[order.index(0)].startswith("r − mean = 1 − .5 = +.5")
     assert said[order.index(0)] == said[order.index(2)]
 
 
