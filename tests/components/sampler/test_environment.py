@@ -282,9 +282,7 @@ def made_step(parts):
 def test_a_chat_keeps_sampled_tokens_and_closes_each_turn_once(tiny):
     tokenizer = tiny.policy.tokenizer
     before = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}<solve> {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<solve> {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
     try:
         sampler = tiny.start(EnvironmentSampler, group_size=2, max_tokens=3)
         prompts = tiny.prompts.replace(metadata=[{"template": "chat"}] * len(tiny.prompts))
