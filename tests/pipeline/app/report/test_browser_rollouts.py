@@ -172,29 +172,14 @@ def test_an_episode_is_drawn_as_its_turns(make_run, put_turns, open_tab):
     for i in range(2):
         put_turns(run, i)
     page = open_tab(report_html([read_run(run)])).page
-    page.fill("#search", "")
-    page.evaluate(
-        "document.querySelector('#sort').value = 'iteration up'; document.querySelector('#sort').dispatchEvent(new Event('input'))"
-    )
+    page.select_option("#sort", "iteration up")
     page.locator(".item").first.click()
     rows = page.locator("table.turns tbody tr")
-    assert rows.count() == 2
-    assert [cell.strip() for cell in rows.nth(0).locator("th, td").all_inner_texts()][3:] == [
-        "0.25",
-        "+1.000",
-        "+4.00",
-        "start",
-    ]
-    assert [cell.strip() for cell in rows.nth(1).locator("th, td").all_inner_texts()][3:] == [
-        "0.5",
-        "−0.500",
-        "−1.50",
-        "later",
-    ]
-    assert (
-        "2 turns, return 0.75, ended by the environment. This rollout is turn 1."
-        in page.locator("#detail").inner_text()
-    )
+    # Of each turn reward, mean credit, its sum and the state.
+    cells = [[c.strip() for c in rows.nth(i).locator("th, td").all_inner_texts()][3:] for i in range(rows.count())]
+    assert cells == [["0.25", "+1.000", "+4.00", "start"], ["0.5", "−0.500", "−1.50", "later"]]
+    said = page.locator("#detail").inner_text()
+    assert "2 turns, return 0.75, ended by the environment. This rollout is turn 1." in said
     rows.nth(1).locator("button").click()
     assert "This rollout is turn 2." in page.locator("#detail").inner_text()
     page.locator(".item", has_text="expander").first.click()
