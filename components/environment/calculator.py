@@ -47,7 +47,8 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    value: float
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         value = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))

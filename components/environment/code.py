@@ -57,8 +57,9 @@ class CodeEpisode:
         ]
         first = next((i for i, failure in enumerate(failures) if failure), 0)
         shown = f"Input: {tests.tests[first].input}\n" if tests.tests[first].public else ""
-        said = f"Passed {failures.count('')} of {len(failures)} tests. Test {first + 1} failed.\n{shown}{failures[first]}"
-        return failures.count("") / len(failures), said
+        passed = failures.count("")
+        said = f"Passed {passed} of {len(failures)} tests. Test {first + 1} failed.\n{shown}{failures[first]}"
+        return passed / len(failures), said
 
 
 class CodeFeedback(EnvironmentComponent):

@@ -21,7 +21,7 @@ class ThoughtEpisode:
 
     @property
     def state(self) -> str:
-        """How far it is, whether all of it was right, and the last thought, which holds what the next one starts from."""
+        """Number of thoughts, whether all were right, and the last one, which holds what the next starts from."""
         last = " ".join(self._thoughts[-1].split()) if self._thoughts else ""
         return f"{len(self._thoughts)} {'right' if self._right else 'wrong'} {last}"
 

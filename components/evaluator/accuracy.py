@@ -16,6 +16,7 @@ from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, TrainReport
 
+
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Metrics of this evaluation; empty when this iteration does not evaluate."""

@@ -6,7 +6,7 @@ import copy
 import math
 import numbers
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -34,9 +34,9 @@ EPISODE_METRICS = (
     Metric(
         "faults_<kind>",
         "episodes",
-        "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite number), "
-        "reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn); close: `close` failed, "
-        "which costs no episode",
+        "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite "
+        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn); "
+        "close: `close` failed, which costs no episode",
     ),
 )
 
@@ -46,9 +46,9 @@ class EpisodeSettings(SamplingSettings):
     """Settings of nodes that play episodes; `max_tokens` is the budget of one turn."""
 
     max_turns: int = 16
-    """turns of an episode; one that has not ended then is a fault of kind "turns\""""
+    """turns of an episode; one that has not ended then is a fault of kind 'turns'"""
     episode_tokens: int = 0
-    """length of a conversation, observations included, that leaves no room for another turn; 0 is the model's context"""
+    """most tokens of a conversation, observations included; 0 is the model's context"""
     seconds: float = 30.0
     """limit of wall time of one call of the environment"""
     at_once: int = 32
@@ -118,7 +118,7 @@ class Played:
 
 
 def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
-    """Sum of the rewards of each row's episode, float64 [N], and which rows are the first of their episode, bool [N]."""
+    """Sum of rewards of each row's episode, float64 [N], and which rows are the first of theirs, bool [N]."""
     ids, place = torch.unique(turns.episode, return_inverse=True)
     value = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, place, turns.reward.double())
     rows = torch.arange(len(turns))
@@ -156,6 +156,9 @@ class Table:
     open: list[_Episode] = field(default_factory=list)
     parts: list[Trajectories] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.room = min(self.room, self.settings.episode_tokens or self.room)
 
     def play(self, rows: Tensor, seed: Tensor) -> Played:
         """Plays one episode per entry of `rows` [N] (rows of the prompts), with one keyed seed each, int64 [N].
@@ -309,15 +312,15 @@ def read_step(reply: Any) -> Step | Fault:
     """What `step` returned as a `Step` with plain values, or the fault that it is."""
     if isinstance(reply, Fault):
         return reply
-    if isinstance(reply, tuple) and len(reply) == 3:
-        reply = Step(observation=reply[0], reward=reply[1], done=reply[2])
-    if not isinstance(reply, Step):
+    parts: Any = (reply.observation, reply.reward, reply.done) if isinstance(reply, Step) else reply
+    if not isinstance(parts, tuple) or len(parts) != 3:
         return Fault("reply", f"step returned {shown(reply)}, expected (observation, reward, done)")
-    if not isinstance(reply.observation, str):
-        return Fault("reply", f"step returned {shown(reply.observation)} as observation, expected a text")
-    if not isinstance(reply.reward, numbers.Real) or not math.isfinite(reply.reward):
-        return Fault("reward", f"step returned {shown(reply.reward)} as reward, expected a finite number")
-    return replace(reply, reward=float(reply.reward), done=bool(reply.done))
+    observation, reward, done = parts
+    if not isinstance(observation, str):
+        return Fault("reply", f"step returned {shown(observation)} as observation, expected a text")
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        return Fault("reward", f"step returned {shown(reward)} as reward, expected a finite number")
+    return Step(observation=observation, reward=float(reward), done=bool(done))
 
 
 def state_of(environment: Any) -> str:

@@ -55,7 +55,6 @@ class TimedCalls:
             waiting.result(math.ceil(len(calls) / self._at_once) * self._seconds + _GRACE)
         except NoReply:
             self._loop = None  # its thread is left behind, as that of a plain method would be
-            loop.call_soon_threadsafe(loop.stop)
         return results
 
     def close(self) -> None:
@@ -104,23 +103,17 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(value: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled by the time limit
-            return
-        if error is None:
+    def settle(value: Any) -> None:
+        if not future.done():  # cancelled by the time limit
             future.set_result(value)
-        else:
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(raised_text(error)))
 
     def work() -> None:
-        value = error = None
         try:
             value = call()
-        except BaseException as raised:
-            # A future accepts no StopIteration.
-            error = RuntimeError(raised_text(raised)) if isinstance(raised, StopIteration) else raised
+        except BaseException as error:
+            value = Fault("raised", raised_text(error))
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(settle, value)
 
     threading.Thread(target=work, daemon=True).start()
     return await future

@@ -15,7 +15,6 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pipeline import ROOT
