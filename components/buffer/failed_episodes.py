@@ -1,4 +1,4 @@
-"""Failed episodes as responses whose thoughts are their turns, so that localizers of thoughts find their first error."""
+"""Failed episodes as responses whose thoughts are their turns, for localizers of thoughts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outputs:
 
 
 def joined_turns(trajectories: Trajectories, first: Tensor, last: Tensor) -> Trajectories:
-    """Episodes as single responses: the turns from `first` [E] to `last` [E] (rows), with the observations between them.
+    """Episodes as single responses: turns from `first` to `last` (rows, [E]), with the observations between them.
 
     A thought is a turn, with the observation before it. Log-probs and entropies of observations are NaN. Raises
     AlignmentError where a turn's prompt does not begin with the whole conversation before it.
@@ -39,8 +39,8 @@ def joined_turns(trajectories: Trajectories, first: Tensor, last: Tensor) -> Tra
         for row in range(begin, end + 1):
             if prompts[row][: len(tokens)] != tokens:
                 raise AlignmentError(
-                    f"trajectory {int(trajectories.uid[row])}: expected a prompt that begins with the whole conversation "
-                    "before it, got another one; set the sampler's history to 'all' and drop_until to ''."
+                    f"trajectory {int(trajectories.uid[row])}: expected a prompt that begins with the whole "
+                    "conversation before it, got another one; set the sampler's history to 'all' and drop_until to ''."
                 )
             between = [torch.nan] * (len(prompts[row]) - len(tokens))
             tokens = prompts[row] + responses[row]

@@ -36,8 +36,8 @@ EPISODE_METRICS = (
         "faults_<kind>",
         "episodes",
         "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite "
-        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn), replay "
-        "(repeated turns led elsewhere); close: `close` failed, which costs no episode",
+        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn), "
+        "replay (repeated turns led elsewhere); close: `close` failed, which costs no episode",
     ),
 )
 
@@ -69,7 +69,7 @@ class EpisodeSettings(SamplingSettings):
 
 
 class RecordedTurn(NamedTuple):
-    """A turn that was played before: its prompt and response as tokens, the response's text, and the state before it."""
+    """A turn that was played before: prompt and response as tokens, the response's text, and the state before it."""
 
     prompt: list[int]
     response: list[int]
@@ -288,9 +288,9 @@ class Table:
     def _answered(self, episode: _Episode, place: int | None, reply: Any) -> None:
         """Takes the reply to a turn in; `place` is that of its row, None for a repeated turn, which has none."""
         step = read_step(reply)
-        failed = isinstance(step, Fault)
+        reward, done = (0.0, False) if isinstance(step, Fault) else (step.reward, step.done)
         if place is not None:
-            episode.turns.append((place, episode.state, *((0.0, False) if failed else (step.reward, step.done))))
+            episode.turns.append((place, episode.state, reward, done))
         if isinstance(step, Fault):
             self._end(episode, step)
             return
