@@ -1,4 +1,4 @@
-"""Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO)."""
+"""Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO, MaxRL)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
 
-Normalize = Literal["std", "mean", "std_exact"]
+Normalize = Literal["std", "mean", "std_exact", "over_mean"]
 EXACT_ZERO = 1e-8
 
 GROUP_METRICS = (
@@ -67,8 +67,9 @@ def group_advantage(
     """Advantage of each trajectory against its group, float32 [N].
 
     std: (r − mean) / (std + eps) (2402.03300); mean: r − mean (2503.20783); std_exact: (r − mean) / std with population
-    std and no eps, 0 where std < 1e-8 (2605.25507). Invalid rewards [N bool] get 0 and are left out of mean and std. A
-    group with one valid reward gets 0 in every form. The order of rows has no influence.
+    std and no eps, 0 where std < 1e-8 (2605.25507); over_mean: (r − mean) / mean, 0 where mean < 1e-8, for rewards of 0
+    or more: the policy gradient of log p (2602.02710). Invalid rewards [N bool] get 0 and are left out of mean and std.
+    A group with one valid reward gets 0 in every form. The order of rows has no influence.
 
     Args:
         reward: float [N].
@@ -89,6 +90,8 @@ def group_advantage(
         centred = centred / (std + eps)
     elif normalize == "std_exact":
         centred = torch.where(std < EXACT_ZERO, 0.0, centred / std.clamp(min=EXACT_ZERO))
+    elif normalize == "over_mean":
+        centred = torch.where(mean < EXACT_ZERO, 0.0, centred / mean.clamp(min=EXACT_ZERO))
     return centred.float()
 
 
@@ -123,6 +126,8 @@ def group_explanation(
             numbers = f"{name} − mean = {difference} = {signed(float(result[i]))}"
         elif normalize == "std_exact" and spread < EXACT_ZERO:
             numbers = f"{name} − mean = {difference} = 0, not divided by the standard deviation, which is 0"
+        elif normalize == "over_mean":
+            numbers = f"({name} − mean)/mean = ({difference})/{decimal(float(mean[i]))} = {signed(float(result[i]))}"
         else:
             added = eps if normalize == "std" else 0.0
             below = decimal(spread + added) if spread > EXACT_ZERO else f"(0 + {decimal(added)})"
@@ -178,7 +183,8 @@ class GroupAdvantage(Component):
         """Normalisation and masks."""
 
         normalize: Normalize = "std"
-        """std: (r − mean)/(std + eps), GRPO; mean: r − mean, Dr.GRPO; std_exact: population std without eps, SRPO"""
+        """std: (r − mean)/(std + eps), GRPO; mean: r − mean, Dr.GRPO; std_exact: population std without eps, SRPO;
+        over_mean: (r − mean)/mean, MaxRL, whose largest value, of one correct response among N, is N − 1"""
         unbiased: bool = False
         """n − 1 instead of n in the variance of `std`"""
         eps: float = 1e-6

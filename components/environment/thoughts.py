@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.environment.base import EnvironmentComponent
-from components.text.chains import THOUGHT_END, first_error, solution
+from components.tasks.chains import THOUGHT_END, first_error, solution
 from components.text.templates import extract_answer
 from pipeline.core.handles import Step
 

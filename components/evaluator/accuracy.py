@@ -12,6 +12,7 @@ import torch
 from components.data.card import LOADING_METRICS
 from components.evaluator.held_out import HeldOut, HeldOutSettings
 from components.rollouts.requests import sample_groups
+from pipeline.core.component import Count
 from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, TrainReport
@@ -63,6 +64,7 @@ class Accuracy(HeldOut):
     metrics = (
         Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
         Metric("problems", "problems", "held-out problems"),
+        Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
         *LOADING_METRICS,
         Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
         Metric(
@@ -95,6 +97,7 @@ class Accuracy(HeldOut):
         start = time.perf_counter()
         samples = self.config.samples
         sampling = self.config.sampling()
+        self._sampled = 0
         greedy = self._verdicts(policy, verifier, dataclasses.replace(sampling, temperature=0.0), 1)
         num_correct = self.context.all_sum(greedy.correct.sum().double())
         metrics = {"accuracy": float(num_correct) / max(self.count, 1), "problems": float(self.count)}
@@ -104,9 +107,10 @@ class Accuracy(HeldOut):
             histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
             metrics |= sample_metrics(counts.tolist(), samples)
-        self.context.log(**metrics)
+        self.context.log(**metrics, sampled_tokens=Count(self._sampled))
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
     def _verdicts(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
         responses = sample_groups(self.context, policy, self.prompts, samples, sampling, stream=self.stream())
+        self._sampled += len(responses.response_tokens.values)
         return verifier.verify(self.prompts, responses)

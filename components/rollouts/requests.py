@@ -151,7 +151,7 @@ def sample_fresh(
         max_tokens: int64 [N], the budget of each row if it is not that of `sampling`.
     """
     empty = unsampled(prompts, rows, uid, policy.version, sampling.temperature)
-    done = _generate(
+    done = generate_where_room(
         policy,
         Requests(
             tokens=empty.prompt_tokens,
@@ -211,7 +211,7 @@ def sample_from_prefix(
     # Ends increase within a row, so those inside the prefix are the first ones.
     num_thoughts = ends.with_values((ends.values <= prefix_length[ends.row_ids]).to(torch.int64)).sum()
     prefix = parents.response_tokens.slice_rows(start, prefix_length)
-    done = _generate(
+    done = generate_where_room(
         policy,
         Requests(
             tokens=parents.prompt_tokens.join(prefix),
@@ -268,7 +268,7 @@ def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
     return Jagged.from_lengths(part.values, lengths)
 
 
-def _generate(policy: Policy, requests: Requests) -> Completions:
+def generate_where_room(policy: Policy, requests: Requests) -> Completions:
     """`policy.generate` for the rows that have budget; the others get an empty completion."""
     count = len(requests.seed)
     has_tokens = torch.ones(count, dtype=torch.bool) if requests.max_tokens is None else requests.max_tokens > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from components.rollouts.episodes import read_step, shown, state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Step
 

@@ -13,7 +13,7 @@ from components.environment.custom import Custom
 from components.environment.http import Remote
 from components.environment.stop import Stop, stop_values
 from components.environment.thoughts import ThoughtTurns
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
 
