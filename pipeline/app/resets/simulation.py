@@ -155,9 +155,7 @@ class _Table:
         chosen, found, attempts = choose_rows(reward[..., :most], split)
         later = np.ones((*found.shape, size - split.base), bool)
         first = np.arange(most) < split.base
-        base = np.concatenate(
-            [np.where(found[..., None], chosen, first), np.where(found[..., None], False, later)], -1
-        )
+        base = np.concatenate([np.where(found[..., None], chosen, first), np.where(found[..., None], False, later)], -1)
         gradient = self._credit(advantages(reward, base) / self.steps, right, chance)
         tokens = np.where(found, attempts, most + size - split.base) * float(self.steps)
         failed = np.cumsum(~reward[..., :most], -1)
@@ -202,7 +200,8 @@ class _Table:
 
     def _credit(self, credit: Floats, right: Bools, chance: Floats) -> Floats:
         """Σ over rows of credit [S, P, N] times ∂ log π/∂θ of each step."""
-        return np.einsum("spn,spnk->spk", credit, right - chance[:, :, None])
+        gradient: Floats = np.einsum("spn,spnk->spk", credit, right - chance[:, :, None])
+        return gradient
 
 
 def choose_rows(reward: Bools, split: Split) -> tuple[Bools, Bools, NDArray[np.int64]]:

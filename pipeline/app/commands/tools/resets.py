@@ -21,7 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  creditgraph resets recipe=toy_srpo                        # the recipe's model and problems\n"
         "  creditgraph resets recipe=toy_srpo data=chains_late --samples 32\n"
-        "  creditgraph resets runs/toy_grpo-s0                       # the newest checkpoint of a run\n\n" + OVERRIDES_HELP
+        "  creditgraph resets runs/toy_grpo-s0                       # the newest checkpoint of a run\n\n"
+        + OVERRIDES_HELP
     )
     parser.add_argument("arguments", nargs="+", metavar="RUN|key=value", help="a run, or a recipe with settings")
     parser.add_argument("--prompts", type=int, default=32, help="problems (default: 32)")
