@@ -11,6 +11,7 @@ import torch
 from components.localizer.base import Localizer, Outputs
 from components.models.load import load_tokenizer
 from components.rollouts.thoughts import has_oracle, num_thoughts, true_first_errors
+from components.tasks import TASKS
 from pipeline.core.errors import DataError
 from pipeline.core.handles import Policy
 from pipeline.core.payloads import Prompts, Trajectories
@@ -18,7 +19,7 @@ from pipeline.core.streams import keys_within
 
 
 class OracleLocalizer(Localizer):
-    """Returns the true first wrong thought as the step; only the embedded task "chains" provides it."""
+    """Returns the true first wrong thought as the step; task families provide it."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -41,10 +42,11 @@ class OracleLocalizer(Localizer):
     def run(self, *, prompts: Prompts, failures: Trajectories, policy: Policy | None = None) -> Outputs:
         """Looks up every failure's first error; raises DataError for a task without an oracle."""
         if not has_oracle(prompts):
-            tasks = sorted({str(row.get("task", "unnamed")) for row in prompts.metadata})
+            found = ", ".join(sorted({str(row.get("task", "unnamed")) for row in prompts.metadata}))
             raise DataError(
-                f"node '{self.context.node}': localizer.oracle expected problems of task 'chains', whose steps can be "
-                f"verified, got {', '.join(tasks)}. Use localizer.self or localizer.uniform."
+                f"node '{self.context.node}': localizer.oracle expected problems of a task family "
+                f"({', '.join(TASKS)}), whose steps can be verified, got {found}. Use localizer.self or "
+                "localizer.uniform."
             )
         # The policy's tokenizer is already loaded; loading another one takes a second.
         tokenizer = policy.tokenizer if policy is not None else self.tokenizer

@@ -28,6 +28,7 @@ class Plan:
 
     Attributes:
         budget: sampled tokens per run, evaluation not counted.
+        steps: optimiser steps that each run takes at least.
         folder: holds the run directories and logs.
         pilot: iterations of the first round of a method's first run, from which the rest is planned.
         overrides: settings for every run, as on the command line.
@@ -36,6 +37,7 @@ class Plan:
 
     budget: float
     folder: Path
+    steps: int = 0
     pilot: int = 6
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[str, ...] = ()
@@ -49,13 +51,24 @@ class Plan:
         """The run's curve so far."""
         return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
 
+    def curves_of(self, pattern: str) -> list[Curve]:
+        """The curves so far of the runs whose names fit a pattern such as "grpo-*-s0"."""
+        return [read_curve(read_metrics(file)) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
+
     def first_round(self, method: Method, seeds: Sequence[int]) -> int:
         """Iterations of a new run's first round, from the tokens per iteration of other seeds; `pilot` without any."""
         others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
         if not others:
             return self.pilot
-        per_iteration = sum(c.total_tokens for c in others) / sum(c.iterations for c in others)
-        return max(1, math.ceil(1.05 * self.budget / per_iteration))  # 5 % more, so that one round is enough
+        iterations = sum(c.iterations for c in others)
+        wanted = [(self.budget, sum(c.total_tokens for c in others))]
+        wanted += [(self.steps, taken)] if (taken := sum(c.total_steps for c in others)) else []
+        # 5 % more, so that one round is enough
+        return max(1, *(math.ceil(1.05 * amount * iterations / total) for amount, total in wanted))
+
+    def is_finished(self, curve: Curve) -> bool:
+        """Whether the curve covers the budget and the steps."""
+        return curve.end("tokens") >= self.budget and curve.end("steps") >= self.steps
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The command line that trains, or continues, to so many iterations."""
@@ -67,11 +80,6 @@ class Plan:
         ]
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
         return [sys.executable, "-m", "creditgraph", "train", *method.overridden(*self.overrides, *own), *dirs]
-
-
-def is_finished(curve: Curve, budget: float) -> bool:
-    """Whether the curve covers the budget."""
-    return len(curve.tokens) > 0 and bool(curve.tokens[-1] >= budget)
 
 
 def train_one(
@@ -93,9 +101,13 @@ def train_one(
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
     for _ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
-        if is_finished(curve, plan.budget):
+        if plan.is_finished(curve):
             return ""
-        iterations = next_iterations(curve, plan.budget) if curve.iterations else plan.first_round(method, seeds)
+        try:
+            more = next_iterations(curve, plan.budget, plan.steps) if curve.iterations else 0
+        except ValueError as error:
+            return str(error)
+        iterations = more or plan.first_round(method, seeds)
         say(
             f"{plan.name(method, seed)}: {curve.iterations} → {iterations} iterations ({curve.total_tokens:.0f} of "
             f"{plan.budget:.0f} tokens)"
@@ -103,7 +115,7 @@ def train_one(
         code = launch(plan.command(method, seed, iterations), log)
         if code:
             return f"exit code {code}, see {log}"
-    if is_finished(plan.curve(method, seed), plan.budget):
+    if plan.is_finished(plan.curve(method, seed)):
         return ""
     return f"still below the budget after {MAX_ROUNDS} rounds, see {log}; start again to continue"
 
