@@ -42,7 +42,7 @@ class Warm:
             self._idle.get().communicate()
 
     def run(self, arguments: list[str], log: Path) -> int:
-        """Runs `creditgraph` with arguments, its output added to a file; the exit code, −1 if the process was killed."""
+        """Runs `creditgraph` with arguments, its output added to a file; its exit code, −1 if it was killed."""
         try:
             process = self._idle.get_nowait()
         except Empty:
@@ -78,7 +78,8 @@ def serve() -> None:
         child = os.fork()
         if not child:
             os._exit(_command(arguments, log))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()
 
 
 def _command(arguments: list[str], log: str) -> int:

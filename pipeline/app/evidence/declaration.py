@@ -1,4 +1,4 @@
-"""What is measured, declared before anything runs: families, cells of methods with a budget, and the claims they test."""
+"""What is measured, declared before anything runs: families, cells of methods with a budget, and claims."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import yaml
 
@@ -177,7 +177,9 @@ def read_declaration(path: Path) -> Declaration:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML ({error}). Name a declaration of cells and claims.") from error
+        raise ConfigError(
+            f"{path} cannot be read as YAML ({error}). Name a declaration of cells and claims."
+        ) from error
     result, problems = build_config(Declaration, values, path.name)
     if problems:
         raise ConfigError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Measures a cell: sweeps learning rates, freezes them, trains on fresh seeds, and sums up the runs for results.json."""
+"""Measures a cell: sweeps learning rates, freezes them, trains on fresh seeds, and sums up the runs."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def wanted_pairs(declaration: Declaration, name: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def summary(
-    cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
+def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The numbers of a cell: per method and seed at equal tokens, and per pair of methods on every axis.
 
     Args:
@@ -142,15 +140,11 @@ def summary(
                 "end": _rounded(c.accuracy[-1] for c in each),
                 "steps": _rounded(c.of("steps", cell.tokens) for c in each),
             }
-    compared = [
-        _pair(cell, curves, pair, axis) for pair in pairs for axis in AXES if all(n in methods for n in pair)
-    ]
+    compared = [_pair(cell, curves, pair, axis) for pair in pairs for axis in AXES if all(n in methods for n in pair)]
     return {"methods": methods, "pairs": compared}
 
 
-def _pair(
-    cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str, str], axis: Axis
-) -> dict[str, Any]:
+def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str, str], axis: Axis) -> dict[str, Any]:
     """Two methods after as much of an axis as both have: accuracies by seed, and what both took of the other axes."""
     better, worse = (curves[name] for name in pair)
     seeds = [seed for seed in better if seed in worse]

@@ -111,7 +111,9 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["cells"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no table of results ({error}). Restore it, or remove it to begin anew.") from error
+        raise ConfigError(
+            f"{path} is no table of results ({error}). Restore it, or remove it to begin anew."
+        ) from error
 
 
 def as_text(cells: dict[str, Any]) -> str:

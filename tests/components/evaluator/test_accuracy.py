@@ -74,6 +74,7 @@ def test_greedy_first_then_samples(toolbox):
     assert report.metrics == {"accuracy": 1.0, "problems": 4, "mean_at_2": 0.0, "pass_at_2": 0.0}
     assert node.context.metrics["rejected"] == 0
     assert report.metrics.items() <= node.context.metrics.items()
+    assert node.context.metrics["sampled_tokens"] == (4 + 8) * 5  # a token per letter
     assert report.seconds["evaluation"] > 0
     greedy, sampled = policy.calls
     assert greedy.sampling.temperature == 0
