@@ -189,7 +189,12 @@ class Counterfactual(Component):
         # The advantage of a response of reward 1 against the trajectories of its group, to which it does not belong.
         moments = group_moments(shaped.value, trajectories.group, shaped.valid)
         mean, std, count = (moment[parents] for moment in moments)
-        scale = {"std": std + settings.eps, "mean": torch.ones_like(std), "std_exact": std.clamp(min=EXACT_ZERO)}
+        scale = {
+            "std": std + settings.eps,
+            "mean": torch.ones_like(std),
+            "std_exact": std.clamp(min=EXACT_ZERO),
+            "over_mean": mean.clamp(min=EXACT_ZERO),
+        }
         # With one reward in a group there is nothing to compare.
         flat = (std < EXACT_ZERO) | (count < 2)
         advantage = torch.where(flat, 0.0, (1.0 - mean) / scale[settings.normalize]).clamp(min=0.0).float()

@@ -1,4 +1,4 @@
-"""Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO)."""
+"""Group-normalised outcome advantage (GRPO, Dr.GRPO, SRPO, MaxRL)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from components.advantage.explanations import INVALID, decimal, minus, rewards_o
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
 
-Normalize = Literal["std", "mean", "std_exact"]
+Normalize = Literal["std", "mean", "std_exact", "over_mean"]
 EXACT_ZERO = 1e-8
 
 GROUP_METRICS = (
@@ -67,8 +67,9 @@ def group_advantage(
     """Advantage of each trajectory against its group, float32 [N].
 
     std: (r − mean) / (std + eps) (2402.03300); mean: r − mean (2503.20783); std_exact: (r − mean) / std with population
-    std and no eps, 0 where std < 1e-8 (2605.25507). Invalid rewards [N bool] get 0 and are left out of mean and std. A
-    group with one valid reward gets 0 in every form. The order of rows has no influence.
+    std and no eps, 0 where std < 1e-8 (2605.25507); over_mean: (r − mean) / mean, 0 where mean < 1e-8, for rewards of 0
+    or more: the policy gradient of log p (2602.02710). Invalid rewards [N bool] get 0 and are left out of mean and std.
+    A group with one valid reward gets 0 in every form. The order of rows has no influence.
 
     Args:
         reward: float [N].
@@ -89,6 +90,8 @@ def group_advantage(
         centred = centred / (std + eps)
     elif normalize == "std_exact":
         centred = torch.where(std < EXACT_ZERO, 0.0, centred / std.clamp(min=EXACT_ZERO))
+    elif normalize == "over_mean":
+        centred = torch.where(mean < EXACT_ZERO, 0.0, centred / mean.clamp(min=EXACT_ZERO))
     return centred.float()
 
 
@@ -123,6 +126,8 @@ def group_explanation(
             numbers = f"{name} − mean = {difference} = {signed(float(result[i]))}"
         elif normalize == "std_exact" and spread < EXACT_ZERO:
             numbers = f"{name} − mean = {difference} = 0, not divided by the standard deviation, which is 0"
+        elif normalize == "over_mean":
+            numbers = f"({name} − mean)/mean = ({difference})/{decimal(float(mean[i]))} = {signed(float(result[i]))}"
         else:
             added = eps if normalize == "std" else 0.0
             below = decimal(spread + added) if spread > EXACT_ZERO else f"(0 + {decimal(added)})"
@@ -166,7 +171,8 @@ class GroupAdvantage(Component):
     """Normalises each outcome reward within its group and credits every trained token with it, as in GRPO.
 
     An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero
-    gives no gradient but counts in the loss denominator, unless `drop_zero_groups`.
+    gives no gradient but counts in the loss denominator, unless `drop_zero_groups`. With `turns` the rewards are those
+    of episodes: each counts once in its group, however many turns it has, and all its turns get its advantage.
     """
 
     paper = "2402.03300"
@@ -177,7 +183,8 @@ class GroupAdvantage(Component):
         """Normalisation and masks."""
 
         normalize: Normalize = "std"
-        """std: (r − mean)/(std + eps), GRPO; mean: r − mean, Dr.GRPO; std_exact: population std without eps, SRPO"""
+        """std: (r − mean)/(std + eps), GRPO; mean: r − mean, Dr.GRPO; std_exact: population std without eps, SRPO;
+        over_mean: (r − mean)/mean, MaxRL, whose largest value, of one correct response among N, is N − 1"""
         unbiased: bool = False
         """n − 1 instead of n in the variance of `std`"""
         eps: float = 1e-6
@@ -189,39 +196,47 @@ class GroupAdvantage(Component):
 
     config: Config
 
-    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
-        """Spreads each trajectory's advantage over its tokens."""
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
+    ) -> Outputs:
+        """Spreads each trajectory's, or episode's, advantage over its tokens."""
         check_aligned(trajectories, rewards)
         settings = self.config
-        group = trajectories.group
-        advantage = group_advantage(
-            rewards.value,
-            group,
-            rewards.valid,
-            normalize=settings.normalize,
-            unbiased=settings.unbiased,
-            eps=settings.eps,
-        )
+        rows, place = episode_rows(trajectories, turns)
+        compared = rewards.select(rows)
+        group = trajectories.group[rows]
+        advantage = group_advantage(compared.value, group, compared.valid, **self._form())
         silent = zero_groups(advantage, group)
         mask = training_mask(trajectories.response_tokens, trajectories.inherited, settings.mask_prefix)
         if settings.drop_zero_groups:
-            mask = mask.with_values(mask.values & ~silent[mask.row_ids])
-        self.context.log(**group_metrics(rewards, group, silent))
-        return Outputs(credit=trajectory_credit(trajectories, advantage, mask))
+            mask = mask.with_values(mask.values & ~silent[place][mask.row_ids])
+        self.context.log(**group_metrics(compared, group, silent))
+        return Outputs(credit=trajectory_credit(trajectories, advantage[place], mask))
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """(r − mean)/std with its numbers, and the rewards of the group."""
+        rows, place = episode_rows(inputs["trajectories"], inputs.get("turns"))
+        rewards: Rewards = inputs["rewards"].select(rows)
+        texts = group_explanation(rewards.value, inputs["trajectories"].group[rows], rewards.valid, **self._form())
+        return [texts[i] for i in place.tolist()]
+
+    def _form(self) -> dict[str, Any]:
         settings = self.config
-        rewards: Rewards = inputs["rewards"]
-        group = inputs["trajectories"].group
-        return group_explanation(
-            rewards.value,
-            group,
-            rewards.valid,
-            normalize=settings.normalize,
-            unbiased=settings.unbiased,
-            eps=settings.eps,
-        )
+        return {"normalize": settings.normalize, "unbiased": settings.unbiased, "eps": settings.eps}
+
+
+def episode_rows(trajectories: Trajectories, turns: Turns | None) -> tuple[Tensor, Tensor]:
+    """One row per episode, int64 [E], and the episode of each row, int64 [N]; without turns every row is one."""
+    rows = torch.arange(len(trajectories))
+    if turns is None:
+        return rows, rows
+    check_aligned(trajectories, turns)
+    ids, place = torch.unique(turns.episode, return_inverse=True)
+    return torch.full((len(ids),), len(rows)).scatter_reduce_(0, place, rows, "amin"), place
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:

@@ -18,7 +18,8 @@ from torch import nn
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError, did_you_mean
 
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+# Name → folder of the models that come with the project; each belongs to a task family.
+EMBEDDED = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("tiny*"))}
 LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 HUB_SECONDS = 10.0

@@ -131,7 +131,13 @@ def unsampled(prompts: Prompts, rows: Tensor, uid: Tensor, version: int, tempera
 
 
 def sample_fresh(
-    policy: Policy, prompts: Prompts, rows: Tensor, seed: Tensor, sampling: Sampling, uid: Tensor
+    policy: Policy,
+    prompts: Prompts,
+    rows: Tensor,
+    seed: Tensor,
+    sampling: Sampling,
+    uid: Tensor,
+    max_tokens: Tensor | None = None,
 ) -> Trajectories:
     """Samples one response per entry of `rows` [N] (rows of `prompts`); the group of each is its prompt.
 
@@ -142,10 +148,18 @@ def sample_fresh(
         seed: int64 [N], request seeds.
         sampling: how tokens are drawn.
         uid: int64 [N], ids of the new trajectories.
+        max_tokens: int64 [N], the budget of each row if it is not that of `sampling`.
     """
     empty = unsampled(prompts, rows, uid, policy.version, sampling.temperature)
-    done = _generate(
-        policy, Requests(tokens=empty.prompt_tokens, seed=seed, sampling=sampling, prompt_uid=empty.prompt_uid)
+    done = generate_where_room(
+        policy,
+        Requests(
+            tokens=empty.prompt_tokens,
+            seed=seed,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            prompt_uid=empty.prompt_uid,
+        ),
     )
     return empty.replace(
         response_tokens=done.tokens,
@@ -197,7 +211,7 @@ def sample_from_prefix(
     # Ends increase within a row, so those inside the prefix are the first ones.
     num_thoughts = ends.with_values((ends.values <= prefix_length[ends.row_ids]).to(torch.int64)).sum()
     prefix = parents.response_tokens.slice_rows(start, prefix_length)
-    done = _generate(
+    done = generate_where_room(
         policy,
         Requests(
             tokens=parents.prompt_tokens.join(prefix),
@@ -254,7 +268,7 @@ def scatter_rows(part: Jagged, rows: Tensor, count: int) -> Jagged:
     return Jagged.from_lengths(part.values, lengths)
 
 
-def _generate(policy: Policy, requests: Requests) -> Completions:
+def generate_where_room(policy: Policy, requests: Requests) -> Completions:
     """`policy.generate` for the rows that have budget; the others get an empty completion."""
     count = len(requests.seed)
     has_tokens = torch.ones(count, dtype=torch.bool) if requests.max_tokens is None else requests.max_tokens > 0

@@ -18,6 +18,7 @@ from pipeline.core.settings import SettingsError, build_config
 OBJECTIVES: dict[str, str] = {
     "reinforce": "components.learner.objective.reinforce:Reinforce",
     "ppo_clip": "components.learner.objective.ppo_clip:PPOClip",
+    "cispo": "components.learner.objective.cispo:CISPO",
     "gspo": "components.learner.objective.gspo:GSPO",
     "gspo_gated": "components.learner.objective.gspo:GatedGSPO",
     "trace": "components.learner.objective.trace:Trace",

@@ -21,11 +21,13 @@ def test_numbers_by_hand():
     assert group_advantage(reward, ONE_GROUP, ALL, normalize="mean").tolist() == [0.75, -0.25, -0.25, -0.25]
     unbiased = group_advantage(reward, ONE_GROUP, ALL, normalize="std", unbiased=True, eps=0.5)
     assert unbiased.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])  # 0.75 / (0.5 + 0.5)
+    # (1 − 1/4)/(1/4) and (0 − 1/4)/(1/4).
+    assert group_advantage(reward, ONE_GROUP, ALL, normalize="over_mean").tolist() == [3, -1, -1, -1]
     biased = group_advantage(reward, ONE_GROUP, ALL, normalize="std", eps=1e-6)
     assert biased[0].item() == pytest.approx(0.75 / (math.sqrt(3) / 4 + 1e-6))
 
 
-@pytest.mark.parametrize("normalize", ["std", "mean", "std_exact"])
+@pytest.mark.parametrize("normalize", ["std", "mean", "std_exact", "over_mean"])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_slow_version_and_order(reference, normalize, unbiased):
     torch.manual_seed(0)
@@ -54,7 +56,7 @@ def test_std_without_eps_is_std_exact():
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("normalize", ["std", "mean", "std_exact"])
+@pytest.mark.parametrize("normalize", ["std", "mean", "std_exact", "over_mean"])
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_equal_rewards_and_groups_of_one_give_zero(normalize, unbiased):
     reward, group = torch.tensor([0.1, 0.1, 0.1, 0.7]), torch.tensor([0, 0, 0, 1])

@@ -7,7 +7,7 @@ from components.localizer.oracle import OracleLocalizer
 from components.localizer.self_localizer import SelfLocalizer, parse_step
 from components.localizer.uniform import UniformLocalizer
 from components.rollouts.thoughts import num_thoughts, thought_texts
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 
@@ -113,7 +113,7 @@ def test_oracle_refuses_tasks_it_does_not_know(toolbox):
     prompts = toolbox.prompts(["p"], metadata=[{"task": "olympiads", "template": "thought"}])
     with pytest.raises(
         DataError,
-        match=r"localizer\.oracle expected problems of task 'chains', .* got olympiads\. Use localizer\.self",
+        match=r"localizer\.oracle expected problems of a task family \(chains.* got olympiads\. Use localizer\.self",
     ):
         toolbox.start(OracleLocalizer).run(prompts=prompts, failures=toolbox.trajectories([THREE]))
 

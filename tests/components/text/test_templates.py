@@ -3,7 +3,8 @@
 import pytest
 
 from components.models.load import load_tokenizer
-from components.text import chains, templates
+from components.tasks import TASKS, chains
+from components.text import templates
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError
 
@@ -51,7 +52,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
         problem = chains.generate(0, index, chains.Difficulty(steps=(1, 12), hard_facts=None))
         steps, question = chains.solution(problem), problem["question"]
         for text in (
-            chains.solve_prompt(question),
+            TASKS["chains"].solve_prompt(question),
             templates.localize_prompt(problem, question, steps, tokenizer),
             templates.revise_prompt(problem, question, steps, steps, tokenizer, "thought"),
             f" {' '.join(steps)}",
@@ -59,7 +60,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
-        assert templates.solve_prompt("chains", question, tokenizer) == chains.solve_prompt(question)
+        assert templates.solve_prompt("chains", question, tokenizer) == TASKS["chains"].solve_prompt(question)
 
 
 def test_thought_prompt_is_raw_text_with_the_instructions():
