@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.environment.base import EnvironmentComponent
-from components.tasks.chains import THOUGHT_END, first_error, solution
+from components.tasks import TASKS
+from components.tasks.base import THOUGHT_END
 from components.text.templates import extract_answer
 from pipeline.core.handles import Step
 
@@ -28,13 +29,14 @@ class ThoughtEpisode:
     def reset(self, problem: dict[str, Any]) -> str:
         """The prompt as the data section made it."""
         self._problem = problem
-        self._count = len(solution(problem))
+        self._task = TASKS[str(problem["task"])]
+        self._count = len(self._task.solution(problem))
         return str(problem["prompt"])
 
     def step(self, text: str) -> Step:
         """Checks a thought; there is no answer between thoughts."""
         self._thoughts.append(text)
-        error = first_error(self._problem, self._thoughts)
+        error = self._task.first_error(self._problem, self._thoughts)
         self._right = error == 0 or error > len(self._thoughts)
         answer = extract_answer(text)
         done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == self._count

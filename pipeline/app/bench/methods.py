@@ -70,6 +70,7 @@ METHODS: tuple[Method, ...] = (
         trained=False,
     ),
     Method("vineppo", "toy_vineppo"),
+    Method("vineppo_gae", "toy_vineppo_gae", trained=False),
     Method("spo_tree", "toy_spo_tree"),
     Method("treerl", "toy_treerl"),
     Method("ibpo", "toy_ibpo"),
