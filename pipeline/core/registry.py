@@ -65,6 +65,7 @@ BUILTIN: dict[str, str] = {
     "advantage.tree_paths": "components.advantage.tree_paths:TreePaths",
     "advantage.counterfactual": "components.advantage.counterfactual:Counterfactual",
     "advantage.retry": "components.advantage.retry:RetryAdvantage",
+    "advantage.self_teacher": "components.advantage.self_teacher:SelfTeacher",
     "advantage.critique": "components.advantage.critique:CritiqueAdvantage",
     "learner.hf": "components.learner.hf.learner:HFLearner",
     "learner.megatron": "components.learner.megatron.learner:MegatronLearner",
