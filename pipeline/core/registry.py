@@ -66,6 +66,7 @@ BUILTIN: dict[str, str] = {
     "advantage.counterfactual": "components.advantage.counterfactual:Counterfactual",
     "advantage.retry": "components.advantage.retry:RetryAdvantage",
     "advantage.self_teacher": "components.advantage.self_teacher:SelfTeacher",
+    "advantage.teacher": "components.advantage.teacher:Teacher",
     "advantage.critique": "components.advantage.critique:CritiqueAdvantage",
     "learner.hf": "components.learner.hf.learner:HFLearner",
     "learner.megatron": "components.learner.megatron.learner:MegatronLearner",
