@@ -142,10 +142,9 @@ def train(model: nn.Module, task: Task, words: list[str], args: argparse.Namespa
     kinds = ((teacher.solve, args.batch), (teacher.localize, args.batch // 2), (teacher.revise, args.batch // 4))
     index, started = 0, time.process_time()
     for step in range(args.steps):
-        difficulty = task.warm_up[step * len(task.warm_up) // args.steps]
         losses = []
         for write, count in kinds:
-            problems = [task.generate(args.seed + 1_000_003, index + i, difficulty) for i in range(count)]
+            problems = [task.lesson(args.seed + 1_000_003, index + i, step / args.steps) for i in range(count)]
             index += count
             examples = [example for example in map(write, problems) if example]
             if not examples:
