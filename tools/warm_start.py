@@ -142,11 +142,15 @@ def train(model: nn.Module, task: Task, words: list[str], args: argparse.Namespa
     kinds = ((teacher.solve, args.batch), (teacher.localize, args.batch // 2), (teacher.revise, args.batch // 4))
     index, started = 0, time.process_time()
     for step in range(args.steps):
+        difficulty = task.warm_up[step * len(task.warm_up) // args.steps]
         losses = []
         for write, count in kinds:
-            problems = [task.lesson(args.seed + 1_000_003, index + i) for i in range(count)]
+            problems = [task.lesson(args.seed + 1_000_003, index + i, difficulty) for i in range(count)]
             index += count
-            tokens, labels = batch_of([e for e in map(write, problems) if e], ids)
+            examples = [example for example in map(write, problems) if example]
+            if not examples:
+                continue
+            tokens, labels = batch_of(examples, ids)
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
             (loss / len(kinds)).backward()

@@ -13,7 +13,7 @@ from components.environment.custom import Custom
 from components.environment.http import Remote
 from components.environment.stop import Stop, stop_values
 from components.environment.thoughts import ThoughtTurns
-from components.tasks import chains
+from components.tasks import TASKS, chains
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
 
@@ -26,7 +26,7 @@ def made(kind, **settings):
 
 def problem(index=0):
     row = chains.generate(0, index)
-    return {**row, "prompt": chains.solve_prompt(row["question"]), "answer": chains.answer(row), "seed": 3}
+    return {**row, "prompt": TASKS["chains"].solve_prompt(row["question"]), "answer": chains.answer(row), "seed": 3}
 
 
 def test_stop_values_are_the_mean_over_all_ways_to_act():
