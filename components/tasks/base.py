@@ -120,9 +120,12 @@ class Task(ABC):
                 return problem
         raise DataError(f"{self.name}: no problem of {difficulty} in {MAX_DRAWS} draws. Widen the difficulty.")
 
-    def lesson(self, seed: int, index: int, difficulty: Any) -> Problem:
-        """Problem `index` of those that the small model is taught, none of them of a held-out split."""
-        return self.generate(seed, index, difficulty)
+    def lesson(self, seed: int, index: int, progress: float = 0.0) -> Problem:
+        """Problem `index` of those that the small model is taught, none of them of a held-out split.
+
+        `progress`, from 0 to below 1, is the share of its training that is over; it chooses among `warm_up`.
+        """
+        return self.generate(seed, index, self.warm_up[int(progress * len(self.warm_up))])
 
     def accepts(self, problem: Problem, thoughts: Sequence[str], boxed: str | None) -> bool:
         """Whether a response is right; by default, whether it boxes the answer.
