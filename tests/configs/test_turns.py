@@ -1,4 +1,4 @@
-"""Recipes with an environment: they gain, overlap, and end in the same bytes after a kill in the middle of an episode."""
+"""Recipes with an environment: they gain, overlap, and end in the same bytes after a kill in mid-episode."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def test_killed_in_the_middle_of_an_episode_a_run_ends_in_the_same_bytes(tmp_pat
         "run.record.every=1", f"run.root={tmp_path}", *SMALL,
     ]  # fmt: skip
     assert main([*words, "run.name=whole", "run.overlap=false"]) == 0
-    # An evaluation plays up to 15 steps and an iteration up to 48: the third iteration, in the middle of its second turn.
+    # An evaluation plays up to 15 steps and an iteration up to 48: it dies in the middle of a turn of all episodes.
     killed = subprocess.run(
         [sys.executable, "-m", "creditgraph", *words, "run.name=killed"],
         env=os.environ | {"KILL": "100", "PYTHONPATH": str(ROOT)}, capture_output=True, check=False,

@@ -279,12 +279,15 @@ def made_step(parts):
     return Step(observation=parts[0], reward=parts[1], done=parts[2])
 
 
+TEMPLATE = (
+    "{% for m in messages %}<solve> {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
+)
+
+
 def test_a_chat_keeps_sampled_tokens_and_closes_each_turn_once(tiny):
     tokenizer = tiny.policy.tokenizer
     before = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}<solve> {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     try:
         sampler = tiny.start(EnvironmentSampler, group_size=2, max_tokens=3)
         prompts = tiny.prompts.replace(metadata=[{"template": "chat"}] * len(tiny.prompts))
@@ -293,15 +296,15 @@ def test_a_chat_keeps_sampled_tokens_and_closes_each_turn_once(tiny):
         eos, turns, t = tokenizer.eos_token_id, got.turns, got.trajectories
         first = tokenizer.encode("<solve> 1 + 2<eos><revise>", add_special_tokens=False)
         ended = 0
+        expected: list[int] = []
         for i in range(len(t)):
             if turns.turn[i] == 0:
                 expected = first
-            else:
-                closed = response[-1] == eos
-                ended += closed
-                expected = [*expected, *response, *between[closed:]]
-            response = t.response_tokens.row(i).tolist()
             assert t.prompt_tokens.row(i).tolist() == expected
+            response = t.response_tokens.row(i).tolist()
+            closed = response[-1] == eos
+            ended += closed
+            expected = [*expected, *response, *between[closed:]]
         assert 0 < ended < len(t)
     finally:
         tokenizer.chat_template = before

@@ -128,9 +128,8 @@ def test_extract_answer(text, answer):
 
 def test_a_conversation_is_what_the_chat_template_writes():
     tokenizer = load_tokenizer(ModelSpec())
-    tokenizer.chat_template = (
-        "{% for m in messages %}<solve> {{ m.content }} <eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
-    )
+    written = "{% for m in messages %}<solve> {{ m.content }} <eos>{% endfor %}"
+    tokenizer.chat_template = written + "{% if add_generation_prompt %}<revise>{% endif %}"
     assert templates.first_turn("chat", "7 + 2", tokenizer) == "<solve> 7 + 2 <eos><revise>"
     # The end of the assistant's turn, the user's, and the head of the next one.
     assert templates.later_turn("chat", "ok", tokenizer) == " <eos><solve> ok <eos><revise>"
