@@ -61,6 +61,7 @@ METHODS: tuple[Method, ...] = (
     Method("attribution", "toy_rredcot_gradient", trained=False),
     Method("leave_one_out", "toy_rredcot_leave_one_out", trained=False),
     Method("vineppo", "toy_vineppo"),
+    Method("vineppo_gae", "toy_vineppo_gae", trained=False),
     Method("spo_tree", "toy_spo_tree"),
     Method("treerl", "toy_treerl"),
     Method("ibpo", "toy_ibpo"),
