@@ -12,7 +12,7 @@ from typing import Any
 
 from components.rollouts.episodes import read_step, shown, state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.core.errors import ConfigError
 from pipeline.core.handles import Step
 
@@ -87,9 +87,10 @@ def scripted_texts(problem: dict[str, Any]) -> list[str]:
 
 def embedded_problems() -> list[dict[str, Any]]:
     """Three problems of the embedded task, as a sampler would give them."""
-    problems = [chains.generate(0, i) for i in range(3)]
+    task = TASKS["chains"]
+    problems = [task.generate(0, i) for i in range(3)]
     return [
-        {**p, "prompt": chains.solve_prompt(p["question"]), "answer": chains.answer(p), "seed": 11 * i + 5}
+        {**p, "prompt": task.solve_prompt(p["question"]), "answer": task.answer(p), "seed": 11 * i + 5}
         for i, p in enumerate(problems)
     ]
 
@@ -145,7 +146,8 @@ def check_environment(
     if slowest > _SLOW and not findings:
         findings.append(f": a call took {slowest:.1f} s; every turn of all episodes waits for the slowest.")
     ended = sum(bool(e.transcript) and e.transcript[-1][2] for e in alone[0])
-    note = f"{len(problems)} problems, 3 episodes each, of which {ended} ended within {_TURNS} scripted turns"
+    plural = "s" if len(problems) > 1 else ""
+    note = f"{len(problems)} problem{plural}, 3 episodes each, of which {ended} ended within {_TURNS} scripted turns"
     return list(dict.fromkeys(findings)), f"{note}; slowest call {slowest * 1000:.0f} ms"
 
 
