@@ -1,4 +1,4 @@
-"""The embedded task as an environment: each thought is a turn, checked as it comes."""
+"""Families whose steps can be checked, as environments: each thought is a turn, checked as it comes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class ThoughtEpisode:
 
     def reset(self, problem: dict[str, Any]) -> str:
         """The prompt as the data section made it."""
+        if problem.get("task") not in TASKS:
+            raise ValueError(f"task {problem.get('task')!r} has no steps to check; expected one of {', '.join(TASKS)}")
         self._problem = problem
-        self._task = TASKS[str(problem["task"])]
+        self._task = TASKS[problem["task"]]
         self._count = len(self._task.solution(problem))
         return str(problem["prompt"])
 
@@ -39,11 +41,12 @@ class ThoughtEpisode:
         error = self._task.first_error(self._problem, self._thoughts)
         self._right = error == 0 or error > len(self._thoughts)
         answer = extract_answer(text)
-        done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == self._count
+        most = self._count * (2 if self._task.recoverable else 1)
+        done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == most
         if self._config.reward == "steps":
             reward = self._right / self._count
         else:
-            reward = float(done and answer == self._problem["answer"])
+            reward = float(done and self._task.accepts(self._problem, self._thoughts, answer))
         return Step(observation="", reward=reward, done=done)
 
     def close(self) -> None:
@@ -51,10 +54,10 @@ class ThoughtEpisode:
 
 
 class ThoughtTurns(EnvironmentComponent):
-    """The embedded task, a thought per turn: the sampler stops at </thought>, and the environment checks what came.
+    """A family with checkable steps, a thought per turn: the sampler stops at </thought>, and each thought is checked.
 
     An episode ends with a thought that boxes an answer, with one that is not closed, and after as many thoughts as the
-    solution has.
+    solution has, twice as many where steps can be undone.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ class ThoughtTurns(EnvironmentComponent):
         """The reward."""
 
         reward: str = "answer"
-        """answer: 1 for the right answer in its last turn; steps: 1/n for each of n steps that is right so far"""
+        """answer: 1 for the right answer in its last turn; steps: for each step 1/n as long as all are right, with n steps
+        in the reference solution"""
 
         def __post_init__(self) -> None:
             if self.reward not in ("answer", "steps"):

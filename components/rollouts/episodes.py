@@ -6,9 +6,10 @@ import copy
 import math
 import numbers
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ EPISODE_METRICS = (
         "faults_<kind>",
         "episodes",
         "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite "
-        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn); "
-        "close: `close` failed, which costs no episode",
+        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn), "
+        "replay (repeated turns led elsewhere); close: `close` failed, which costs no episode",
     ),
 )
 
@@ -67,6 +68,15 @@ class EpisodeSettings(SamplingSettings):
             )
 
 
+class RecordedTurn(NamedTuple):
+    """A turn that was played before: prompt and response as tokens, the response's text, and the state before it."""
+
+    prompt: list[int]
+    response: list[int]
+    text: str
+    state: str
+
+
 @dataclass(eq=False)
 class _Episode:
     """An episode in play.
@@ -77,10 +87,12 @@ class _Episode:
         prompt: tokens of the conversation so far; of `last` not yet what is dropped of it.
         last: tokens of its last response.
         turns: place of the sampled row, state before it, reward and done of each turn.
+        recorded: turns to repeat, and the one that is sampled anew.
     """
 
     row: int
     seed: int
+    recorded: Sequence[RecordedTurn] = ()
     environment: Any = None
     observation: str = ""
     state: str = ""
@@ -91,6 +103,11 @@ class _Episode:
     fault: Fault | None = None
 
     @property
+    def begin(self) -> int:
+        """Turns that are repeated, not sampled."""
+        return max(len(self.recorded) - 1, 0)
+
+    @property
     def live(self) -> bool:
         """Whether it goes on."""
         return not self.done and self.fault is None
@@ -98,11 +115,13 @@ class _Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """Turns of all episodes that had one, and the number of faults of each kind, of the others too."""
+    """Turns of all episodes that had one, the number of faults of each kind, of the others too, and the place of each
+    row's episode among those that were to be played, int64 [N]."""
 
     trajectories: Trajectories
     turns: Turns
     faults: Counter[str]
+    entry: Tensor
 
     def metrics(self) -> dict[str, float]:
         """Values of `EPISODE_METRICS`."""
@@ -160,13 +179,19 @@ class Table:
     def __post_init__(self) -> None:
         self.room = min(self.room, self.settings.episode_tokens or self.room)
 
-    def play(self, rows: Tensor, seed: Tensor) -> Played:
+    def play(self, rows: Tensor, seed: Tensor, recorded: Sequence[Sequence[RecordedTurn]] = ()) -> Played:
         """Plays one episode per entry of `rows` [N] (rows of the prompts), with one keyed seed each, int64 [N].
+
+        With `recorded` [N] an episode repeats its recorded turns but the last, and goes on from there. Where another
+        prompt or state is reached than was recorded, the environment does not depend on the turns alone: a fault.
 
         Raises:
             RunError: no episode got as far as its first turn.
         """
-        self.episodes = [_Episode(row=r, seed=s) for r, s in zip(rows.tolist(), seed.tolist(), strict=True)]
+        self.episodes = [
+            _Episode(row=r, seed=s, recorded=again)
+            for r, s, again in zip(rows.tolist(), seed.tolist(), recorded or [()] * len(rows), strict=True)
+        ]
         try:
             self._reset()
             for number in range(self.settings.max_turns):
@@ -223,7 +248,10 @@ class Table:
             if len(episode.prompt) >= self.room:
                 text = f"turn {number + 1} would begin after {len(episode.prompt)} tokens, all that {self.room} hold"
                 self._end(episode, Fault("context", text))
-        live = self._live()
+            elif number < len(episode.recorded):
+                self._check_recorded(episode, number)
+        self._repeat([episode for episode in self._live() if number < episode.begin], number)
+        live = [episode for episode in self._live() if number >= episode.begin]
         if not live:
             return
         tokens = Jagged.from_rows([episode.prompt for episode in live], torch.int32)
@@ -242,13 +270,30 @@ class Table:
             episode.last = responses[i]
             self._answered(episode, first + i, reply)
 
-    def _answered(self, episode: _Episode, place: int, reply: Any) -> None:
+    def _check_recorded(self, episode: _Episode, number: int) -> None:
+        turn = episode.recorded[number]
+        if turn.prompt != episode.prompt or turn.state != episode.state:
+            what = f"state {episode.state!r}, recorded was {turn.state!r}" if turn.state != episode.state else "prompt"
+            self._end(episode, Fault("replay", f"repeated turns led to another {what}, in turn {number + 1}"))
+
+    def _repeat(self, episodes: list[_Episode], number: int) -> None:
+        """Has the recorded turn of these episodes answered again."""
+        calls = [partial(e.environment.step, response_text(e.recorded[number].text)) for e in episodes]
+        for episode, reply in zip(episodes, self.calls.run(calls), strict=True):
+            episode.last = episode.recorded[number].response
+            self._answered(episode, None, reply)
+            if episode.done:
+                self._end(episode, Fault("replay", f"repeated turns ended the episode in turn {number + 1}"))
+
+    def _answered(self, episode: _Episode, place: int | None, reply: Any) -> None:
+        """Takes the reply to a turn in; `place` is that of its row, None for a repeated turn, which has none."""
         step = read_step(reply)
+        reward, done = (0.0, False) if isinstance(step, Fault) else (step.reward, step.done)
+        if place is not None:
+            episode.turns.append((place, episode.state, reward, done))
         if isinstance(step, Fault):
-            episode.turns.append((place, episode.state, 0.0, False))
             self._end(episode, step)
             return
-        episode.turns.append((place, episode.state, step.reward, step.done))
         episode.done = step.done
         episode.observation = step.observation
         episode.state = state_of(episode.environment)
@@ -296,16 +341,18 @@ class Table:
         uid = self.context.uids(len(rows))
         trajectories = Trajectories.concat(self.parts).select(torch.tensor([row[0] for row in rows]))
         first = lengths.cumsum(0) - lengths
+        begin = torch.tensor([episode.begin for episode in played])
         turns = Turns(
             uid=uid,
             episode=uid[first].repeat_interleave(lengths),
-            turn=torch.arange(len(rows)) - first.repeat_interleave(lengths),
+            turn=torch.arange(len(rows)) - (first - begin).repeat_interleave(lengths),
             state=[row[1] for row in rows],
             reward=torch.tensor([row[2] for row in rows], dtype=torch.float32),
             done=torch.tensor([row[3] for row in rows], dtype=torch.bool),
             fault=[str(episode.fault or "") for episode in played for _ in episode.turns],
         )
-        return Played(trajectories=trajectories.replace(uid=uid), turns=turns, faults=self.faults)
+        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns]).repeat_interleave(lengths)
+        return Played(trajectories=trajectories.replace(uid=uid), turns=turns, faults=self.faults, entry=entry)
 
 
 def read_step(reply: Any) -> Step | Fault:

@@ -146,7 +146,8 @@ def check_environment(
     if slowest > _SLOW and not findings:
         findings.append(f": a call took {slowest:.1f} s; every turn of all episodes waits for the slowest.")
     ended = sum(bool(e.transcript) and e.transcript[-1][2] for e in alone[0])
-    note = f"{len(problems)} problems, 3 episodes each, of which {ended} ended within {_TURNS} scripted turns"
+    plural = "s" if len(problems) > 1 else ""
+    note = f"{len(problems)} problem{plural}, 3 episodes each, of which {ended} ended within {_TURNS} scripted turns"
     return list(dict.fromkeys(findings)), f"{note}; slowest call {slowest * 1000:.0f} ms"
 
 

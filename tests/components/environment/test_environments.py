@@ -13,7 +13,7 @@ from components.environment.custom import Custom
 from components.environment.http import Remote
 from components.environment.stop import Stop, stop_values
 from components.environment.thoughts import ThoughtTurns
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
 
@@ -24,9 +24,10 @@ def made(kind, **settings):
     return component.make()
 
 
-def problem(index=0):
-    row = chains.generate(0, index)
-    return {**row, "prompt": chains.solve_prompt(row["question"]), "answer": chains.answer(row), "seed": 3}
+def problem(index=0, family="chains"):
+    task = TASKS[family]
+    row = task.generate(0, index)
+    return {**row, "prompt": task.solve_prompt(row["question"]), "answer": task.answer(row), "seed": 3}
 
 
 def test_stop_values_are_the_mean_over_all_ways_to_act():
@@ -61,7 +62,7 @@ def test_stop_names_its_states():
 @pytest.mark.parametrize("reward", ["answer", "steps"])
 def test_thoughts_are_checked_one_by_one(reward):
     row = problem()
-    right = chains.solution(row)
+    right = TASKS["chains"].solution(row)
     environment = made(ThoughtTurns, reward=reward)
     assert environment.reset(row) == row["prompt"]
     steps = [environment.step(text) for text in right]
@@ -76,6 +77,25 @@ def test_thoughts_are_checked_one_by_one(reward):
     assert environment.state.startswith(f"{len(right)} wrong s{len(right)}")
     # The answer is right although a step is not: the steps after the first wrong one give nothing.
     assert sum(s.reward for s in steps) == pytest.approx(1 if reward == "answer" else 1 / len(right))
+
+
+@pytest.mark.parametrize("family", TASKS)
+def test_every_family_is_an_environment(family):
+    row = problem(family=family)
+    right = TASKS[family].solution(row)
+    environment = made(ThoughtTurns, reward="steps")
+    environment.reset(row)
+    steps = [environment.step(text) for text in right]
+    assert [s.done for s in steps] == [False] * (len(right) - 1) + [True]
+    assert sum(s.reward for s in steps) == pytest.approx(1)
+    environment = made(ThoughtTurns)
+    environment.reset(row)
+    assert [environment.step(text).reward for text in right][-1] == 1
+
+
+def test_a_problem_without_steps_is_a_fault():
+    with pytest.raises(ValueError, match=r"task 'math' has no steps to check; expected one of chains"):
+        made(ThoughtTurns).reset({"prompt": "1 + 1", "task": "math"})
 
 
 @pytest.mark.parametrize("text", ["s1 7 * 4 2", "s1 7 * 4 2 <eos>", ""])

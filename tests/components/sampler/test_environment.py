@@ -264,3 +264,48 @@ def test_what_a_call_raises_stays_its_own():
 def test_wrong_limits_are_a_sentence():
     with pytest.raises(ValueError, match=r"expected max_turns and at_once ≥ 1, seconds > 0"):
         EnvironmentSampler.Config(max_turns=0)
+
+
+class Chat(Count):
+    def reset(self, problem):
+        super().reset(problem)
+        return "1 + 2"
+
+    def step(self, text):
+        return dataclasses.replace(made_step(super().step(text)), observation="ok")
+
+
+def made_step(parts):
+    return Step(observation=parts[0], reward=parts[1], done=parts[2])
+
+
+TEMPLATE = (
+    "{% for m in messages %}<solve> {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<revise>{% endif %}"
+)
+
+
+def test_a_chat_keeps_sampled_tokens_and_closes_each_turn_once(tiny):
+    tokenizer = tiny.policy.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = TEMPLATE
+    try:
+        sampler = tiny.start(EnvironmentSampler, group_size=2, max_tokens=3)
+        prompts = tiny.prompts.replace(metadata=[{"template": "chat"}] * len(tiny.prompts))
+        got = sampler.run(prompts=prompts, policy=tiny.policy, environments=Made(Chat))
+        between = tokenizer.encode("<eos><solve> ok<eos><revise>", add_special_tokens=False)
+        eos, turns, t = tokenizer.eos_token_id, got.turns, got.trajectories
+        first = tokenizer.encode("<solve> 1 + 2<eos><revise>", add_special_tokens=False)
+        ended = 0
+        expected: list[int] = []
+        for i in range(len(t)):
+            if turns.turn[i] == 0:
+                expected = first
+            assert t.prompt_tokens.row(i).tolist() == expected
+            response = t.response_tokens.row(i).tolist()
+            closed = response[-1] == eos
+            ended += closed
+            expected = [*expected, *response, *between[closed:]]
+        assert 0 < ended < len(t)
+    finally:
+        tokenizer.chat_template = before
+        sampler.close()

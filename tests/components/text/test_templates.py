@@ -124,3 +124,13 @@ def test_plain_and_chat():
 )
 def test_extract_answer(text, answer):
     assert templates.extract_answer(text) == answer
+
+
+def test_a_conversation_is_what_the_chat_template_writes():
+    tokenizer = load_tokenizer(ModelSpec())
+    written = "{% for m in messages %}<solve> {{ m.content }} <eos>{% endfor %}"
+    tokenizer.chat_template = written + "{% if add_generation_prompt %}<revise>{% endif %}"
+    assert templates.first_turn("chat", "7 + 2", tokenizer) == "<solve> 7 + 2 <eos><revise>"
+    # The end of the assistant's turn, the user's, and the head of the next one.
+    assert templates.later_turn("chat", "ok", tokenizer) == " <eos><solve> ok <eos><revise>"
+    assert templates.later_turn("thought", "ok", tokenizer) == "ok"
