@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, Task, step_labels, words_of
+from components.tasks.base import Draw, Problem, Task, step_labels, words_of
 from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, thought, true_facts
 from pipeline.core.streams import key_of
 

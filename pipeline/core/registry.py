@@ -86,6 +86,8 @@ BUILTIN: dict[str, str] = {
     "advantage.tree_paths": "components.advantage.tree_paths:TreePaths",
     "advantage.counterfactual": "components.advantage.counterfactual:Counterfactual",
     "advantage.retry": "components.advantage.retry:RetryAdvantage",
+    "advantage.self_teacher": "components.advantage.self_teacher:SelfTeacher",
+    "advantage.teacher": "components.advantage.teacher:Teacher",
     "advantage.critique": "components.advantage.critique:CritiqueAdvantage",
     "advantage.turn_group": "components.advantage.turns.turn_group:TurnGroup",
     "advantage.gigpo": "components.advantage.turns.gigpo:GiGPO",
