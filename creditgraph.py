@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from pipeline.core.errors import CreditgraphError as CreditgraphError
     from pipeline.core.errors import DataError as DataError
     from pipeline.core.handles import Completions as Completions
+    from pipeline.core.handles import Environments as Environments
     from pipeline.core.handles import Policy as Policy
     from pipeline.core.handles import Requests as Requests
     from pipeline.core.handles import Sampling as Sampling
+    from pipeline.core.handles import Step as Step
     from pipeline.core.handles import Verifier as Verifier
     from pipeline.core.jagged import Jagged as Jagged
     from pipeline.core.metric import Metric as Metric
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from pipeline.core.payloads import TokenLogprobs as TokenLogprobs
     from pipeline.core.payloads import TrainReport as TrainReport
     from pipeline.core.payloads import Trajectories as Trajectories
+    from pipeline.core.payloads import Turns as Turns
     from pipeline.core.payloads import Weights as Weights
     from pipeline.core.payloads import check_aligned as check_aligned
 
@@ -59,7 +62,7 @@ _NAMES = {
     "components.verifier.base": ("Item", "Verdict", "VerifierComponent"),
     "pipeline.core.component": ("Component", "Context", "Count", "same_rows"),
     "pipeline.core.errors": ("ConfigError", "CreditgraphError", "DataError"),
-    "pipeline.core.handles": ("Completions", "Policy", "Requests", "Sampling", "Verifier"),
+    "pipeline.core.handles": ("Completions", "Environments", "Policy", "Requests", "Sampling", "Step", "Verifier"),
     "pipeline.core.jagged": ("Jagged",),
     "pipeline.core.metric": ("Metric",),
     "pipeline.core.payloads": (
@@ -74,6 +77,7 @@ _NAMES = {
         "TokenLogprobs",
         "TrainReport",
         "Trajectories",
+        "Turns",
         "Weights",
         "check_aligned",
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from components.models.load import load_tokenizer
-from components.text.chains import generate, solution
+from components.tasks.chains import generate, solution
 from pipeline.app.localization.records import Failure
 from pipeline.core.component import ModelSpec
 from pipeline.core.jagged import Jagged

@@ -94,11 +94,11 @@ def token_loss(logprobs, old, advantage, clip_low, clip_high, dual_clip=0.0):
     return out
 
 
-def td_advantage(values, reward, lam):
-    """Generalised advantage estimation over segments, γ = 1, as the double sum of its definition; one trajectory."""
-    v = [*values[:-1], reward]
-    delta = [v[k + 1] - v[k] for k in range(len(v) - 1)]
-    return [sum(lam ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
+def gae(values, reward, lam, gamma=1.0):
+    """Generalised advantage estimation over segments, as the double sum of its definition; one trajectory."""
+    count = len(values) - 1
+    delta = [(reward if k == count - 1 else gamma * values[k + 1]) - values[k] for k in range(count)]
+    return [sum((gamma * lam) ** (j - k) * delta[j] for j in range(k, count)) for k in range(count)]
 
 
 def redistribution(values, reward, residual, sizes, sign, form):

@@ -27,7 +27,14 @@ DEFAULT = "# Unless a line says otherwise: ours."
 SETUP_PAGES = {"dapo_paper": "dapo", "reset_paper": "srpo"}
 # Recipes that another one's settings made, and graphs that share a page.
 RECIPE_PAGES = {"entropy_8020_qwen3_4b": "entropy_8020"}
-GRAPH_PAGES = {"p_trace": "trace", "s_trace": "trace", "rrpo": "srpo", "sdpo": "self_teacher", "rlsd": "self_teacher"}
+GRAPH_PAGES = {
+    "p_trace": "trace",
+    "ppo": "vapo",
+    "rlsd": "self_teacher",
+    "rrpo": "srpo",
+    "s_trace": "trace",
+    "sdpo": "self_teacher",
+}
 CLAUSE = re.compile(rf"({'|'.join(LABELS)})(?: \(([^)]*)\))?(?:: ([\w.]+(?:, [\w.]+)*))?\.?")
 
 

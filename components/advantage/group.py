@@ -12,7 +12,7 @@ from components.advantage.explanations import INVALID, decimal, minus, rewards_o
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Credit, Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Credit, Rewards, Trajectories, Turns, check_aligned
 
 Normalize = Literal["std", "mean", "std_exact", "over_mean"]
 EXACT_ZERO = 1e-8
@@ -171,7 +171,8 @@ class GroupAdvantage(Component):
     """Normalises each outcome reward within its group and credits every trained token with it, as in GRPO.
 
     An invalid reward gets zero credit and does not enter its group's statistics. A group whose advantages are all zero
-    gives no gradient but counts in the loss denominator, unless `drop_zero_groups`.
+    gives no gradient but counts in the loss denominator, unless `drop_zero_groups`. With `turns` the rewards are those
+    of episodes: each counts once in its group, however many turns it has, and all its turns get its advantage.
     """
 
     paper = "2402.03300"
@@ -195,39 +196,47 @@ class GroupAdvantage(Component):
 
     config: Config
 
-    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
-        """Spreads each trajectory's advantage over its tokens."""
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
+    ) -> Outputs:
+        """Spreads each trajectory's, or episode's, advantage over its tokens."""
         check_aligned(trajectories, rewards)
         settings = self.config
-        group = trajectories.group
-        advantage = group_advantage(
-            rewards.value,
-            group,
-            rewards.valid,
-            normalize=settings.normalize,
-            unbiased=settings.unbiased,
-            eps=settings.eps,
-        )
+        rows, place = episode_rows(trajectories, turns)
+        compared = rewards.select(rows)
+        group = trajectories.group[rows]
+        advantage = group_advantage(compared.value, group, compared.valid, **self._form())
         silent = zero_groups(advantage, group)
         mask = training_mask(trajectories.response_tokens, trajectories.inherited, settings.mask_prefix)
         if settings.drop_zero_groups:
-            mask = mask.with_values(mask.values & ~silent[mask.row_ids])
-        self.context.log(**group_metrics(rewards, group, silent))
-        return Outputs(credit=trajectory_credit(trajectories, advantage, mask))
+            mask = mask.with_values(mask.values & ~silent[place][mask.row_ids])
+        self.context.log(**group_metrics(compared, group, silent))
+        return Outputs(credit=trajectory_credit(trajectories, advantage[place], mask))
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """(r − mean)/std with its numbers, and the rewards of the group."""
+        rows, place = episode_rows(inputs["trajectories"], inputs.get("turns"))
+        rewards: Rewards = inputs["rewards"].select(rows)
+        texts = group_explanation(rewards.value, inputs["trajectories"].group[rows], rewards.valid, **self._form())
+        return [texts[i] for i in place.tolist()]
+
+    def _form(self) -> dict[str, Any]:
         settings = self.config
-        rewards: Rewards = inputs["rewards"]
-        group = inputs["trajectories"].group
-        return group_explanation(
-            rewards.value,
-            group,
-            rewards.valid,
-            normalize=settings.normalize,
-            unbiased=settings.unbiased,
-            eps=settings.eps,
-        )
+        return {"normalize": settings.normalize, "unbiased": settings.unbiased, "eps": settings.eps}
+
+
+def episode_rows(trajectories: Trajectories, turns: Turns | None) -> tuple[Tensor, Tensor]:
+    """One row per episode, int64 [E], and the episode of each row, int64 [N]; without turns every row is one."""
+    rows = torch.arange(len(trajectories))
+    if turns is None:
+        return rows, rows
+    check_aligned(trajectories, turns)
+    ids, place = torch.unique(turns.episode, return_inverse=True)
+    return torch.full((len(ids),), len(rows)).scatter_reduce_(0, place, rows, "amin"), place
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from components.data.sources import Source
+from components.data.sources import Source, read_source
 from components.models.load import EMBEDDED, chat_template_at_hand, unknown_chat_settings
+from components.tasks import TASKS
 from components.text.templates import BY_THOUGHTS
 from pipeline.core.component import ModelSpec
 from pipeline.core.handles import Verifier
 from pipeline.core.payloads import Prompts, Trajectories
-from pipeline.core.settings import build_config
 from pipeline.core.sockets import sockets_of
 
 _READERS = {
@@ -21,6 +21,7 @@ _READERS = {
     "choice": "verifier.choice",
     "boolean": "verifier.boolean",
     "code": "verifier.code",
+    "steps": "verifier.steps",
 }
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -43,14 +44,14 @@ def data_misfits(
         known = f"has {', '.join(there)}" if there else "is empty"
         step = "choose data with problems to train on" if split == "train" else f"set {node.name}.split"
         return [f"node '{node.name}': split '{split}' is not in the data section, which {known}; {step}."]
-    source, problems = build_config(Source, dict(data[split]), place)
-    if problems or not isinstance(source, Source):
+    source, problems = read_source(data[split], place)
+    if source is None:
         return problems
     sentences = model_misfits(source, model, place)
     if sentences:
         # Once is enough where the problems to train on are of the same kind.
-        train, _ = build_config(Source, dict(data.get("train") or {}), "data.train")
-        repeated = split != "train" and isinstance(train, Source) and model_misfits(train, model, "data.train")
+        train, _ = read_source(data.get("train") or {}, "data.train")
+        repeated = split != "train" and train is not None and model_misfits(train, model, "data.train")
         return [] if repeated else sentences
     takers = [other for other in graph.nodes if node.name in graph.ancestors([other.name])]
     names = {taker.name for taker in takers}
@@ -108,16 +109,18 @@ def mode_misfits(source: Source, mode: str, name: str, place: str) -> list[str]:
 
 def model_misfits(source: Source, model: ModelSpec, place: str) -> list[str]:
     """A sentence if the model cannot read the source's prompts."""
+    words = next((name for name in (source.source, source.template) if name in TASKS), "")
     if model.path in EMBEDDED and (source.source == "hub" or source.template == "chat"):
+        own = " or ".join(f"data={name}" for name, task in TASKS.items() if task.model == model.path)
         return [
-            f"{place}: {source.place} is in words that the embedded model does not know; choose model=NAME, or "
-            "data=chains."
+            f"{place}: {source.place} is in words that the embedded model does not know; choose model=NAME, or {own}."
         ]
     named = _HUB_NAME.fullmatch(model.path) and not Path(model.path).is_dir()
-    if named and "chains" in (source.source, source.template):
+    if words and TASKS[words].model != model.path and (named or model.path in EMBEDDED):
         return [
-            f"{place}: the embedded task is in the vocabulary of the embedded model, but the model is {model.path}; "
-            "choose other data, model=tiny, or a folder of a model that was trained on it."
+            f"{place}: task '{words}' is in the vocabulary of the embedded model {TASKS[words].model}, but the model "
+            f"is {model.path}; choose other data, model={TASKS[words].model}, or a folder of a model that was trained "
+            "on it."
         ]
     return []
 

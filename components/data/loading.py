@@ -18,7 +18,7 @@ from components.data.rows import column_of, dropped_by, has_column, make_row, qu
 from components.data.sources import JOINED, Join, Source, parse_source
 from components.data.store import Row, RowStore
 from components.models.load import context_length, load_tokenizer
-from components.text import chains
+from components.tasks import TASKS
 from components.text.templates import solve_prompt
 from pipeline.core.component import Context
 from pipeline.core.errors import CreditgraphError, DataError, did_you_mean
@@ -26,7 +26,7 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Prompts
 from pipeline.core.streams import Stream
 
-DEFAULT_SIZE = 2000  # problems of the embedded task, whose list is endless
+DEFAULT_SIZE = 2000  # problems of a task family, whose list is endless
 # Prompts are tokenised in chunks of at most this many rows and characters.
 _CHUNK = 256
 _CHUNK_CHARACTERS = 1 << 20
@@ -164,7 +164,7 @@ def _with_lengths(candidates: Iterator[tuple[int, Row | str]], tokenizer: Any) -
 
 
 def _open(source: Source, place: str) -> RawDataset:
-    if source.source == "chains":
+    if source.source in TASKS:
         return RawDataset(rows=iter(()))
     if source.source == "hub":
         return open_hub(source, source.columns, place, source.streaming)
@@ -176,15 +176,8 @@ def _candidates(
     source: Source, raw: RawDataset, tokenizer: Any, place: str, counts: Counts, max_rows: int
 ) -> Iterator[tuple[int, Row | str]]:
     """Yields (row number, problem or rejection reason); rows that `keep` filters out are only counted."""
-    if source.source == "chains":
-        template = source.by_template
-        size = source.size or DEFAULT_SIZE
-        for i in range(min(size, max_rows or size)):
-            problem = chains.generate(source.seed, i, source.difficulty, source.split)
-            problem |= {"template": template, "source_row": i}
-            text = solve_prompt(template, problem["question"], tokenizer)
-            solution = " ".join(chains.solution(problem))
-            yield i, Row(text=text, answer=chains.answer(problem), metadata=problem, solution=solution)
+    if source.source in TASKS:
+        yield from _generated(source, tokenizer, max_rows)
         return
     template = source.by_template
     other = _Joined(source.join, source, place) if source.join else None
@@ -207,6 +200,20 @@ def _candidates(
             raise
         except ValueError as error:
             yield number, str(error)
+
+
+def _generated(source: Source, tokenizer: Any, max_rows: int) -> Iterator[tuple[int, Row]]:
+    """The problems of a task family, with a number each."""
+    task = TASKS[source.source]
+    size = source.size or DEFAULT_SIZE
+    for i in range(min(size, max_rows or size)):
+        problem = task.generate(source.seed, i, source.difficulty, source.split)
+        problem |= {"template": source.by_template, "source_row": i}
+        text = solve_prompt(source.by_template, problem["question"], tokenizer)
+        yield (
+            i,
+            Row(text=text, answer=task.answer(problem), metadata=problem, solution=" ".join(task.solution(problem))),
+        )
 
 
 def _check_columns(row: dict[str, Any], columns: list[str], source: Source, place: str) -> None:

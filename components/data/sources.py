@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from components.text.chains import Difficulty
+from components.tasks import TASKS
 from components.text.templates import PLACEHOLDER, TEMPLATES, AnswerKind
 from pipeline.core.errors import ConfigError, did_you_mean
-from pipeline.core.settings import build_config
+from pipeline.core.settings import SettingsError, build_config
 
 JOINED = "joined."
 LIVECODEBENCH = ("public_test_cases", "private_test_cases", "metadata")
@@ -25,8 +26,8 @@ class HubDataset:
     revision: str | None = None
     """hub: branch, tag or commit; a commit makes a run reproducible, and `creditgraph data check` prints it"""
     split: str = "train"
-    """hub: split, optionally a slice such as train[:90%]; folders: split; chains: train, validation or eval (no problem
-    is in two of them)"""
+    """hub: split, optionally a slice such as train[:90%]; folders: split; task families: train, validation or eval (no
+    problem is in two of them)"""
     files: tuple[str, ...] = ()
     """hub: files of the repository to read instead of a split, for repositories with a loading script, which is not
     run"""
@@ -51,8 +52,9 @@ class Join(HubDataset):
 class Source(HubDataset):
     """One entry of the data section, such as data.train. Columns may be dotted: details.level is a field of details."""
 
-    source: Literal["chains", "file", "hub"] = "chains"
-    """chains: the embedded task; file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset"""
+    source: str = "file"
+    """file: a local file or a folder written by save_to_disk; hub: a Hugging Face dataset; or the name of a task
+    family, whose problems are generated"""
     streaming: bool = False
     """hub: read rows over the network as they are needed instead of downloading the dataset first"""
     question: str = "question"
@@ -75,7 +77,8 @@ class Source(HubDataset):
     """column with a worked reference solution, for credit that reads it; it may be empty in some rows. Without this
     setting it is the answer column where that holds a worked solution"""
     answer_kind: AnswerKind = "value"
-    """kind of answer that the prompt requests: a value, the letter of a choice, yes or no, or a program"""
+    """kind of answer that the prompt requests: a value, the letter of a choice, yes or no, or a program; steps: many
+    responses are right, and a simulator judges their steps"""
     tests: Literal["", "livecodebench"] = ""
     """livecodebench: tests from public_test_cases, private_test_cases (packed) and metadata, as that dataset stores
     them"""
@@ -86,7 +89,7 @@ class Source(HubDataset):
     """component that verifies these answers; a run uses it where the graph's cannot read them, unless verifier.use is
     set"""
     template: str = ""
-    """prompt template: chains, thought, plain or chat; empty: chains for the embedded task, otherwise thought"""
+    """prompt template: thought, plain, chat or the name of a task family; empty: the family's own, otherwise thought"""
     system_prompt: str = ""
     """chat: text of a system turn before the problem; messages that begin with a system turn keep theirs"""
     user_prompt: str = ""
@@ -106,13 +109,22 @@ class Source(HubDataset):
     skip: int = 0
     """number of usable rows left out at the front"""
     size: int = 0
-    """largest number of rows, from the front; 0 uses all (chains: 2000)"""
+    """largest number of rows, from the front; 0 uses all (task families: 2000)"""
     seed: int = 0
-    """random seed of `shuffle` and `private_tests`; chains: which endless list of problems to draw from"""
-    difficulty: Difficulty = field(default_factory=Difficulty)
-    """chains: how hard the problems are"""
+    """random seed of `shuffle` and `private_tests`; task families: which endless list of problems to draw from"""
+    difficulty: Any = field(default_factory=dict)
+    """task families: how hard the problems are, see the family's settings"""
 
     def __post_init__(self) -> None:
+        if self.source in TASKS:
+            self._check_task()
+        elif self.source not in ("file", "hub"):
+            known = ("file", "hub", *TASKS)
+            raise SettingsError(
+                [f"source: expected {' or '.join(known)}, got '{self.source}'.{did_you_mean(self.source, known)}"]
+            )
+        elif self.difficulty:
+            raise ValueError(f"difficulty is for task families ({', '.join(TASKS)}), got source '{self.source}'.")
         if self.source == "file" and not self.path:
             raise ValueError("source 'file' has no path; set path: FILE.")
         if self.source == "hub" and not self.name:
@@ -137,11 +149,25 @@ class Source(HubDataset):
         if self.system_prompt and self.template != "chat":
             raise ValueError(f"system_prompt: expected template chat, got '{self.template}'; set template: chat.")
 
+    def _check_task(self) -> None:
+        """Replaces `difficulty` by the family's own settings."""
+        task = TASKS[self.source]
+        config, problems = build_config(task.difficulty, self.difficulty, "difficulty")
+        if problems:
+            raise SettingsError(problems)
+        object.__setattr__(self, "difficulty", config)
+        if self.answer_kind != task.answer_kind:
+            verifier = " and verifier: verifier.steps" if task.answer_kind == "steps" else ""
+            raise ValueError(
+                f"the answers of task '{self.source}' are of kind {task.answer_kind}, got {self.answer_kind}; set "
+                f"answer_kind: {task.answer_kind}{verifier}."
+            )
+
     @property
     def place(self) -> str:
         """Name of the source in error texts."""
-        if self.source == "chains":
-            return "the embedded task"
+        if self.source in TASKS:
+            return f"task '{self.source}'"
         return self.path or f"dataset '{self.name}'"
 
     @property
@@ -152,14 +178,14 @@ class Source(HubDataset):
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of reference answers of its rows; empty without any."""
-        if not self.answer and self.source != "chains":
+        if not self.answer and self.source not in TASKS:
             return frozenset({"code"} if self.tests or "tests" in self.metadata else ())
         return frozenset({self.answer_kind, "value"} if self.open_answer else {self.answer_kind})
 
     @property
     def by_template(self) -> str:
         """The template of its prompts."""
-        return self.template or ("chains" if self.source == "chains" else "thought")
+        return self.template or (self.source if self.source in TASKS else "thought")
 
     @property
     def columns(self) -> list[str]:
@@ -181,8 +207,17 @@ class Source(HubDataset):
 
 def parse_source(entry: dict[str, Any], place: str) -> Source:
     """Checks a data section; raises one ConfigError with all its mistakes."""
-    source, problems = build_config(Source, entry, place)
-    if problems:
+    source, problems = read_source(entry, place)
+    if source is None:
         raise ConfigError("\n".join(problems))
-    assert isinstance(source, Source)
     return source
+
+
+def read_source(entry: Mapping[str, Any], place: str) -> tuple[Source | None, list[str]]:
+    """(a checked data section, []), or (None, one sentence per mistake)."""
+    source, problems = build_config(Source, entry, place)
+    if source is None and entry.get("source") in TASKS:
+        # `__post_init__`, which checks the difficulty, did not run where another setting is wrong.
+        _, wrong = build_config(TASKS[entry["source"]].difficulty, entry.get("difficulty"), f"{place}.difficulty")
+        problems += [sentence for sentence in wrong if sentence not in problems]
+    return source, problems

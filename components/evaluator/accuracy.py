@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
 from components.data.card import LOADING_METRICS
-from components.data.fit import data_misfits
-from components.data.loading import load_data, make_prompts
-from components.models.load import load_tokenizer
-from components.rollouts.requests import SamplingSettings, sample_groups
-from pipeline.core.component import Component, Context, ModelSpec
-from pipeline.core.errors import ConfigError, did_you_mean
+from components.evaluator.held_out import HeldOut, HeldOutSettings
+from components.rollouts.requests import sample_groups
+from pipeline.core.component import Count
 from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, TrainReport
-from pipeline.core.streams import Stream
-
-# Iteration part of uids, larger than any training iteration, so that held-out prompts never share an id with training
-# prompts.
-_HELD_OUT = (1 << 24) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +53,7 @@ def sample_metrics(correct_counts: Sequence[int], num_samples: int) -> dict[str,
     return {f"mean_at_{num_samples}": sum(correct_counts) / (num_samples * count), **passes}
 
 
-class Accuracy(Component):
+class Accuracy(HeldOut):
     """Evaluates the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
     Problems and random numbers are the same at every evaluation, so two evaluations differ only by the policy. With
@@ -73,70 +64,31 @@ class Accuracy(Component):
     metrics = (
         Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
         Metric("problems", "problems", "held-out problems"),
+        Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
         *LOADING_METRICS,
         Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
         Metric(
             "pass_at_<k>", "share", "unbiased estimate of the probability that at least one of k samples is correct"
         ),
     )
-    final_pass: ClassVar[bool] = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(SamplingSettings):
+    class Config(HeldOutSettings):
         """When, on how many problems, and how samples for pass@k are drawn (the greedy pass uses temperature 0)."""
 
-        split: str = "eval"
-        """entry of the data section that holds the problems"""
-        every: int = 10
-        """iterations between evaluations; 0 evaluates only before and after training"""
-        num_problems: int = 200
-        """number of problems from the start of the held-out data; 0 uses all"""
         samples: int = 0
         """further samples per problem for pass@k and mean@n; 0 gives greedy accuracy only"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if min(self.every, self.num_problems, self.samples) < 0:
-                raise ValueError(
-                    f"expected every, num_problems and samples ≥ 0, got {self.every}, {self.num_problems} and "
-                    f"{self.samples}."
-                )
+            if self.samples < 0:
+                raise ValueError(f"expected samples ≥ 0, got {self.samples}.")
             if self.samples and self.temperature == 0:
                 raise ValueError(
                     f"expected temperature > 0 with samples {self.samples}, got 0, at which all samples are equal."
                 )
 
     config: Config
-
-    @classmethod
-    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
-        """What of data, verifier, mode and model does not fit the held-out problems."""
-        return data_misfits(node.config.split, node, graph, model, data)
-
-    def setup(self, context: Context) -> None:
-        """Loads the held-out problems."""
-        super().setup(context)
-        split = self.config.split
-        if split not in context.data:
-            known = did_you_mean(split, context.data)
-            raise ConfigError(
-                f"node '{context.node}': expected held-out problems in data.{split}, but the configuration has no such "
-                f"section.{known} Add it or remove the node."
-            )
-        tokenizer = load_tokenizer(context.model)
-        loaded = load_data(context.data[split], context, tokenizer, place=f"data.{split}")
-        rows = loaded.rows[: self.config.num_problems or None]
-        first = (_HELD_OUT << 39) | (context.node_index << 32)
-        self._count = len(rows)
-        # Ids are those of all problems, so that every number of replicas draws the same samples.
-        mine = context.ranks.share(len(rows))
-        self._prompts = make_prompts(rows[mine], tokenizer, torch.arange(first, first + len(rows))[mine])
-
-    def due(self) -> bool:
-        """Whether this iteration evaluates."""
-        iteration = self.context.iteration
-        every = self.config.every
-        return iteration == 0 or iteration >= self.context.iterations or (every > 0 and iteration % every == 0)
 
     def run(self, *, policy: Policy, verifier: Verifier) -> Outputs:
         """Evaluates when due."""
@@ -145,20 +97,20 @@ class Accuracy(Component):
         start = time.perf_counter()
         samples = self.config.samples
         sampling = self.config.sampling()
+        self._sampled = 0
         greedy = self._verdicts(policy, verifier, dataclasses.replace(sampling, temperature=0.0), 1)
         num_correct = self.context.all_sum(greedy.correct.sum().double())
-        metrics = {"accuracy": float(num_correct) / max(self._count, 1), "problems": float(self._count)}
+        metrics = {"accuracy": float(num_correct) / max(self.count, 1), "problems": float(self.count)}
         if samples:
             verdicts = self._verdicts(policy, verifier, sampling, samples)
             # How many problems have 0, 1 … `samples` correct responses, over all replicas.
             histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
             metrics |= sample_metrics(counts.tolist(), samples)
-        self.context.log(**metrics)
+        self.context.log(**metrics, sampled_tokens=Count(self._sampled))
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
     def _verdicts(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
-        # Keyed without the iteration, so that every evaluation draws the same random numbers.
-        stream = Stream(self.context.seed, self.context.node, "evaluation")
-        responses = sample_groups(self.context, policy, self._prompts, samples, sampling, stream=stream)
-        return verifier.verify(self._prompts, responses)
+        responses = sample_groups(self.context, policy, self.prompts, samples, sampling, stream=self.stream())
+        self._sampled += len(responses.response_tokens.values)
+        return verifier.verify(self.prompts, responses)

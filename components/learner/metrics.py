@@ -44,6 +44,7 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric("entropy", "nats", "entropy of the policy, mean over trained tokens"),
     Metric("approx_kl", "nats", "k3 estimate of KL(old ‖ present policy) per trained token"),
     Metric("kl_reference", "nats", "estimate of KL(policy ‖ reference) per trained token, with `objective.kl`"),
+    Metric("imitated_logprob", "nats", "mean log-prob of the tokens that the credit has imitated (column `imitation`)"),
     Metric("high_entropy", "share", "trained tokens that the entropy mask keeps"),
     Metric(
         "high_entropy_ties",

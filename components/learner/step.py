@@ -14,7 +14,7 @@ from torch import Tensor
 
 from components.learner.batch import Part, RolloutBatch, Route
 from components.learner.metrics import mismatch_meters, mismatch_values
-from components.learner.objective import LossInputs, Meters, aggregate, counts, loss_terms, prepare
+from components.learner.objective import LossInputs, Meters, aggregate, counts, credited, loss_terms, prepare
 from components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB, numbered
 from components.learner.offload import HostMemory
 from components.learner.optimizer import Update
@@ -201,10 +201,10 @@ class RolloutTraining:
         self._prepare()
         objective = self._settings.objective
         mask = self._inputs.mask
-        credited = mask.with_values((self._inputs.advantage.values != 0) & mask.values).sum() > 0
+        own_credit = credited(self._inputs, objective)
         pulled = objective.kl.coefficient > 0 or objective.entropy_bonus != 0 or not self._settings.skip_zero_rows
-        own_useful = torch.ones_like(credited) if pulled else credited
-        trained, has_credit, useful = map(self.batch.of_all, (mask.sum(), credited, own_useful))
+        own_useful = torch.ones_like(own_credit) if pulled else own_credit
+        trained, has_credit, useful = map(self.batch.of_all, (mask.sum(), own_credit, own_useful))
         costs = self.batch.costs(own_useful)
         for epoch in range(self._settings.epochs):
             self._keeps_first &= epoch == 0

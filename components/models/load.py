@@ -18,7 +18,8 @@ from torch import nn
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError, did_you_mean
 
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+# Name → folder of the models that come with the project; each belongs to a task family.
+EMBEDDED = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("tiny*"))}
 LOCAL_ALTERNATIVE = "Use a local folder in Hugging Face layout, or the embedded model with model.path=tiny."
 _TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 HUB_SECONDS = 10.0
@@ -185,6 +186,30 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
             )
     except Exception as error:  # safetensors, the hub client and remote code each raise their own types
         raise _failure("weights", spec.path, error) from error
+    return model.to(device).eval()
+
+
+def load_token_classifier(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
+    """A token classifier in evaluation mode, such as a process reward model; DataError for a model without its head."""
+    from transformers import AutoModelForTokenClassification
+
+    path = check_weight_files(spec)
+    try:
+        with _quiet_unless_watched():
+            model, info = AutoModelForTokenClassification.from_pretrained(
+                path,
+                dtype=getattr(torch, spec.dtype),
+                trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # safetensors, the hub client and remote code each raise their own types
+        raise _failure("token classifier", spec.path, error) from error
+    if info["missing_keys"]:
+        raise DataError(
+            f"model '{spec.path}': expected a token classifier, but {len(info['missing_keys'])} of its weights are "
+            f"missing, first '{min(info['missing_keys'])}'. Train one (TRL's PRMTrainer makes them), or name another."
+        )
     return model.to(device).eval()
 
 

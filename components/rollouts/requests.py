@@ -131,7 +131,13 @@ def unsampled(prompts: Prompts, rows: Tensor, uid: Tensor, version: int, tempera
 
 
 def sample_fresh(
-    policy: Policy, prompts: Prompts, rows: Tensor, seed: Tensor, sampling: Sampling, uid: Tensor
+    policy: Policy,
+    prompts: Prompts,
+    rows: Tensor,
+    seed: Tensor,
+    sampling: Sampling,
+    uid: Tensor,
+    max_tokens: Tensor | None = None,
 ) -> Trajectories:
     """Samples one response per entry of `rows` [N] (rows of `prompts`); the group of each is its prompt.
 
@@ -142,10 +148,18 @@ def sample_fresh(
         seed: int64 [N], request seeds.
         sampling: how tokens are drawn.
         uid: int64 [N], ids of the new trajectories.
+        max_tokens: int64 [N], the budget of each row if it is not that of `sampling`.
     """
     empty = unsampled(prompts, rows, uid, policy.version, sampling.temperature)
     done = generate_where_room(
-        policy, Requests(tokens=empty.prompt_tokens, seed=seed, sampling=sampling, prompt_uid=empty.prompt_uid)
+        policy,
+        Requests(
+            tokens=empty.prompt_tokens,
+            seed=seed,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            prompt_uid=empty.prompt_uid,
+        ),
     )
     return empty.replace(
         response_tokens=done.tokens,

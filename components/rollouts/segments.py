@@ -1,4 +1,4 @@
-"""Segments of responses: valid ends, the segment of each token, and differences of values at segment boundaries."""
+"""Segments of responses: valid ends, the segment of each token, values and advantages at segment boundaries."""
 
 from __future__ import annotations
 
@@ -63,6 +63,45 @@ def with_final(values: Jagged, final: Tensor) -> Jagged:
     rows = values.lengths > 1
     out[values.offsets[1:][rows] - 1] = final[rows].to(out.dtype)
     return values.with_values(out)
+
+
+def generalised_advantage(values: Jagged, reward: Tensor, gamma: float = 1.0, lam: float | Tensor = 0.0) -> Jagged:
+    """Advantage of each segment by generalised advantage estimation (GAE, 1506.02438), over segments as steps.
+
+    A_k = δ_k + γλ A_{k+1} with δ_k = γ v(s_{k+1}) − v(s_k), and δ = r − v(s) for the last segment, whose end is worth
+    the reward and nothing after it. λ = 0: the TD error. λ = 1, γ = 1: r − v(s_k), the return minus the value.
+
+    Args:
+        values: float, segments + 1 entries per row; the last one is not used.
+        reward: float [N].
+        gamma: discount per segment, in [0, 1].
+        lam: λ in [0, 1]; one for all rows, or float [N].
+    """
+    first = values.lengths.clamp(max=1)
+    count = values.lengths - first
+    final = with_final(values, reward)
+    before = final.slice_rows(torch.zeros_like(count), count)
+    after = final.slice_rows(first, count + first)
+    last = after.positions == (count - 1)[after.row_ids]
+    delta = after.with_values(torch.where(last, 1.0, gamma) * after.values - before.values)
+    decay = gamma * torch.as_tensor(lam, dtype=torch.float64).expand(len(values))
+    if not bool((decay != 0).any()) or not len(delta.values):
+        return delta
+    out = delta.values.double()
+    # From the last segment backwards, for all rows that reach it at once: the longest come first.
+    order = torch.argsort(count, descending=True, stable=True)
+    sizes = count[order]
+    for k in range(int(sizes[0]) - 2, -1, -1):
+        rows = order[: int((sizes > k + 1).sum())]
+        place = delta.offsets[:-1][rows] + k
+        out[place] += decay[rows] * out[place + 1]
+    return delta.with_values(out.to(delta.values.dtype))
+
+
+def segment_starts(ends: Jagged) -> Jagged:
+    """int64: tokens before each segment, from the exclusive ends of the segments of each row."""
+    before = torch.roll(ends.values.to(torch.int64), 1)
+    return ends.with_values(torch.where(ends.positions == 0, 0, before))
 
 
 def check_segments(trajectories: Trajectories, segments: Segments, values: SegmentValues | None = None) -> None:

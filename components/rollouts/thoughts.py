@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.text.chains import first_error
+from components.tasks import TASKS
 from components.text.stops import decode_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories
@@ -38,7 +38,7 @@ def thought_texts(trajectories: Trajectories, tokenizer: Any) -> list[list[str]]
 
 def has_oracle(prompts: Prompts) -> bool:
     """Whether the first wrong step of every response to these prompts is known."""
-    return all(row.get("task") == "chains" for row in prompts.metadata)
+    return all(row.get("task") in TASKS for row in prompts.metadata)
 
 
 def true_first_errors(prompts: Prompts, trajectories: Trajectories, tokenizer: Any) -> Tensor:
@@ -48,7 +48,8 @@ def true_first_errors(prompts: Prompts, trajectories: Trajectories, tokenizer: A
     """
     rows = prompts.index_of(trajectories.prompt_uid).tolist()
     texts = thought_texts(trajectories, tokenizer)
-    errors = [first_error(prompts.metadata[row], steps) for row, steps in zip(rows, texts, strict=True)]
+    problems = [prompts.metadata[row] for row in rows]
+    errors = [TASKS[p["task"]].first_error(p, steps) for p, steps in zip(problems, texts, strict=True)]
     step = torch.tensor(errors, dtype=torch.int64)
     count = num_thoughts(trajectories)
     return torch.where(step > 0, torch.minimum(step, count), count)

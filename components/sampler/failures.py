@@ -109,6 +109,20 @@ def choose(failed: list[bool], split: Split) -> Choice | None:
     return Choice(base, failures) if len(base) == split.base else None
 
 
+def wave_sizes(fewest: int, most: int) -> list[int]:
+    """Responses per prompt in each wave: `fewest`, then as many again as there are so far, `most` in all.
+
+    Doubled, so that a prompt that seldom fails costs few request batches.
+
+    >>> wave_sizes(1, 12), wave_sizes(5, 12)
+    ([1, 1, 2, 4, 4], [5, 5, 2])
+    """
+    sizes = [fewest]
+    while sum(sizes) < most:
+        sizes.append(min(sum(sizes), most - sum(sizes)))
+    return sizes
+
+
 class Failures(Carrier):
     """Samples responses until enough of them have failed; resets start from the first failures of each prompt.
 
@@ -175,17 +189,16 @@ class Failures(Carrier):
         choices: list[Choice | None] = [None] * count
         open_prompts = list(range(count))
         attempts = 0  # responses of each open prompt so far
-        size = split.fewest
-        while open_prompts or not sampled.waves:
+        for size in wave_sizes(split.fewest, self.config.max_attempts):
+            if sampled.waves and not open_prompts:
+                break
             # Only prompts that still lack failures are sampled again.
             self._sample(sampled, turn, open_prompts, size, verifier, first=attempts)
             for prompt in open_prompts:
                 choices[prompt] = choose([sampled.failed[row] for row in sampled.rows[prompt]], split)
             attempts += size
-            # Doubled, so that a prompt that seldom fails costs few request batches.
-            size = min(attempts, self.config.max_attempts - attempts)
             complete = turn.complete(turn.prompts.uid).tolist()
-            open_prompts = [i for i in open_prompts if choices[i] is None and complete[i] and size > 0]
+            open_prompts = [i for i in open_prompts if choices[i] is None and complete[i]]
         short = [i for i in range(count) if choices[i] is None and complete[i]]
         if short:
             self._sample(sampled, turn, short, split.group_size - split.base, verifier, first=attempts)

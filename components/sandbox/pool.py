@@ -67,8 +67,20 @@ class TestResult:
     reason: str = ""
 
 
+def make_slots(workers: int) -> SimpleQueue[int]:
+    """As many slots as sandboxes may run at a time, at most 64, for calls of `run_programs` that share them."""
+    slots: SimpleQueue[int] = SimpleQueue()
+    for slot in range(workers):
+        slots.put(slot)
+    return slots
+
+
 def run_programs(
-    programs: Sequence[Program], isolation: Isolation, limits: Limits, workers: int
+    programs: Sequence[Program],
+    isolation: Isolation,
+    limits: Limits,
+    workers: int,
+    slots: SimpleQueue[int] | None = None,
 ) -> list[list[TestResult]]:
     """Returns one list of results per program, one result per test, in order.
 
@@ -79,13 +91,12 @@ def run_programs(
         isolation: how to isolate them.
         limits: limits per program.
         workers: number of sandboxes at a time, at most 64.
+        slots: those of other calls at the same time, in place of slots of its own.
     """
-    slots: SimpleQueue[int] = SimpleQueue()
-    for slot in range(workers):
-        slots.put(slot)
+    free = make_slots(workers) if slots is None else slots
 
     def run(program: Program) -> list[TestResult]:
-        slot = slots.get()
+        slot = free.get()
         try:
             with contextlib.closing(_Sandbox(program, slot, isolation, limits)) as sandbox:
                 return sandbox.results()
@@ -93,7 +104,7 @@ def run_programs(
             lost = TestResult(status="lost", reason=f"{NO_START} ({error})")
             return [lost] * len(program.inputs)
         finally:
-            slots.put(slot)
+            free.put(slot)
 
     # One thread per sandbox, which lives as long as the sandbox: bubblewrap's --die-with-parent follows the thread that
     # started it.

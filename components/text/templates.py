@@ -2,7 +2,7 @@
 
 | template | for | solving |
 |---|---|---|
-| chains | the embedded task and its model | mode words of its vocabulary |
+| a task's name | a task family (`components/tasks`) and its small model | words of that model's vocabulary |
 | thought | instruction-tuned or base models, by thoughts | raw text with instructions (after 2605.25507, appendix) |
 | plain | models that continue a text | only the question |
 | chat | chat models | one user turn, or the data's own messages, through the tokenizer's chat template |
@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from components.text import chains
+from components.tasks import TASKS
+from components.tasks.base import bare_step
 from components.text.messages import Messages
 from pipeline.core.errors import DataError, did_you_mean
 
@@ -36,13 +37,12 @@ _PROBE = "Two, says Zyx."  # a text that no chat template contains
 # Reasoning models think between these.
 THINK = "<think>"
 THINK_END = "</think>"
-BY_THOUGHTS = ("chains", "thought")  # templates whose prompt says that a step ends with </thought>
-
-TEMPLATES = ("chains", "thought", "plain", "chat")
+TEMPLATES = (*TASKS, "thought", "plain", "chat")
+BY_THOUGHTS = (*TASKS, "thought")  # templates whose prompt says that a step ends with </thought>
 PLACEHOLDER = "{question}"  # of `user_prompt`
 
 Mode = Literal["plain", "thought"]
-AnswerKind = Literal["value", "choice", "boolean", "code"]
+AnswerKind = Literal["value", "choice", "boolean", "code", "steps"]
 
 # In the prompts below, a line of the source that ends with \ continues in the next one, without a line break.
 THOUGHT_INSTRUCTIONS = """\
@@ -62,6 +62,7 @@ FINAL_ANSWERS: dict[AnswerKind, str] = {
     "choice": "put the letter of the right choice in \\boxed{}",
     "boolean": "put yes or no in \\boxed{}",
     "code": "give the whole Python program in one ```python block",
+    "steps": "put what the solution ends with in \\boxed{}",
 }
 
 # A chain of thoughts ends with the one that holds \\boxed{, so a program is followed by one.
@@ -72,6 +73,7 @@ CHAT_INSTRUCTIONS: dict[AnswerKind, str] = {
     "choice": "Reason step by step and put the letter of the right choice in \\boxed{}.",
     "boolean": "Reason step by step and put yes or no in \\boxed{}.",
     "code": "Reason step by step, then give the whole Python program in one ```python block.",
+    "steps": "Reason step by step and put what the solution ends with in \\boxed{}.",
 }
 
 LOCALIZE_INSTRUCTIONS = """\
@@ -157,8 +159,8 @@ def solve_prompt(
             raise ValueError(
                 f"the prompt is a list of messages, which template '{template}' cannot write; expected chat"
             )
-        if template == "chains":
-            return chains.solve_prompt(question)
+        if template in TASKS:
+            return TASKS[template].solve_prompt(question)
         if template == "thought":
             return (
                 f"{THOUGHT_INSTRUCTIONS.replace('{answer}', THOUGHT_ANSWERS[kind])}\nProblem: {question}\n\nSolution:\n"
@@ -175,10 +177,30 @@ def solve_prompt(
     return _chat(turns, tokenizer, required=True)
 
 
+def first_turn(template: str, observation: str, tokenizer: Any) -> str:
+    """A text of an environment as a prompt: one user turn for "chat", as it is for other templates."""
+    return _chat(observation, tokenizer, required=True) if template == "chat" else observation
+
+
+def later_turn(template: str, observation: str, tokenizer: Any) -> str:
+    """What follows a response in a conversation: for "chat" the end of its turn, a user turn, and the next one's head.
+
+    Templates that write earlier turns anew, as some do without their thoughts, are not followed: a response stays as it
+    was sampled.
+    """
+    if template != "chat":
+        return observation
+    roles = ("user", "assistant", "user")
+    words = ("1+1?", _PROBE, observation)
+    turns = [{"role": role, "content": content} for role, content in zip(roles, words, strict=True)]
+    return _chat(turns, tokenizer, required=True).partition(_PROBE)[2]
+
+
 def localize_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any) -> str:
     """Prompt for the first wrong step of a failed attempt; the response ends in \\boxed{N}, N from 1 to len(steps)."""
-    if check_template(metadata.get("template", "plain")) == "chains":
-        return chains.localize_prompt(question, steps)
+    template = check_template(metadata.get("template", "plain"))
+    if template in TASKS:
+        return TASKS[template].localize_prompt(question, steps)
     return _chat(localize_request(question, steps), tokenizer)
 
 
@@ -201,8 +223,9 @@ def revise_prompt(
     `mode` is the attempts' own, in which the response is sampled too: only thoughts are numbered and closed by
     </thought>, so that what the repair keeps can be the same tokens.
     """
-    if check_template(metadata.get("template", "plain")) == "chains":
-        return chains.revise_prompt(question, wrong_steps, reference_steps)
+    template = check_template(metadata.get("template", "plain"))
+    if template in TASKS:
+        return TASKS[template].revise_prompt(question, wrong_steps, reference_steps)
     text = (
         f"{_asking(REVISE_INSTRUCTIONS, metadata, mode)}\nProblem: {question}\n\n"
         f"Wrong attempt:\n{_shown(wrong_steps, mode)}\n\nReference attempt:\n{_shown(reference_steps, mode)}\n"
@@ -310,8 +333,8 @@ def _chat(content: str | Messages, tokenizer: Any, required: bool = False) -> st
 def retry_prompt(metadata: dict[str, Any], question: str, steps: Sequence[str], tokenizer: Any, mode: Mode) -> str:
     """Prompt for a second attempt; the wording leaves open whether the first one is wrong (SCoRe, 2409.12917).
 
-    The embedded model has no such mode: for "chains" its revise mode gets the attempt both as the wrong one and as the
-    reference.
+    The small models of task families have no such mode: their revise mode gets the attempt both as the wrong one and
+    as the reference.
     """
     return _again(metadata, question, steps, RETRY_INSTRUCTIONS, tokenizer, mode)
 
@@ -321,7 +344,7 @@ def critique_prompt(
 ) -> str:
     """Prompt for a refinement of an attempt after a binary critique, right or wrong (Critique-GRPO).
 
-    For "chains" as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
+    For task families as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
     """
     return _again(metadata, question, steps, f"{VERDICTS[correct]}\n\n{CRITIQUE_INSTRUCTIONS}", tokenizer, mode)
 
@@ -341,7 +364,7 @@ def hint_prompt(metadata: dict[str, Any], question: str, hint: Sequence[str], to
 def _again(
     metadata: dict[str, Any], question: str, steps: Sequence[str], instructions: str, tokenizer: Any, mode: Mode
 ) -> str:
-    if check_template(metadata.get("template", "plain")) == "chains":
+    if check_template(metadata.get("template", "plain")) in TASKS:
         return revise_prompt(metadata, question, steps, steps, tokenizer, mode)
     attempt = f"Problem: {question}\n\nSolution attempt:\n{_shown(steps, mode)}"
     return _chat(f"{attempt}\n\n{_asking(instructions, metadata, mode)}", tokenizer)
@@ -360,4 +383,4 @@ def _shown(steps: Sequence[str], mode: Mode) -> str:
 
 def _numbered(steps: Sequence[str]) -> str:
     # A special token in the middle of a chat turn would end it.
-    return "\n".join(f"Step {i}: {chains.bare_step(response_text(step))}" for i, step in enumerate(steps, 1))
+    return "\n".join(f"Step {i}: {bare_step(response_text(step))}" for i, step in enumerate(steps, 1))

@@ -21,7 +21,7 @@ class GradientAttribution(AnswerEstimator):
     tokens on the log-prob of the answer after the exit text (`length_normalise`: per answer token), in nats, with one
     forward and backward pass per reference. It requires engine.local with `attributions` on. Rows without a reference,
     or without room for it in the context, get 0. Nats are not rewards: `advantage.redistribute`, where units cancel,
-    can read these values, and `advantage.td` cannot.
+    can read these values, and `advantage.gae` cannot.
     """
 
     def estimate(

@@ -6,8 +6,6 @@ number, or {"raised": text}. The first line out is {"ready": true}.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import numbers
@@ -15,18 +13,15 @@ import os
 import random
 import signal
 import sys
-import traceback
 import zlib
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pipeline import ROOT
-from pipeline.core.errors import did_you_mean
+from pipeline.core.errors import raised_text
+from pipeline.core.registry import load_own
 
 ARGUMENTS = ("prompt", "response", "answer", "metadata")
-_EXPECTED = "module:name or path/to/file.py:name"
 _ORPHAN_SECONDS = 5.0  # after the limit, a worker whose run was killed during a call ends itself
 # Isolated by -P: the folder of a script or of the run is not put before the standard library.
 _START = """
@@ -50,40 +45,8 @@ def load_function(name: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
     Raises:
         ValueError: there is no such function, or it cannot be called with some of `ARGUMENTS` by name.
     """
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute.isidentifier():
-        raise ValueError(f"function: expected {_EXPECTED}, got '{name}'.")
-    file = Path(place).expanduser()
-    if place.endswith(".py") and not file.is_file():
-        near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise ValueError(f"function '{name}': {file.absolute()} does not exist.{did_you_mean(file.name, near)}")
-    try:
-        module = _file_module(file) if place.endswith(".py") else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        missing = f"module '{error.name}' cannot be imported"
-        raise ValueError(f"function '{name}': {missing}; install it, or name it as {_EXPECTED}.") from error
-    except Exception as error:  # the user's own code
-        raise ValueError(f"function '{name}': importing {place} failed ({_told(error)}); correct it.") from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"function '{name}': {place} has no function '{attribute}'.{did_you_mean(attribute, known)}")
+    function = load_own(name, "function")
     return function, _arguments(function, name)
-
-
-def _file_module(path: Path) -> ModuleType:
-    """The module in a file, run anew."""
-    # Under a name that hides no other module; dataclasses look their module up under it.
-    spec = importlib.util.spec_from_file_location(f"reward_function_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    folder = str(path.parent.absolute())
-    if folder not in sys.path:
-        sys.path.append(folder)  # modules beside the file
-    spec.loader.exec_module(module)
-    return module
 
 
 def _arguments(function: Any, name: str) -> tuple[str, ...]:
@@ -135,7 +98,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, 
         if hasattr(value, "item") and not isinstance(value, str):
             value = value.item()  # a number of numpy or torch
     except (Exception, SystemExit) as error:
-        return {"raised": _told(error)}
+        return {"raised": raised_text(error)}
     if isinstance(value, numbers.Real):
         return {"value": float(value)}
     return {"returned": _shown(value)}
@@ -146,12 +109,6 @@ def _seed(line: str) -> None:
     random.seed(line)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(zlib.crc32(line.encode()))
-
-
-def _told(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}"[:300] + place
 
 
 def _shown(value: Any) -> str:

@@ -31,7 +31,7 @@ from pipeline.app.commands import (
     submit,
     train,
 )
-from pipeline.app.commands.tools import compare, creditbench, export, localization, plan
+from pipeline.app.commands.tools import compare, creditbench, export, localization, plan, resets
 from pipeline.app.completion import complete
 from pipeline.core.errors import CreditgraphError, did_you_mean
 
@@ -62,6 +62,7 @@ COMMANDS: dict[str, Command] = {
     "compare": compare,
     "creditbench": creditbench,
     "localization": localization,
+    "resets": resets,
     "data": data,
     "submit": submit,
     "status": status,

@@ -36,11 +36,11 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
 from pipeline.core.streams import Stream
 from pipeline.core.trace import NO_TRACE, Trace
-from pipeline.core.device_turns import DeviceTurns
 
 Placement = Literal["replica", "collective"]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class CreditgraphError(ValueError):
@@ -105,3 +107,10 @@ def find_package(name: str) -> None:
     """Raises ImportError if a package is not installed; does not import it, which may take seconds."""
     if find_spec(name) is None:
         raise ImportError(f"No module named '{name}'")
+
+
+def raised_text(error: BaseException) -> str:
+    """What a user's own code raised, such as "KeyError: 'x', mine.py line 12"; of the deepest line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {Path(frames[-1].filename).name} line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}"[:300] + place

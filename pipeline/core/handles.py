@@ -199,6 +199,40 @@ class Verifier(Handle, ABC):
         """Returns one reward per trajectory. A row that cannot be verified is `valid=False` with the reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an environment answers to the text of a turn; a plain tuple (observation, reward, done) is read as one.
+
+    Attributes:
+        observation: text that the policy reads next; not read after the last turn.
+        reward: of this turn, a finite number.
+        done: whether the episode has ended.
+    """
+
+    observation: str
+    reward: float
+    done: bool
+
+
+class Environments(Handle, ABC):
+    """Makes environments. A handle, like `Policy`.
+
+    An environment holds one episode. Its three methods are plain or async:
+
+    - `reset(problem)` returns the first observation, a text. `problem` is a dict: the metadata of the prompt, "prompt"
+      (its text as the data section made it), "question", "answer", and "seed", a number of the episode's own for random
+      draws;
+    - `step(text)` receives the response of a turn, special tokens at its end left out, and returns a `Step`;
+    - `close()` releases what it holds.
+
+    An attribute `state`, if it has one, is read after `reset` and `step`: a text, equal for equal states.
+    """
+
+    @abstractmethod
+    def make(self) -> Any:
+        """A new environment, for one episode."""
+
+
 def known_entropies(entropies: Tensor, reader: str) -> Tensor:
     """Returns the entropies; raises CreditgraphError if the engine left some out (NaN). `reader` names the caller."""
     unknown = int(entropies.isnan().sum())

@@ -214,7 +214,7 @@ class StepErrors(Batch):
 
     Attributes:
         step: int64 [N], 1-based thought index.
-        source: per row, how it was determined: "boxed", "step", "default", "uniform", "oracle".
+        source: per row, how it was determined: "boxed", "step", "default", "uniform", "oracle", "wrong".
     """
 
     step: Tensor

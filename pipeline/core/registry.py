@@ -7,13 +7,18 @@ packages add names through the entry-point group ``creditgraph.components`` (nam
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from pipeline.core.errors import ConfigError, did_you_mean
+from pipeline.core.errors import ConfigError, did_you_mean, raised_text
 from pipeline.core.settings import build_config
 
 ENTRY_POINT_GROUP = "creditgraph.components"
@@ -24,41 +29,57 @@ BUILTIN: dict[str, str] = {
     "engine.local": "components.engine.local.engine:LocalEngine",
     "engine.vllm": "components.engine.vllm.engine:VllmEngine",
     "engine.sglang": "components.engine.sglang.engine:SGLangEngine",
+    "environment.stop": "components.environment.stop:Stop",
+    "environment.thoughts": "components.environment.thoughts:ThoughtTurns",
+    "environment.calculator": "components.environment.calculator:Calculator",
+    "environment.code": "components.environment.code:CodeFeedback",
+    "environment.http": "components.environment.http:Remote",
+    "environment.custom": "components.environment.custom:Custom",
     "sampler.chains": "components.sampler.chains:Chains",
     "sampler.failures": "components.sampler.failures:Failures",
     "sampler.dynamic": "components.sampler.dynamic:Dynamic",
     "sampler.retry": "components.sampler.retry:Retry",
     "sampler.critique": "components.sampler.critique:Critique",
+    "sampler.environment": "components.sampler.environment:EnvironmentSampler",
     "verifier.exact": "components.verifier.exact:Exact",
     "verifier.math": "components.verifier.math:Math",
     "verifier.choice": "components.verifier.choice:Choice",
     "verifier.boolean": "components.verifier.choice:Boolean",
     "verifier.regex": "components.verifier.pattern:Regex",
+    "verifier.steps": "components.verifier.steps:Steps",
     "verifier.code": "components.verifier.code:Code",
     "verifier.composite": "components.verifier.composite:Composite",
     "verifier.function": "components.verifier.function:Function",
     "verifier.external": "components.verifier.external:External",
     "rewards.outcome": "components.rewards.outcome:Outcome",
+    "rewards.episode": "components.rewards.episode:EpisodeRewards",
     "rewards.overlong": "components.rewards.overlong:Overlong",
     "segmenter.thought": "components.segmenter.thought:Thoughts",
     "segmenter.fixed": "components.segmenter.fixed:Fixed",
     "segmenter.entropy_cuts": "components.segmenter.entropy_cuts:EntropyCuts",
     "segmenter.keyword_entropy": "components.segmenter.keyword_entropy:KeywordEntropy",
+    "value.critic": "components.learner.hf.critic:Critic",
     "value.answer_likelihood": "components.value.answer_likelihood:AnswerLikelihood",
     "value.monte_carlo": "components.value.monte_carlo:MonteCarlo",
+    "value.process_reward": "components.value.process_reward:ProcessReward",
     "value.leave_one_out": "components.value.leave_one_out:LeaveOneOut",
+    "value.state_mean": "components.value.state_mean:StateMean",
     "value.gradient_attribution": "components.value.gradient_attribution:GradientAttribution",
     "localizer.self": "components.localizer.self_localizer:SelfLocalizer",
     "localizer.uniform": "components.localizer.uniform:UniformLocalizer",
     "localizer.oracle": "components.localizer.oracle:OracleLocalizer",
     "expander.reset": "components.expander.reset:Reset",
+    "expander.turn_reset": "components.expander.turn_reset:TurnReset",
     "expander.tree": "components.expander.tree:Tree",
     "expander.intervene": "components.expander.intervene:Intervene",
     "reviser.compare": "components.reviser.compare:Compare",
     "buffer.merge": "components.buffer.merge:Merge",
+    "buffer.merge_turns": "components.buffer.merge_turns:MergeTurns",
+    "buffer.failed_episodes": "components.buffer.failed_episodes:FailedEpisodes",
     "advantage.group": "components.advantage.group:GroupAdvantage",
     "advantage.amplify": "components.advantage.amplify:Amplify",
-    "advantage.td": "components.advantage.td:TDAdvantage",
+    "advantage.gae": "components.advantage.gae:GAE",
+    "advantage.process": "components.advantage.process:ProcessAdvantage",
     "advantage.additive": "components.advantage.additive:AdditiveAdvantage",
     "advantage.redistribute": "components.advantage.redistribute:Redistribute",
     "advantage.tree_siblings": "components.advantage.tree_siblings:TreeSiblings",
@@ -68,9 +89,14 @@ BUILTIN: dict[str, str] = {
     "advantage.self_teacher": "components.advantage.self_teacher:SelfTeacher",
     "advantage.teacher": "components.advantage.teacher:Teacher",
     "advantage.critique": "components.advantage.critique:CritiqueAdvantage",
+    "advantage.turn_group": "components.advantage.turns.turn_group:TurnGroup",
+    "advantage.gigpo": "components.advantage.turns.gigpo:GiGPO",
+    "advantage.turn_gae": "components.advantage.turns.turn_gae:TurnGAE",
+    "advantage.information_gain": "components.advantage.turns.information_gain:InformationGain",
     "learner.hf": "components.learner.hf.learner:HFLearner",
     "learner.megatron": "components.learner.megatron.learner:MegatronLearner",
     "evaluator.accuracy": "components.evaluator.accuracy:Accuracy",
+    "evaluator.episodes": "components.evaluator.episodes:EpisodeAccuracy",
     "evaluator.resets": "components.evaluator.resets:Resets",
 }
 
@@ -119,6 +145,54 @@ def load_class(use: str) -> Any:
     if not isinstance(cls, type):
         raise ConfigError(f"component '{use}': {module_name}:{class_name} is not a class.")
     return cls
+
+
+def load_own(name: str, what: str) -> Any:
+    """The object of a user's own that "module:name" or "path/to/file.py:name" names.
+
+    Args:
+        name: the name.
+        what: "function" or "class", for error texts.
+
+    Raises:
+        ValueError: there is none, or importing it failed.
+    """
+    expected = "module:name or path/to/file.py:name"
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier():
+        raise ValueError(f"{what}: expected {expected}, got '{name}'.")
+    file = Path(place).expanduser()
+    if place.endswith(".py") and not file.is_file():
+        near = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ValueError(f"{what} '{name}': {file.absolute()} does not exist.{did_you_mean(file.name, near)}")
+    try:
+        module = _file_module(file) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = f"module '{error.name}' cannot be imported"
+        raise ValueError(f"{what} '{name}': {missing}; install it, or name it as {expected}.") from error
+    except Exception as error:  # the user's own code
+        raise ValueError(f"{what} '{name}': importing {place} failed ({raised_text(error)}); correct it.") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        wanted = inspect.isclass if what == "class" else inspect.isfunction
+        known = [key for key, value in vars(module).items() if wanted(value)]
+        raise ValueError(f"{what} '{name}': {place} has no {what} '{attribute}'.{did_you_mean(attribute, known)}")
+    return found
+
+
+def _file_module(path: Path) -> ModuleType:
+    """The module in a file, run anew."""
+    # Under a name that hides no other module; dataclasses look their module up under it.
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    folder = str(path.parent.absolute())
+    if folder not in sys.path:
+        sys.path.append(folder)  # modules beside the file
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_component(use: str, settings: Mapping[str, Any], place: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pipeline.core.component import Context, ModelSpec, identity_exchange, identity_sum
+from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
@@ -22,7 +23,6 @@ from pipeline.core.handles import Handle
 from pipeline.core.payloads import Batch, Payload, Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.trace import Trace
-from pipeline.core.device_turns import DeviceTurns
 from pipeline.run.distributed.team import Collectives, Team
 from pipeline.run.distributed.wire_format import join
 from pipeline.run.metrics import plain

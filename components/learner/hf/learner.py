@@ -5,28 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.learner.head import plan_head
-from components.learner.hf.checkpoint import load_shards, save_shards
 from components.learner.hf.model import LearnerModel
-from components.learner.hf.settings import HFSettings, choose_fsdp_size
-from components.learner.hf.sharding import Sharding, check_size
+from components.learner.hf.node import HFNode
+from components.learner.hf.settings import HFSettings
+from components.learner.hf.sharding import Sharding
 from components.learner.learner import PolicyLearner
 from components.learner.optimizer import Optimizer, Update
 from components.learner.packing.pack import PackedBatch, filler
 from components.learner.step import Backend, LossOf
 from pipeline.core.component import Context, identity_sum
-from pipeline.core.errors import RunError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
 
 
-class HFLearner(PolicyLearner):
+class HFLearner(HFNode, PolicyLearner):
     """Policy-gradient steps on packed micro-batches with global denominators.
 
     One `run` makes epochs × minibatches optimiser steps. A mini-batch holds all trajectories of some prompts; its loss
@@ -54,8 +52,7 @@ class HFLearner(PolicyLearner):
         super().setup(context)
         from components.models.load import check_context
 
-        model, shards = self._load(context)
-        self.sharded = shards is not None
+        model, shards = self.load(context, context.model, self.config)
         max_context = check_context(context.model, model.config)
         self.model = LearnerModel(
             model,
@@ -78,36 +75,6 @@ class HFLearner(PolicyLearner):
         )
         self.backend = HFBackend(context, self.model, self.optimizer, max_context, shards[0] if shards else None)
 
-    def _load(self, context: Context) -> tuple[Any, tuple[Sharding, str] | None]:
-        """The model on this rank's device; or without weights, with the ranks that share it and their folder."""
-        from components.models.load import empty_causal_lm, load_causal_lm, resolve_model_path
-        from components.models.weights import local_folder
-
-        ranks = context.ranks
-        size = self.config.fsdp_size
-        check_size(size or 1, ranks.world)
-        if size == 1 or (not size and (ranks.world == 1 or not context.device.startswith("cuda"))):
-            return load_causal_lm(context.model, context.device), None
-        model = empty_causal_lm(context.model)
-        if not size:
-            size = self._chosen_size(model)
-            if size == 1:
-                return load_causal_lm(context.model, context.device), None
-        sharding = Sharding(ranks, context.device, size)
-        return model, (sharding, str(local_folder(resolve_model_path(context.model.path))))
-
-    def _chosen_size(self, model: Any) -> int:
-        lora = self.config.lora.rank > 0
-        weights = sum(p.numel() for p in model.parameters())
-        return choose_fsdp_size(
-            weights,
-            trained=0 if lora else weights,
-            element_bytes=model.dtype.itemsize,
-            copies=1 if lora or self.config.keeps_reference else 0,
-            world=self.context.ranks.world,
-            gpu_bytes=torch.cuda.get_device_properties(self.context.device).total_memory,
-        )
-
     def weights(self) -> Weights:
         """The whole model, or its adapters with `lora.publish=adapter`."""
         if self.config.lora.publish == "adapter":
@@ -118,37 +85,6 @@ class HFLearner(PolicyLearner):
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.backend.export()}
             return Weights(version=self.version, tensors=tensors)
         return Weights(version=self.version, tensors=self.model.published())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Version and counters, and what is not in shards: optimiser state with the trained parameters."""
-        counters = {"version": self.version, "trained_tokens": self.trained_tokens}
-        if self.sharded:
-            return counters | {"step_count": self.optimizer.schedule.step_count}
-        return {"optimizer": self.optimizer.state_dict()} | counters
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
-        if "optimizer" not in state and "step_count" not in state:
-            raise RunError(
-                f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
-                f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
-            )
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.optimizer.schedule.step_count = int(state["step_count"])
-        self.version = int(state["version"])
-        self.trained_tokens = int(state["trained_tokens"])
-
-    def save_shards(self, folder: Path) -> None:
-        """Writes the parameters and optimiser state that this rank holds, if the model is sharded."""
-        if self.sharded:
-            save_shards(folder, self.optimizer)
-
-    def load_shards(self, folder: Path) -> None:
-        """Continues from `save_shards` of this or another number of ranks; does nothing if there are no shards."""
-        if any(folder.iterdir()):
-            load_shards(folder, self.optimizer)
 
 
 class HFBackend(Backend):

@@ -70,7 +70,7 @@ class LearnerModel:
             model.requires_grad_(True)
         self._entry = _entry(model, shards, trained=not lora.rank)
         self._reference = None if reference is None else _entry(reference, shards, trained=False)
-        _check_head(self._entry)
+        self._check_head()
         self.packs = _packs(self._entry, slow_attention)
         if shards is not None and not self.packs:
             raise ConfigError(
@@ -108,6 +108,9 @@ class LearnerModel:
         # Without its adapters the model is the initial one.
         with self._peft.disable_adapter():
             return self._score(self._entry, batch, temperature)[0]
+
+    def _check_head(self) -> None:
+        _check_logits(self._entry)
 
     def _score(self, entry: Entry, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
         return batch.by_row(*entry.run(_scores, batch, temperature, self.packs, self.head_plan))
@@ -182,7 +185,7 @@ def hidden_states(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
 
 
 @torch.no_grad()
-def _check_head(entry: Entry) -> None:
+def _check_logits(entry: Entry) -> None:
     """Raises ValueError when the model's logits are more than its head applied to its last hidden states."""
     worst, dtype = entry.run(_head_error)
     if not worst <= (1e-3 if dtype == torch.float32 else 0.2):

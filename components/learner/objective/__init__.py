@@ -18,7 +18,7 @@ from components.learner.objective.base import LossInputs, Objective
 from components.learner.objective.entropy_mask import EntropyMask
 from components.learner.objective.importance import Importance
 from components.learner.objective.kl import KL, kl_estimate
-from components.learner.objective.loss import aggregate, counts, loss_terms, prepare, weights
+from components.learner.objective.loss import aggregate, counts, credited, loss_terms, prepare, weights
 from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.settings import OBJECTIVES, ObjectiveSettings, load_objective, shipped_metrics
 
@@ -34,6 +34,7 @@ __all__ = [
     "ObjectiveSettings",
     "aggregate",
     "counts",
+    "credited",
     "kl_estimate",
     "load_objective",
     "loss_terms",

@@ -23,12 +23,14 @@ from components.learner.objective import entropy_mask, importance
 from components.learner.objective.base import LossInputs
 from components.learner.objective.kl import kl_estimate
 from components.learner.objective.meters import AllSum, Meters
-from components.learner.objective.settings import ObjectiveSettings
+from components.learner.objective.settings import ObjectiveSettings, load_objective
 from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
 
 KL_WEIGHT = "kl_weight"
 """column of the credit: factor on the KL coefficient per token (SCoRe uses a larger one for first attempts)"""
+IMITATION = "imitation"
+"""column of the credit: weight of −log π_θ per token, added to the loss (VAPO's language-model loss of correct rows)"""
 
 
 @torch.no_grad()
@@ -47,8 +49,19 @@ def prepare(
     return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum), all_sum)
 
 
+def credited(inputs: LossInputs, settings: ObjectiveSettings) -> Tensor:
+    """bool [rows]: whether the credit of a row gives it a gradient."""
+    acts = inputs.mask.values
+    if load_objective(settings.use).needs_credit:
+        nonzero = inputs.advantage.values != 0
+        if IMITATION in inputs.columns:
+            nonzero = nonzero | (inputs.columns[IMITATION].values != 0)
+        acts = acts & nonzero
+    return inputs.mask.with_values(acts).sum() > 0
+
+
 def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> Jagged:
-    """Loss per token with every optional term: entropy mask, importance weight, KL penalty, entropy bonus."""
+    """Loss per token with the optional terms: entropy mask, importance weight, KL penalty, imitation, entropy bonus."""
     loss = settings.build().terms(inputs, meters)
     mask = inputs.mask.values
     if entropy_mask.HIGH in inputs.columns:
@@ -66,6 +79,10 @@ def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) 
         meters.mean("kl_reference", penalty, mask)
         weights = inputs.columns.get(KL_WEIGHT)
         loss = loss + settings.kl.coefficient * (penalty if weights is None else weights.values * penalty)
+    if IMITATION in inputs.columns:
+        imitation = inputs.columns[IMITATION].values
+        loss = loss - imitation * inputs.logprobs.values
+        meters.mean("imitated_logprob", inputs.logprobs.values, mask & (imitation > 0))
     if inputs.entropies is not None:
         meters.mean("entropy", inputs.entropies.values, mask)
         if settings.entropy_bonus:

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from pipeline.app.bench.credit_report import cell
-from pipeline.app.bench.curves import NO_DIFFERENCE, Curve, Verdict, default_threshold, paired_test
+from pipeline.app.bench.curves import FEWEST_STEPS, Curve, default_threshold
+from pipeline.app.bench.paired import LEVEL, Paired, holm, paired
 from pipeline.app.bench.statistics import Floats, mean_sd
 from pipeline.app.text import markdown_table
 from pipeline.core.errors import extra
 
 MOST_LINES = 7  # of a large panel
 PER_ROW = 7  # small panels
+NO_DIFFERENCE = "no significant difference"
+NOT_RANKED = "not ranked"
 # Black for the baseline, then blue, orange, green, magenta, violet, teal: no two are near-equal, also in print.
 COLORS = ("#000000", "#0b5cc4", "#b35900", "#008811", "#dd1177", "#aa00ff", "#00a0a0")
 
@@ -31,7 +34,10 @@ class Row:
 
     Attributes:
         accuracy: seed → accuracy at the budget.
-        verdict: against the baseline, None for the baseline.
+        steps: seed → optimiser steps at the budget.
+        against: paired differences from the baseline at the budget, None for the baseline.
+        word: "above", "below" or `NO_DIFFERENCE`, by p-values that are corrected for the number of methods; "baseline",
+            or "not ranked" for a budget that ends before the second optimiser step of a run.
         reached: seed → tokens to the threshold (NaN: not within the budget).
         speed: tokens of the baseline divided by those of this method, means over seeds; NaN unless all seeds reach it.
         seconds: seed → wall time of training up to the budget.
@@ -39,7 +45,9 @@ class Row:
     """
 
     accuracy: dict[int, float]
-    verdict: Verdict | None
+    steps: dict[int, float]
+    against: Paired | None
+    word: str
     reached: dict[int, float]
     speed: float
     seconds: dict[int, float]
@@ -50,44 +58,57 @@ def analyse(curves: Curves, budget: float, threshold: float | None = None) -> tu
     """Rows by method, the baseline first, and the threshold (`default_threshold` of the baseline when None)."""
     baseline = next(iter(curves))
     bar = default_threshold(list(curves[baseline].values()), budget) if threshold is None else threshold
+    against = {
+        name: paired([c.at(budget) - by_seed[s].at(budget) for s, c in curves[name].items() if s in by_seed])
+        for by_seed in [curves[baseline]]
+        for name in curves
+    }
+    others = [name for name in curves if name != baseline]
+    corrected = dict(zip(others, holm([against[n].p for n in others]), strict=True))
     rows: dict[str, Row] = {}
     for name, by_seed in curves.items():
-        accuracy = {s: c.at(budget) for s, c in by_seed.items()}
         reached = {s: c.reaches(bar, budget) for s, c in by_seed.items()}
         base = rows[baseline].reached if name != baseline else reached
         complete = reached and not any(math.isnan(t) for t in [*reached.values(), *base.values()])
+        steps = {s: c.of("steps", budget) for s, c in by_seed.items()}
         rows[name] = Row(
-            accuracy=accuracy,
-            verdict=None if name == baseline else paired_test(accuracy, rows[baseline].accuracy),
+            accuracy={s: c.at(budget) for s, c in by_seed.items()},
+            steps=steps,
+            against=None if name == baseline else against[name],
+            word="baseline" if name == baseline else _word(against[name], corrected[name], steps),
             reached=reached,
             speed=mean_sd(list(base.values()))[0] / mean_sd(list(reached.values()))[0] if complete else math.nan,
-            seconds={s: c.seconds_at(budget) for s, c in by_seed.items()},
+            seconds={s: c.of("seconds", budget) for s, c in by_seed.items()},
             iterations={s: c.iterations for s, c in by_seed.items()},
         )
     return rows, bar
 
 
+def _word(against: Paired, p: float, steps: Mapping[int, float]) -> str:
+    if any(done < FEWEST_STEPS for done in steps.values()):
+        return NOT_RANKED
+    if p > LEVEL:
+        return NO_DIFFERENCE
+    return "above" if against.difference > 0 else "below"
+
+
 def table(rows: Mapping[str, Row], budget: float, threshold: float) -> str:
     """A Markdown table, and sentences that list the methods above and not above the baseline."""
     baseline = next(iter(rows))
-    head = ["method", f"accuracy at {budget / 1e6:.2f}M tokens", f"against {baseline}", "verdict"]
+    head = ["method", f"accuracy at {budget / 1e6:.2f}M tokens", "steps", f"against {baseline}", "verdict"]
     head += [f"tokens to {threshold:.2f}", "reached", f"{baseline} tokens / its tokens", "seconds", "seeds"]
     return "\n".join([markdown_table(head, [_cells(name, row) for name, row in rows.items()]), "", *sentences(rows)])
 
 
 def _cells(name: str, row: Row) -> list[str]:
-    verdict = row.verdict
     tokens = [t for t in row.reached.values() if not math.isnan(t)]
     mean, sd = mean_sd(tokens)
-    against = "-"
-    if verdict is not None:
-        against = f"{verdict.difference:+.3f}"
-        against += "" if math.isnan(verdict.error) else f" (s.e. {verdict.error:.3f})"
     return [
         name,
         cell(mean_sd(list(row.accuracy.values())), 3),
-        against,
-        "baseline" if verdict is None else verdict.word,
+        cell((mean_sd(list(row.steps.values()))[0], math.nan), 0),
+        "-" if row.against is None else row.against.text(),
+        row.word,
         cell((mean / 1000, sd / 1000), 0) + ("k" if tokens else ""),
         f"{len(tokens)}/{len(row.reached)}",
         cell((row.speed, math.nan), 2),
@@ -97,17 +118,19 @@ def _cells(name: str, row: Row) -> list[str]:
 
 
 def sentences(rows: Mapping[str, Row]) -> list[str]:
-    """Which methods end above, below, or without a significant difference from the baseline."""
+    """Which methods end above, below, or without a significant difference from the baseline, or are not ranked."""
     baseline = next(iter(rows))
     texts = {
         "above": f"Above {baseline} at equal sampled tokens",
         NO_DIFFERENCE: f"No significant difference from {baseline} with these seeds, so not shown to beat it",
         "below": f"Below {baseline}",
+        NOT_RANKED: "Not ranked, since the budget ends before the second optimiser step of a run",
     }
     lines = []
     for word, text in texts.items():
-        names = [n for n, r in rows.items() if r.verdict is not None and r.verdict.word == word]
-        lines.append(f"{text}: {', '.join(names) or 'none'}.")
+        names = [n for n, r in rows.items() if r.word == word]
+        if names or word != NOT_RANKED:
+            lines.append(f"{text}: {', '.join(names) or 'none'}.")
     return lines
 
 
@@ -116,7 +139,7 @@ def as_json(rows: Mapping[str, Row], curves: Curves) -> dict[str, Any]:
     return {
         name: {
             **vars(row),
-            "verdict": None if row.verdict is None else vars(row.verdict),
+            "against": None if row.against is None else vars(row.against),
             "curves": {
                 seed: {"tokens": c.tokens.tolist(), "seconds": c.seconds.tolist(), "accuracy": c.accuracy.tolist()}
                 for seed, c in curves[name].items()

@@ -1,51 +1,60 @@
-"""Learning curves read from metrics.jsonl, and the test of two methods on a few seeds."""
+"""Learning curves read from metrics.jsonl: held-out accuracy over what training took."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from pipeline.app.bench.statistics import Floats, mean_sd
-from pipeline.app.progress import ACCURACY, SAMPLED_TOKENS
+from pipeline.app.progress import ACCURACY, SAMPLED_TOKENS, STEPS, TRAINED_TOKENS
 
 EVALUATOR = ACCURACY.rpartition("/")[0]  # node whose seconds and tokens are not training
-NO_DIFFERENCE = "no significant difference"
-# One-sided 95 % quantile of Student's t by degrees of freedom; beyond the list the normal one.
-T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
+EVALUATION_TOKENS = f"{EVALUATOR}/sampled_tokens"
+FEWEST_STEPS = 2  # a run that took fewer has shown nothing of its method
+Axis = Literal["tokens", "steps", "trained"]
+"""Along which methods are equal: sampled tokens, optimiser steps, or tokens in the loss."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run over the tokens and seconds of training before each evaluation.
+    """Held-out accuracy of one run over what training took before each evaluation; all [points], rising, from 0.
 
     Attributes:
-        tokens: sampled tokens, evaluation not counted; rising, from 0.
+        tokens: tokens sampled for training, whichever node asked for them; evaluation not counted.
+        steps: optimiser steps.
+        trained: tokens in the loss.
         seconds: wall time, evaluation not counted.
-        accuracy: [points].
+        accuracy: held-out accuracy.
         iterations: iterations done.
-        total_tokens: sampled tokens of all iterations done.
+        total_tokens, total_steps: of all iterations done.
     """
 
     tokens: Floats
+    steps: Floats
+    trained: Floats
     seconds: Floats
     accuracy: Floats
     iterations: int
     total_tokens: float
+    total_steps: float
 
-    def at(self, tokens: float) -> float:
-        """Accuracy after so many sampled tokens, interpolated; NaN beyond the last evaluation."""
-        if not len(self.tokens) or tokens > self.tokens[-1]:
+    def end(self, axis: Axis = "tokens") -> float:
+        """Where the last evaluation is; NaN without any."""
+        return float(getattr(self, axis)[-1]) if len(self.accuracy) else math.nan
+
+    def at(self, amount: float, axis: Axis = "tokens") -> float:
+        """Accuracy after so much of an axis, interpolated; NaN beyond the last evaluation."""
+        return self.of("accuracy", amount, axis)
+
+    def of(self, name: str, amount: float, axis: Axis = "tokens") -> float:
+        """An attribute [points] after so much of an axis, interpolated; NaN beyond the last evaluation."""
+        if not amount <= self.end(axis):
             return math.nan
-        return float(np.interp(tokens, self.tokens, self.accuracy))
-
-    def seconds_at(self, tokens: float) -> float:
-        """Wall time of training up to so many sampled tokens, interpolated; NaN without any evaluation."""
-        return float(np.interp(tokens, self.tokens, self.seconds)) if len(self.tokens) else math.nan
+        return float(np.interp(amount, getattr(self, axis), getattr(self, name)))
 
     def reaches(self, threshold: float, budget: float) -> float:
         """Sampled tokens at which accuracy first reaches `threshold`, interpolated; NaN when not within `budget`."""
@@ -60,87 +69,54 @@ class Curve:
         return crossing if crossing <= budget else math.nan
 
 
-def training_tokens(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Tokens sampled for training in each iteration.
-
-    The engine counts every token, including those of evaluation. So in iterations with an evaluation the nodes' counts
-    ("node/sampled_tokens") are used, scaled by the ratio of engine to nodes in the other iterations (1 when every node
-    reports).
-    """
-    left_out = (SAMPLED_TOKENS, f"{EVALUATOR}/sampled_tokens")
-    own = [sum(v for k, v in row.items() if k.endswith("/sampled_tokens") and k not in left_out) for row in rows]
-    engine = [math.nan if ACCURACY in row else row.get(SAMPLED_TOKENS, math.nan) for row in rows]
-    ratios = [e / o for e, o in zip(engine, own, strict=True) if o > 0 and not math.isnan(e)]
-    scale = median(ratios) if ratios else 1.0
-    return [o * scale if math.isnan(e) else e for e, o in zip(engine, own, strict=True)]
-
-
 def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
     """The curve of a run.
 
-    An evaluation belongs to the weights at the start of its iteration, the final pass to the last weights.
+    An evaluation belongs to the weights at the start of its iteration, the final pass to the last weights. The engine
+    counts every token that it samples, for whichever node; those of the evaluation are taken off.
     """
-    iterations = [row for row in rows if "seconds/iteration" in row]
-    number = [row["iteration"] for row in iterations]
-    tokens = dict(zip(number, training_tokens(iterations), strict=True))
-    seconds = {r["iteration"]: r["seconds/iteration"] - r.get(f"seconds/{EVALUATOR}", 0.0) for r in iterations}
-    points = []
-    for row in rows:
-        accuracy = row.get(ACCURACY, math.nan)
-        if not math.isnan(accuracy):
-            before = [i for i in number if i < row["iteration"]]
-            points.append((sum(tokens[i] for i in before), sum(seconds[i] for i in before), accuracy))
-    columns = np.array(points, dtype=np.float64).reshape(-1, 3)
+    done = [row for row in rows if "seconds/iteration" in row]
+    spent = np.array(
+        [
+            (
+                row.get(SAMPLED_TOKENS, 0.0) - row.get(EVALUATION_TOKENS, 0.0),
+                row.get(STEPS, 0.0),
+                row.get(TRAINED_TOKENS, 0.0),
+                row["seconds/iteration"] - row.get(f"seconds/{EVALUATOR}", 0.0),
+            )
+            for row in done
+        ],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    points = [row for row in rows if not math.isnan(row.get(ACCURACY, math.nan))]
+    before = [np.array([r["iteration"] < row["iteration"] for r in done], dtype=bool) for row in points]
+    at = np.array([spent[earlier].sum(0) for earlier in before], dtype=np.float64).reshape(-1, 4)
     return Curve(
-        tokens=columns[:, 0],
-        seconds=columns[:, 1],
-        accuracy=columns[:, 2],
-        iterations=len(iterations),
-        total_tokens=float(sum(tokens.values())),
+        tokens=at[:, 0],
+        steps=at[:, 1],
+        trained=at[:, 2],
+        seconds=at[:, 3],
+        accuracy=np.array([row[ACCURACY] for row in points], dtype=np.float64),
+        iterations=len(done),
+        total_tokens=float(spent[:, 0].sum()),
+        total_steps=float(spent[:, 1].sum()),
     )
 
 
-def next_iterations(curve: Curve, budget: float) -> int:
-    """Iterations that a run needs so that its tokens pass `budget`; the present number when they already do.
+def next_iterations(curve: Curve, budget: float, steps: float = 0) -> int:
+    """Iterations that a run needs so that its tokens pass `budget`, and its optimiser steps `steps`.
 
-    From the mean tokens per iteration so far, 5 % more and at least one more.
+    From the means per iteration so far, 5 % more and at least one more; the present number when it has both.
     """
-    if curve.total_tokens >= budget:
-        return curve.iterations
-    if not curve.total_tokens:
-        raise ValueError(f"the run sampled no token in {curve.iterations} iterations; expected a method that samples.")
-    # Tokens per iteration fall or rise while the policy learns, so 5 % are added.
-    missing = (budget - curve.total_tokens) / (curve.total_tokens / curve.iterations)
-    return curve.iterations + max(1, math.ceil(1.05 * missing))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A method against the baseline at the budget, by seed.
-
-    Attributes:
-        difference: mean of paired differences in accuracy.
-        error: its standard error, NaN for fewer than two seeds.
-        word: "above", "below" or `NO_DIFFERENCE` (one-sided t test at 5 % each way).
-    """
-
-    difference: float
-    error: float
-    word: str
-
-
-def paired_test(method: dict[int, float], baseline: dict[int, float]) -> Verdict:
-    """Compares accuracies paired by seed; NaN entries and seeds that only one of them has are left out."""
-    seeds = [s for s in method if s in baseline and not math.isnan(method[s]) and not math.isnan(baseline[s])]
-    differences = [method[s] - baseline[s] for s in seeds]
-    mean, spread = mean_sd(differences)
-    if len(differences) < 2:
-        return Verdict(mean, math.nan, NO_DIFFERENCE)
-    error = spread / math.sqrt(len(differences))
-    bar = T_95[len(differences) - 2] if len(differences) - 2 < len(T_95) else 1.645
-    if abs(mean) <= bar * error:
-        return Verdict(mean, error, NO_DIFFERENCE)
-    return Verdict(mean, error, "above" if mean > 0 else "below")
+    more = 0
+    for name, wanted, spent in (("token", budget, curve.total_tokens), ("optimiser step", steps, curve.total_steps)):
+        if spent >= wanted:
+            continue
+        if not spent:
+            raise ValueError(f"the run took no {name} in {curve.iterations} iterations; expected a method that does.")
+        # What an iteration takes falls or rises while the policy learns, so 5 % are added.
+        more = max(more, math.ceil(1.05 * (wanted - spent) / (spent / curve.iterations)), 1)
+    return curve.iterations + more
 
 
 def default_threshold(baseline: Sequence[Curve], budget: float) -> float:

@@ -6,10 +6,7 @@ Finished runs are kept, so a second start trains only what is missing.
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +25,7 @@ class Plan:
 
     Attributes:
         budget: sampled tokens per run, evaluation not counted.
+        steps: optimiser steps that each run takes at least.
         folder: holds the run directories and logs.
         pilot: iterations of the first round of a method's first run, from which the rest is planned.
         overrides: settings for every run, as on the command line.
@@ -36,6 +34,7 @@ class Plan:
 
     budget: float
     folder: Path
+    steps: int = 0
     pilot: int = 6
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[str, ...] = ()
@@ -49,16 +48,27 @@ class Plan:
         """The run's curve so far."""
         return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
 
+    def curves_of(self, pattern: str) -> list[Curve]:
+        """The curves so far of the runs whose names fit a pattern such as "grpo-*-s0"."""
+        return [read_curve(read_metrics(file)) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
+
     def first_round(self, method: Method, seeds: Sequence[int]) -> int:
         """Iterations of a new run's first round, from the tokens per iteration of other seeds; `pilot` without any."""
         others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
         if not others:
             return self.pilot
-        per_iteration = sum(c.total_tokens for c in others) / sum(c.iterations for c in others)
-        return max(1, math.ceil(1.05 * self.budget / per_iteration))  # 5 % more, so that one round is enough
+        iterations = sum(c.iterations for c in others)
+        wanted = [(self.budget, sum(c.total_tokens for c in others))]
+        wanted += [(self.steps, taken)] if (taken := sum(c.total_steps for c in others)) else []
+        # 5 % more, so that one round is enough
+        return max(1, *(math.ceil(1.05 * amount * iterations / total) for amount, total in wanted))
+
+    def is_finished(self, curve: Curve) -> bool:
+        """Whether the curve covers the budget and the steps."""
+        return curve.end("tokens") >= self.budget and curve.end("steps") >= self.steps
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
-        """The command line that trains, or continues, to so many iterations."""
+        """The arguments of `creditgraph` that train, or continue, to so many iterations."""
         own = [
             f"run.seed={seed}",
             f"run.root={self.folder}",
@@ -66,12 +76,7 @@ class Plan:
             f"run.iterations={iterations}",
         ]
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
-        return [sys.executable, "-m", "creditgraph", "train", *method.overridden(*self.overrides, *own), *dirs]
-
-
-def is_finished(curve: Curve, budget: float) -> bool:
-    """Whether the curve covers the budget."""
-    return len(curve.tokens) > 0 and bool(curve.tokens[-1] >= budget)
+        return ["train", *method.overridden(*self.overrides, *own), *dirs]
 
 
 def train_one(
@@ -86,16 +91,20 @@ def train_one(
 
     Args:
         plan, method, seed: plan, method and random seed of the run.
-        launch: runs a command line with its output in a file and returns the exit code.
+        launch: runs `creditgraph` with arguments, its output in a file, and returns the exit code.
         say: receives progress as sentences.
         seeds: random seeds of the comparison; finished runs determine how many iterations this one needs.
     """
     log = plan.folder / "logs" / f"{plan.name(method, seed)}.log"
     for _ in range(MAX_ROUNDS):
         curve = plan.curve(method, seed)
-        if is_finished(curve, plan.budget):
+        if plan.is_finished(curve):
             return ""
-        iterations = next_iterations(curve, plan.budget) if curve.iterations else plan.first_round(method, seeds)
+        try:
+            more = next_iterations(curve, plan.budget, plan.steps) if curve.iterations else 0
+        except ValueError as error:
+            return str(error)
+        iterations = more or plan.first_round(method, seeds)
         say(
             f"{plan.name(method, seed)}: {curve.iterations} → {iterations} iterations ({curve.total_tokens:.0f} of "
             f"{plan.budget:.0f} tokens)"
@@ -103,23 +112,28 @@ def train_one(
         code = launch(plan.command(method, seed, iterations), log)
         if code:
             return f"exit code {code}, see {log}"
-    if is_finished(plan.curve(method, seed), plan.budget):
+    if plan.is_finished(plan.curve(method, seed)):
         return ""
     return f"still below the budget after {MAX_ROUNDS} rounds, see {log}; start again to continue"
 
 
 def train_all(
-    plan: Plan, methods: Sequence[Method], seeds: Sequence[int], jobs: int, say: Callable[[str], None]
+    plan: Plan,
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    jobs: int,
+    launch: Callable[[list[str], Path], int],
+    say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Trains every method with every seed; returns the runs that failed: name → what went wrong.
+    """Trains every method with every seed, `jobs` at a time; returns the runs that failed: name → what went wrong.
 
-    `jobs` processes run at a time with one torch thread each, seed by seed, so that methods keep pace.
+    Seed by seed, so that methods keep pace; `launch` and `say` as in `train_one`.
     """
     (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = {
-            plan.name(method, seed): pool.submit(train_one, plan, method, seed, _launch, say, seeds)
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
             for seed in seeds
             for method in methods
         }
@@ -134,12 +148,3 @@ def train_all(
             pool.shutdown(cancel_futures=True)
             raise
     return failed
-
-
-def _launch(command: list[str], log: Path) -> int:
-    """Runs a command with its output in a file; returns the exit code."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-    with log.open("ab") as file:
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
-        ).returncode

@@ -10,6 +10,7 @@ from typing import Any
 from components.data.card import LoadedData
 from components.data.loading import load_data
 from components.data.sources import parse_source
+from components.tasks import TASKS
 from components.text.code_tests import read_tests
 from components.verifier.base import Item, VerifierComponent
 from pipeline.app.data.master_keys import Search, search_master_keys
@@ -73,9 +74,10 @@ def check_entry(
     source = parse_source(entry, place)
     if max_rows:
         entry = {**entry, "skip": 0}  # of the first rows alone, it may leave none
-    context = Context(node="check", model=ModelSpec(path=model or "tiny"))
-    # The tokenizer of the embedded task's model is always available.
-    if model is None and source.source != "chains":
+    # The tokenizer of a task family's model is always available.
+    own = TASKS[source.source].model if source.source in TASKS else "tiny"
+    context = Context(node="check", model=ModelSpec(path=model or own))
+    if model is None and source.source not in TASKS:
         tokenizer = WordTokenizer()
         shown_as = "plain" if source.template == "chat" else ""
         if shown_as:

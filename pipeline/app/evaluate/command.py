@@ -153,7 +153,7 @@ class Evaluation:
         settings = self.suite.contamination
         questions = (str(row.metadata["question"]) for row in rows)
         overlaps, num_rows = find_overlaps({p.name: p.questions for p in sets}, questions, settings)
-        source = str(train.get("path") or train.get("name") or train.get("source") or "chains")
+        source = str(train.get("path") or train.get("name") or train.get("source"))
         return {p.name: report_of(overlaps[p.name], p.ids, source, num_rows, settings) for p in sets}
 
 

@@ -61,7 +61,7 @@ def file_labels(file: Path, failures: Sequence[Failure]) -> Labels:
         DataError: the file cannot be read, lacks a column, labels a failure twice, or labels none of this run.
     """
     known: dict[int, int | None] = {}
-    for number, row in enumerate(_rows(file), 1):
+    for number, row in enumerate(read_rows(file, "a failure"), 1):
         if "uid" not in row or "first_error" not in row:
             raise DataError(
                 f"{file}, row {number}: has {', '.join(row) or 'nothing'}, expected uid and first_error (from 1; null "
@@ -90,9 +90,10 @@ def file_labels(file: Path, failures: Sequence[Failure]) -> Labels:
     return labels
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path, row: str) -> list[dict[str, Any]]:
+    """The rows of a JSONL or Parquet file, of which each is `row`; raises DataError if it cannot be read whole."""
     if not file.is_file():
-        raise DataError(f"{file}: no such file; expected JSONL or Parquet with the columns uid and first_error.")
+        raise DataError(f"{file}: no such file; expected JSONL or Parquet, {row} per row.")
     if file.suffix == ".parquet":
         try:
             rows: list[dict[str, Any]] = read_table(file).to_pylist()
@@ -102,7 +103,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     rows = read_lines(file)
     lines = sum(bool(line.strip()) for line in file.read_text(encoding="utf-8", errors="replace").splitlines())
     if len(rows) < lines:
-        raise DataError(f"{file}: {lines - len(rows)} of {lines} lines are no JSON object; expected one per failure.")
+        raise DataError(f"{file}: {lines - len(rows)} of {lines} lines are no JSON object; expected {row} per line.")
     return rows
 
 

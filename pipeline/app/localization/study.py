@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from components.text.chains import bare_step
+from components.tasks.base import bare_step
 from pipeline.app.localization.records import Failure
 
 Z95 = 1.959963984540054  # 97.5 % point of the normal distribution

@@ -102,4 +102,10 @@ _ROW_TYPES = {
     "step_source": np.uint32,
     "answer": np.uint32,
     "mean_credit": np.float32,
+    "episode": np.int32,
+    "turn": np.int32,
+    "turn_reward": np.float32,
+    "turn_done": np.uint8,
+    "turn_state": np.uint32,
+    "turn_fault": np.uint32,
 }

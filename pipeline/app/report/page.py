@@ -69,7 +69,16 @@ def report_html(runs: Sequence[RunSource], title: str = "") -> str:
     sections += [("data", "Data"), ("configuration", "Configuration")]
     return render(
         "report.jinja",
-        scripts=("core.js", "charts.js", "timeline.js", "graph.js", "answers.js", "rollouts.js", "start.js"),
+        scripts=(
+            "core.js",
+            "charts.js",
+            "timeline.js",
+            "graph.js",
+            "answers.js",
+            "turns.js",
+            "rollouts.js",
+            "start.js",
+        ),
         blobs=blobs,
         title=title or (f"Run {runs[0].name}" if len(runs) == 1 else count),
         subtitle=f"{count}, {len(rollouts):,} rollouts, {rollouts.total:,} response tokens",

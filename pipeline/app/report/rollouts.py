@@ -18,6 +18,7 @@ from torch import Tensor
 from components.models.load import resolve_model_path
 from pipeline.app.report.reasons import reasons
 from pipeline.app.report.source import RunSource, spread
+from pipeline.app.report.turns import add_turn
 from pipeline.app.text import cut
 from pipeline.core.errors import CreditgraphError, DataError
 from pipeline.core.jagged import Jagged
@@ -31,6 +32,7 @@ from pipeline.core.payloads import (
     StepErrors,
     TokenLogprobs,
     Trajectories,
+    Turns,
 )
 from pipeline.run.recording import read_table
 
@@ -181,6 +183,7 @@ class _Collector:
         known: dict[int, int] = {}
         rewards, credit, errors = (self._rows(kind, iteration) for kind in (Rewards, Credit, StepErrors))
         prompts = self._rows(Prompts, iteration)
+        turns = self._rows(Turns, iteration)
         values = self._values(iteration)
         scores = self._logprobs(iteration, credit)
         whys = reasons(self.run, iteration)
@@ -200,6 +203,7 @@ class _Collector:
                 pending.append((len(self.out), table["parent"][i]))
                 self._row(name.partition(".")[0], iteration, table, i)
                 self._outcome(uid, table["prompt_uid"][i], rewards, errors, prompts)
+                add_turn(self.out, turns, uid, known)
                 self.out.rows["why"].append(self.out.texts.add(whys.get(uid, "")))
                 self._tokens(table, pieces[i], i, credit, values, scores)
         for row, parent in pending:

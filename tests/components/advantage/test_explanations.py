@@ -9,10 +9,10 @@ from components.advantage.additive import AdditiveAdvantage
 from components.advantage.counterfactual import Counterfactual
 from components.advantage.critique import CritiqueAdvantage
 from components.advantage.explanations import INVALID, decimal
+from components.advantage.gae import GAE
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute
 from components.advantage.retry import RetryAdvantage
-from components.advantage.td import TDAdvantage
 from components.advantage.tree_paths import TreePaths
 from components.advantage.tree_siblings import TreeSiblings
 from pipeline.core.component import Component
@@ -94,9 +94,10 @@ def segment_case(toolbox):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (TDAdvantage, {}),
-        (TDAdvantage, {"lam": 0.5}),
-        (TDAdvantage, {"whiten": True}),
+        (GAE, {"lam": 0.0}),
+        (GAE, {"lam": 0.5}),
+        (GAE, {"gamma": 0.9, "length_adaptive": 0.6}),
+        (GAE, {"whiten": True}),
         (AdditiveAdvantage, {}),
         (Redistribute, {}),
         (Redistribute, {"head": "softmax"}),
@@ -104,7 +105,7 @@ def segment_case(toolbox):
 )
 def test_segments_state_the_credit_of_their_tokens(toolbox, kind, settings):
     case = segment_case(toolbox)
-    if kind is not TDAdvantage:
+    if kind is not GAE:
         group = {"trajectories": case["trajectories"], "rewards": case["rewards"]}
         case["credit"] = toolbox.start(GroupAdvantage, normalize="mean").run(**group).credit
     component = toolbox.start(kind, **settings)
@@ -120,7 +121,7 @@ def test_segments_state_the_credit_of_their_tokens(toolbox, kind, settings):
 def test_td_by_hand(toolbox):
     # Values .25, .5, then the reward 1: gains .25 and .5.
     case = segment_case(toolbox)
-    component = toolbox.start(TDAdvantage)
+    component = toolbox.start(GAE, lam=0.0)
     text = explained(component, component.run(**case), **case)[0]
     assert text.splitlines()[1:] == ["segment 1: .5 − .25 = +.25", "segment 2: 1 − .5 = +.5"]
 

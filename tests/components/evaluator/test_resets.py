@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.evaluator.resets import Resets, reset_metrics
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.errors import AlignmentError
 from pipeline.core.payloads import StepErrors, Trajectories
 

@@ -7,7 +7,7 @@ from components.localizer.oracle import OracleLocalizer
 from components.localizer.self_localizer import SelfLocalizer, parse_step
 from components.localizer.uniform import UniformLocalizer
 from components.rollouts.thoughts import num_thoughts, thought_texts
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 
@@ -109,11 +109,27 @@ def test_oracle_finds_the_first_wrong_thought(toolbox):
     assert errors.source == ["oracle"] * 4
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_oracle_verdicts_that_are_wrong_are_uniform(toolbox, share):
+    # Its first thought is wrong, so that a wrong verdict is step 2 or 3, each as often; a lone thought has none.
+    prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
+    failures = toolbox.trajectories([THREE] * 2000 + ["a</thought>"])
+    policy = toolbox.policy(lambda c, n: "")
+    node = toolbox.start(OracleLocalizer, right_share=share)
+    errors = node.run(prompts=prompts, failures=failures, policy=policy).errors
+    shares = torch.bincount(errors.step[:-1], minlength=4)[1:] / 2000
+    assert shares.tolist() == pytest.approx([share, (1 - share) / 2, (1 - share) / 2], abs=0.05)
+    assert errors.source.count("wrong") == int((errors.step[:-1] != 1).sum())
+    assert (errors.step[-1].item(), errors.source[-1]) == (1, "oracle")
+    with pytest.raises(ValueError, match="expected 0 ≤ right_share ≤ 1"):
+        OracleLocalizer.Config(right_share=1.5)
+
+
 def test_oracle_refuses_tasks_it_does_not_know(toolbox):
     prompts = toolbox.prompts(["p"], metadata=[{"task": "olympiads", "template": "thought"}])
     with pytest.raises(
         DataError,
-        match=r"localizer\.oracle expected problems of task 'chains', .* got olympiads\. Use localizer\.self",
+        match=r"localizer\.oracle expected problems of a task family \(chains.* got olympiads\. Use localizer\.self",
     ):
         toolbox.start(OracleLocalizer).run(prompts=prompts, failures=toolbox.trajectories([THREE]))
 

@@ -14,7 +14,7 @@ from components.models.load import (
     load_tokenizer,
     resolve_model_path,
 )
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError
 from pipeline.run.compose.experiment import build_experiment, compose

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from components.models.load import load_causal_lm, load_tokenizer
-from components.text import chains, templates
+from components.tasks import chains
+from components.tasks.base import THOUGHT_END, split_thoughts
+from components.text import templates
 from pipeline.core.component import ModelSpec
 
 TOOL = Path(__file__).parents[3] / "tools" / "make_tiny_model"
@@ -63,7 +65,7 @@ def test_solving_examples_err_at_misconceived_steps_only(teacher):
     wrong = 0
     for problem in PROBLEMS:
         _, response = teacher.solve(problem)
-        error = chains.first_error(problem, chains.split_thoughts(response))
+        error = chains.first_error(problem, split_thoughts(response))
         if error:
             wrong += 1
             assert chains.true_facts(problem)[error - 1] in hard
@@ -75,12 +77,12 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
     for problem in PROBLEMS:
         prompt, response = teacher.localize(problem)
         steps = [
-            f"s{line.strip()} {chains.THOUGHT_END}"
+            f"s{line.strip()} {THOUGHT_END}"
             for line in prompt.split("</problem> c")[1].removesuffix(" </steps>").split(" c")
         ]
         *_, last = steps
         value = last.split()[4]
-        steps[-1] = f"{last.removesuffix(chains.THOUGHT_END)}\\boxed{{ {value} }} {chains.THOUGHT_END}"
+        steps[-1] = f"{last.removesuffix(THOUGHT_END)}\\boxed{{ {value} }} {THOUGHT_END}"
         error = chains.first_error(problem, steps)
         named = int(templates.extract_answer(response))
         exact, clean, chance = exact + (named == error), clean + (named <= error), chance + 1 / len(steps)
@@ -89,7 +91,7 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
 
 
 def test_revising_examples_differ_from_the_reference(teacher):
-    right = [chains.first_error(p, chains.split_thoughts(teacher.revise(p)[1])) == 0 for p in PROBLEMS]
+    right = [chains.first_error(p, split_thoughts(teacher.revise(p)[1])) == 0 for p in PROBLEMS]
     assert 0.2 < sum(right) / len(right) < 0.9
 
 

@@ -7,7 +7,7 @@ import torch
 
 from components.data.loading import load_data, make_prompts
 from components.prompts.dataset import DatasetPrompts
-from components.text import chains
+from components.tasks import chains
 from pipeline.core.component import Context, ModelSpec, Ranks
 from pipeline.core.errors import ConfigError, DataError, RunError
 
@@ -270,10 +270,11 @@ def test_folder_with_splits(tmp_path):
 
 def test_wrong_settings_come_together():
     with pytest.raises(ConfigError) as error:
-        started({"source": "fil", "sizes": 3, "difficulty": {"stepz": [1, 2]}})
+        started({"source": "chains", "sizes": 3, "difficulty": {"stepz": [1, 2]}})
     assert "data.train.sizes: unknown setting. Did you mean 'size'?" in str(error.value)
     assert "data.train.difficulty.stepz: unknown setting. Did you mean 'steps'?" in str(error.value)
-    assert "data.train.source" in str(error.value)
+    with pytest.raises(ConfigError, match=r"data\.train\.source: expected file or hub or chains.*, got 'fil'"):
+        started({"source": "fil"})
     with pytest.raises(ConfigError, match="source 'file' has no path"):
         started({"source": "file"})
     with pytest.raises(

@@ -3,7 +3,8 @@
 import pytest
 
 from components.models.load import load_tokenizer
-from components.text import chains, templates
+from components.tasks import TASKS, chains
+from components.text import templates
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError
 
@@ -51,7 +52,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
         problem = chains.generate(0, index, chains.Difficulty(steps=(1, 12), hard_facts=None))
         steps, question = chains.solution(problem), problem["question"]
         for text in (
-            chains.solve_prompt(question),
+            TASKS["chains"].solve_prompt(question),
             templates.localize_prompt(problem, question, steps, tokenizer),
             templates.revise_prompt(problem, question, steps, steps, tokenizer, "thought"),
             f" {' '.join(steps)}",
@@ -59,7 +60,7 @@ def test_chains_prompts_are_in_the_model_vocabulary():
             ids = tokenizer(text)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert tokenizer.decode(ids) == text
-        assert templates.solve_prompt("chains", question, tokenizer) == chains.solve_prompt(question)
+        assert templates.solve_prompt("chains", question, tokenizer) == TASKS["chains"].solve_prompt(question)
 
 
 def test_thought_prompt_is_raw_text_with_the_instructions():
@@ -123,3 +124,13 @@ def test_plain_and_chat():
 )
 def test_extract_answer(text, answer):
     assert templates.extract_answer(text) == answer
+
+
+def test_a_conversation_is_what_the_chat_template_writes():
+    tokenizer = load_tokenizer(ModelSpec())
+    written = "{% for m in messages %}<solve> {{ m.content }} <eos>{% endfor %}"
+    tokenizer.chat_template = written + "{% if add_generation_prompt %}<revise>{% endif %}"
+    assert templates.first_turn("chat", "7 + 2", tokenizer) == "<solve> 7 + 2 <eos><revise>"
+    # The end of the assistant's turn, the user's, and the head of the next one.
+    assert templates.later_turn("chat", "ok", tokenizer) == " <eos><solve> ok <eos><revise>"
+    assert templates.later_turn("thought", "ok", tokenizer) == "ok"

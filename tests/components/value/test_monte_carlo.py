@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from components.advantage.td import TDAdvantage
+from components.advantage.gae import GAE
 from components.value.boundaries import values_from_gains
 from components.value.monte_carlo import MonteCarlo, continuation_seeds
 from pipeline.core.handles import ThoughtLimits
@@ -60,7 +60,7 @@ def test_credits_telescope(toolbox):
     )
     values = node.run(**inputs).values
     kept = {k: inputs[k] for k in ("trajectories", "segments", "rewards")}
-    credit = toolbox.start(TDAdvantage).run(**kept, values=values).credit
+    credit = toolbox.start(GAE, lam=0.0).run(**kept, values=values).credit
     for i, ends in enumerate(inputs["segments"].ends.to_lists()):
         per_segment = [credit.advantage.row(i)[end - 1].item() for end in ends]
         start = values.values.row(i)[0].item()

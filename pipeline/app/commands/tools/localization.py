@@ -28,10 +28,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  creditgraph localization runs/toy_srpo-s0                 # the embedded task knows its true first errors\n"
         "  creditgraph localization RUN --judge http://127.0.0.1:8000/v1 --judge-model Qwen/Qwen3-32B\n"
-        "  creditgraph localization RUN --labels labels.jsonl        # lines with uid and first_error\n\n"
+        "  creditgraph localization RUN --labels labels.jsonl        # lines with uid and first_error\n"
+        "  creditgraph localization TRACES.jsonl --judge URL --judge-model NAME   # lines as BIG-Bench-Mistake's\n\n"
         "A key for the judge's server goes into the environment variable OPENAI_API_KEY."
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory; train with run.record.every=1")
+    parser.add_argument(
+        "run",
+        metavar="RUN|FILE",
+        type=Path,
+        help="run directory (train with run.record.every=1), or labelled traces in BIG-Bench-Mistake's format",
+    )
     truth = parser.add_mutually_exclusive_group()
     truth.add_argument("--judge", metavar="URL", help="base URL of an OpenAI-compatible server that names the errors")
     truth.add_argument("--labels", metavar="FILE", type=Path, help="JSONL or Parquet with uid and first_error")
@@ -51,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the results, writes the files."""
     _check(options)
+    if options.run.suffix == ".jsonl":
+        return _traces(options)
     from pipeline.app.localization.gradient_signal import gradient_signal
     from pipeline.app.localization.records import read_failures
     from pipeline.app.localization.show import Result, draw, numbers, tables
@@ -93,6 +101,32 @@ def main(options: argparse.Namespace) -> int:
         _write(folder / "failures.jsonl", failures, labels.step)
     if not options.json:
         print(f"\nwrote {folder}/localization.{options.format}" + (" and failures.jsonl" if labels else ""))
+    return 0
+
+
+def _traces(options: argparse.Namespace) -> int:
+    """Prints how a judge, or a file of labels, agrees with labelled traces."""
+    from pipeline.app.localization.traces import agreement, agreement_table, read_traces
+    from pipeline.app.report.source import spread
+    from pipeline.app.text import visible
+    from pipeline.run.metrics import plain
+
+    if not options.judge and not options.labels:
+        raise ConfigError(
+            f"{options.run}: expected --judge URL --judge-model NAME, or --labels FILE whose uid is the line's number, "
+            "to compare with its labels."
+        )
+    failures, sound = read_traces(options.run)
+    failures = spread(failures, options.limit) if options.limit and failures else failures
+    labels = _labels(options, failures, options.output or options.run.with_suffix(""))
+    if options.json:
+        result = {name: s if isinstance(s, float) else s.numbers() for name, s in agreement(failures, labels).items()}
+        counts = {"traces": len(failures), "without_mistake": sound, "unlabelled": dict(labels.unlabelled)}
+        print(json.dumps(plain({"truth": labels.name, **counts, **result, "notes": labels.notes}), indent=1))
+        return 0
+    for note in labels.notes:
+        print(f"note: {visible(note)}")
+    print(agreement_table(options.run.name, failures, sound, labels))
     return 0
 
 

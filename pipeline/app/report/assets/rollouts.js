@@ -73,7 +73,7 @@
       const i = rows[place];
       const where = ` · ${length(i)} tokens · iteration ${c.iteration[i]} · ${visible(data.texts[c.node[i]])}${runs.length > 1 ? ` · ${visible(runs[c.run[i]])}` : ""}`;
       const item = el("div", { class: "item", role: "option", id: `r${i}`, "aria-selected": String(i === current), "aria-setsize": rows.length, "aria-posinset": place + 1 },
-        el("div", {}, el("span", { class: c.correct[i] === 1 ? "ok" : "bad" }, `${c.correct[i] === 1 ? "✓" : "✗"} ${number(c.reward[i])}`), ` · credit ${signed(c.mean_credit[i], 2)}${where}`),
+        el("div", {}, el("span", { class: c.correct[i] === 1 ? "ok" : "bad" }, `${c.correct[i] === 1 ? "✓" : "✗"} ${number(c.reward[i])}`), ` · credit ${signed(c.mean_credit[i], 2)}${c.episode[i] >= 0 ? ` · turn ${c.turn[i] + 1}` : ""}${where}`),
         el("div", { class: "sub" }, visible(texts[i].slice(0, 90)).replaceAll("\n", " ")));
       item.style.top = `${place * HEIGHT}px`;
       item.addEventListener("click", () => choose(i, true, true));
@@ -265,6 +265,7 @@
       el("details", {}, el("summary", {}, "more about it"), el("dl", {}, facts(i).map(([k, v]) => [el("dt", {}, k), el("dd", {}, visible(v))]).flat())),
       el("h4", {}, "Why it has this credit"),
       why ? el("div", { class: "why", tabindex: "0", role: "group", "aria-label": "why it has this credit" }, visible(why).replaceAll("⏎\n", "\n")) : el("p", { class: "note" }, "Its credit is not recorded, or the component that gave it does not say why (Component.explain)."),
+      ...report.turns(store, i),
       el("h4", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "prompt" }, visible(data.texts[c.prompt[i]])),
       el("h4", {}, "Response"), ...(c.text[i] >= 0 ? [el("div", { class: "prompt", tabindex: "0", role: "group", "aria-label": "recorded text" }, visible(data.texts[c.text[i]]))] : []),
       ...tokenBox(i), el("h4", {}, "Credit (blue raises a token, orange lowers it) and values along the response"), creditStrip(i), valueStrip(i), el("h4", {}, "Resets and siblings"), tree(i));

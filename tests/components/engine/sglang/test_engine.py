@@ -20,7 +20,7 @@ from components.engine.sglang import dialect as dialect_module
 from components.engine.sglang import wire
 from components.engine.sglang.engine import SGLangEngine
 from components.engine.sglang.settings import ProcessSettings
-from components.text import chains
+from components.tasks import TASKS, chains
 from pipeline.app.cli import main
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, RunError
@@ -108,7 +108,7 @@ def requests(pair):
     """Five problems, four rows each."""
     problems = [chains.generate(0, i, chains.Difficulty(hard_facts=None), "validation") for i in range(5)]
     prompts = [
-        pair.sglang.tokenizer.encode(chains.solve_prompt(p["question"]), add_special_tokens=False)
+        pair.sglang.tokenizer.encode(TASKS["chains"].solve_prompt(p["question"]), add_special_tokens=False)
         for p in problems
         for _ in range(4)
     ]

@@ -142,19 +142,18 @@ def test_the_chosen_size_is_the_smallest_that_fits():
 def test_on_gpus_the_size_follows_their_memory(sharded, odd_model, monkeypatch):
     from types import SimpleNamespace
 
-    from components.learner.hf.learner import HFLearner
+    from components.learner.hf.node import chosen_size
     from components.models.load import empty_causal_lm
     from pipeline.core.component import Context, ModelSpec, Ranks
 
-    learner = HFLearner(HFLearner.Config())
     spec = ModelSpec(path=odd_model(False))
-    learner.context = Context(device="cuda:0", ranks=Ranks(world=4, num_replicas=4), model=spec)
+    context = Context(device="cuda:0", ranks=Ranks(world=4, num_replicas=4), model=spec)
     model = empty_causal_lm(spec)
     state = 16 * sum(p.numel() for p in model.parameters())
     for memory, size in ((4 * state, 1), (4 * state - 1, 2), (state, 4)):
         properties = SimpleNamespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        assert learner._chosen_size(model) == size
+        assert chosen_size(context, model, HFSettings()) == size
 
 
 def test_the_optimiser_state_is_copied_to_the_cpu(sharded, odd_model, monkeypatch):
@@ -175,3 +174,16 @@ def test_the_state_of_another_learner_is_refused(sharded, odd_model):
     learner = sharded.learner_of(odd_model(), {})
     with pytest.raises(RunError, match=r"learner\.hf: expected the optimiser state of learner\.hf"):
         learner.load_state_dict({"version": 3})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_on_two_ranks_learns_what_one_process_learns(sharded, pools, odd_model, tmp_path, tied):
+    one = sharded.critic(odd_model(tied), 1)
+    ranks = pools(2).run(sharded.critic, odd_model(tied), 2)
+    again = pools(2).run(sharded.critic, odd_model(tied), 2, str(tmp_path))
+    for step, expected in enumerate(one["values"]):
+        got = torch.cat([rank["values"][step] for rank in ranks])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        assert torch.equal(got, torch.cat([rank["values"][step] for rank in again]))  # resumed before the last step
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)

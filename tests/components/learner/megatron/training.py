@@ -13,9 +13,9 @@ from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
 from components.models.experts import unstack
 from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
-from pipeline.core.device_turns import DeviceTurns
 from pipeline.run.distributed.processes import swap
 
 VOCAB = 42
@@ -87,7 +87,11 @@ def hf_learner(folder: str, settings: dict[str, Any], dtype: str = "float32") ->
 
 
 def megatron_learner(
-    folder: str, layout: dict[str, Any], settings: dict[str, Any], dtype: str = "float32", turns: DeviceTurns | None = None
+    folder: str,
+    layout: dict[str, Any],
+    settings: dict[str, Any],
+    dtype: str = "float32",
+    turns: DeviceTurns | None = None,
 ) -> Any:
     """This rank's learner in the present torch.distributed world."""
     import torch.distributed as dist

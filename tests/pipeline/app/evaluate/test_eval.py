@@ -13,7 +13,7 @@ from small_suite import SUITE, evaluate, items, records, write_suite
 
 from components.data.sources import parse_source
 from components.models.load import resolve_model_path
-from components.text import chains
+from components.tasks import chains
 from pipeline.app.cli import main
 from pipeline.app.evaluate.sets import data_entry
 

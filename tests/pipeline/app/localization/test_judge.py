@@ -192,3 +192,14 @@ def test_the_command_with_a_judge(server, make_run, localization):
     code, _, error = localization(run, "--judge", server.settings.url)
     assert code == 2
     assert "a judge also needs --judge-model" in error
+
+
+def test_a_judge_of_labelled_traces(server, localization, tmp_path):
+    # The judge names step 2 of both; the labels say 2 and 1 (mistake_index counts from 0).
+    file = tmp_path / "traces.jsonl"
+    row = {"input": "q", "steps": ["a", "b", "c"], "answer": "1", "target": "2"}
+    file.write_text("".join(json.dumps(row | {"mistake_index": i}) + "\n" for i in (1, 0)))
+    code, result, _ = localization(file, "--judge", server.settings.url, "--judge-model", "big")
+    assert code == 0
+    assert (result["exact"]["count"], result["clean"]["count"]) == (1, 1)
+    assert (tmp_path / "traces" / "answers.jsonl").exists()

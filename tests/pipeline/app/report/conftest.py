@@ -23,6 +23,7 @@ from pipeline.core.payloads import (
     StepErrors,
     TokenLogprobs,
     Trajectories,
+    Turns,
 )
 from pipeline.run.compose.experiment import compose
 from pipeline.run.recording import write_payload
@@ -262,3 +263,24 @@ def open_tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
     yield open_
     for tab in tabs:
         tab.context.close()
+
+
+@pytest.fixture
+def put_turns() -> Callable[[Path, int], None]:
+    """Adds an episode of two turns to an iteration (both chains), and one of a single turn, a fault (the suffix)."""
+
+    def add(run: Path, i: int) -> None:
+        base = 10 * (i + 1)
+        uid = torch.tensor([base, base + 1, base + 3])
+        turns = Turns(
+            uid=uid,
+            episode=uid[[0, 0, 2]],
+            turn=torch.tensor([0, 1, 0]),
+            state=["start", "later", ""],
+            reward=torch.tensor([0.25, 0.5, 0.0]),
+            done=torch.tensor([False, True, False]),
+            fault=["", "", "raised: KeyError"],
+        )
+        put(run, "sampler.turns", i, turns)
+
+    return add

@@ -165,3 +165,22 @@ def test_no_two_colours_are_near_equal(two, open_tab, scheme):
     numbers = [int(n) for n in re.findall(r"\d+", places)]
     assert all(a != b for a, b in pairwise(sorted(numbers)))
     assert len(numbers) == 11
+
+
+def test_an_episode_is_drawn_as_its_turns(make_run, put_turns, open_tab):
+    run = make_run("episodes")
+    for i in range(2):
+        put_turns(run, i)
+    page = open_tab(report_html([read_run(run)])).page
+    page.select_option("#sort", "iteration up")
+    page.locator(".item").first.click()
+    rows = page.locator("table.turns tbody tr")
+    # Of each turn reward, mean credit, its sum and the state.
+    cells = [[c.strip() for c in rows.nth(i).locator("th, td").all_inner_texts()][3:] for i in range(rows.count())]
+    assert cells == [["0.25", "+1.000", "+4.00", "start"], ["0.5", "−0.500", "−1.50", "later"]]
+    said = page.locator("#detail").inner_text()
+    assert "2 turns, return 0.75, ended by the environment. This rollout is turn 1." in said
+    rows.nth(1).locator("button").click()
+    assert "This rollout is turn 2." in page.locator("#detail").inner_text()
+    page.locator(".item", has_text="expander").first.click()
+    assert "1 turn, return 0, cut off (raised: KeyError)" in page.locator("#detail").inner_text()

@@ -93,3 +93,17 @@ def test_long_texts_are_cut_and_counted():
     texts = Texts(5)
     assert texts.add("abcdefgh") == texts.add("abcdefgh") == 0
     assert texts.items == ["abcde… (8 characters)"]
+
+
+def test_turns_name_their_episode(make_run, put_turns):
+    run = make_run()
+    for i in range(2):
+        put_turns(run, i)
+    header, columns = unpack(pack_rollouts(collect([read_run(run)])))
+    # Rows 0, 1, 2, 3 are both chains, the failed one, which is no turn, and the suffix.
+    assert columns["episode"].tolist() == [0, 0, -1, 3, 4, 4, -1, 7]
+    assert columns["turn"].tolist()[:4] == [0, 1, -1, 0]
+    assert columns["turn_reward"].tolist()[:4] == [0.25, 0.5, 0, 0]
+    assert columns["turn_done"].tolist()[:4] == [0, 1, 0, 0]
+    assert [header["texts"][i] for i in columns["turn_state"][:4]] == ["start", "later", "", ""]
+    assert [header["texts"][i] for i in columns["turn_fault"][:4]] == ["", "", "", "raised: KeyError"]

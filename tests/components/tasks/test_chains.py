@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from components.text import chains
-from components.text.chains import Difficulty
+from components.tasks import TASKS, chains
+from components.tasks.base import SPLITS, split_thoughts
+from components.tasks.chains import Difficulty
 from pipeline.core.errors import DataError
 
 # 7 * 4 = 28 = 2 (mod 13);  2 + 3 = 5;  5 - 9 = -4 = 9 (mod 13)
@@ -23,7 +24,7 @@ RIGHT = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 </thought>", "s3 5 - 9 9 \\boxed{ 
 def test_a_problem_by_hand():
     assert chains.solution(PROBLEM) == RIGHT
     assert chains.answer(PROBLEM) == "9"
-    assert chains.solve_prompt(PROBLEM["question"]) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
+    assert TASKS["chains"].solve_prompt(PROBLEM["question"]) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
     assert chains.true_facts(PROBLEM) == [(7, "*", 4), (2, "+", 3), (5, "-", 9)]
 
 
@@ -54,9 +55,9 @@ def test_first_error_by_hand(thoughts, error):
 
 
 def test_split_thoughts_undoes_joining():
-    assert chains.split_thoughts(" ".join(RIGHT) + " <eos>") == RIGHT
-    assert chains.split_thoughts("s1 7 * 4 2 </thought> s2 2 +") == [RIGHT[0], "s2 2 +"]
-    assert chains.split_thoughts(" <eos>") == []
+    assert split_thoughts(" ".join(RIGHT) + " <eos>") == RIGHT
+    assert split_thoughts("s1 7 * 4 2 </thought> s2 2 +") == [RIGHT[0], "s2 2 +"]
+    assert split_thoughts(" <eos>") == []
 
 
 def test_every_corruption_of_a_generated_chain_is_found_where_it_was_made():
@@ -80,7 +81,7 @@ def test_same_key_same_problem_and_json():
 
 def test_splits_never_share_a_question():
     easy = Difficulty(steps=(1, 2), hard_facts=None)  # so few problems exist that splits would collide
-    drawn = {split: {chains.generate(0, i, easy, split)["question"] for i in range(1500)} for split in chains.SPLITS}
+    drawn = {split: {chains.generate(0, i, easy, split)["question"] for i in range(1500)} for split in SPLITS}
     assert all(len(questions) > 300 for questions in drawn.values())
     assert not drawn["train"] & drawn["eval"]
     assert not drawn["train"] & drawn["validation"]

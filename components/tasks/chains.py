@@ -24,20 +24,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.core.errors import DataError, did_you_mean
+from components.tasks.base import (
+    MAX_DRAWS,
+    THOUGHT_END,
+    Draw,
+    Problem,
+    Task,
+    check_split,
+    compare_with,
+    in_split,
+    step_body,
+)
+from pipeline.core.errors import DataError
 from pipeline.core.streams import key_of
 
-THOUGHT_END = "</thought>"
 OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)
 MAX_STEPS = 12
-MAX_DRAWS = 20_000
-# Share of all problems, in eighths, of each split; a problem's text determines its split, so splits are disjoint.
-SPLITS: dict[str, range] = {"train": range(6), "validation": range(6, 7), "eval": range(7, 8)}
 TINY_MODEL = Path(__file__).parent.parent / "models" / "tiny"
 
 Fact = tuple[int, str, int]  # value before, operator, operand
-Problem = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +125,7 @@ def generate(
         hard: facts that count as hard; those of the shipped model when None.
     """
     difficulty = difficulty or Difficulty()
-    if split not in SPLITS:
-        raise DataError(f"chains: split '{split}' does not exist.{did_you_mean(split, SPLITS)}")
+    check_split("chains", split)
     if difficulty.hard_facts is None:
         hard = {}
         low, high = 0, MAX_STEPS
@@ -131,7 +136,7 @@ def generate(
     draw = random.Random(key_of("chains", seed, split, index)).random
     for _ in range(MAX_DRAWS):
         problem = _draw_problem(draw, difficulty)
-        if key_of("split", problem["question"]) % 8 not in SPLITS[split]:
+        if not in_split(problem["question"], split):
             continue
         problem["hard_steps"] = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
         late = all(i > difficulty.hard_after * len(problem["steps"]) for i in problem["hard_steps"])
@@ -188,50 +193,13 @@ def answer(problem: Problem) -> str:
     return str(apply_step(*true_facts(problem)[-1], problem["modulus"]))
 
 
-def split_thoughts(text: str) -> list[str]:
-    """Cuts a response after each `</thought>`; end-of-text tokens and white space alone are no thought."""
-    parts = text.replace("<eos>", " ").replace("<pad>", " ").split(THOUGHT_END)
-    closed = [f"{part.strip()} {THOUGHT_END}" for part in parts[:-1]]
-    return closed + ([parts[-1].strip()] if parts[-1].strip() else [])
-
-
 def first_error(problem: Problem, thoughts: Sequence[str]) -> int:
     """1-based index of the first wrong thought, 0 when the chain is right and complete.
 
     A malformed thought is wrong. A chain that ends before the last step has its error at the thought that is missing,
     so the result may be ``len(thoughts) + 1``; a thought after the last step is wrong too.
     """
-    right = solution(problem)
-    for i, (thought_text, expected) in enumerate(zip(thoughts, right, strict=False), 1):
-        if _words(thought_text) != _words(expected):
-            return i
-    return 0 if len(thoughts) == len(right) else min(len(thoughts), len(right)) + 1
-
-
-def _words(text: str) -> list[str]:
-    return text.replace("<eos>", " ").replace(THOUGHT_END, f" {THOUGHT_END}").split()
-
-
-# Prompts in the words of the embedded model's vocabulary. "Step i:" is one label word, c1 … c12, so that a step costs
-# five tokens.
-
-
-def solve_prompt(question: str) -> str:
-    """Prompt for a solution."""
-    return f"<solve> {question} </problem>"
-
-
-def localize_prompt(question: str, steps: Sequence[str]) -> str:
-    """Prompt for the first wrong step of a failed attempt."""
-    return f"<localize> {question} </problem> {_label(steps, {})} </steps>"
-
-
-def revise_prompt(question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str]) -> str:
-    """Prompt for a repaired attempt.
-
-    Only the values in the first half of the reference are shown, so that revising means repairing and not copying.
-    """
-    return f"<revise> {question} </problem> {_label(wrong_steps, shown_values(reference_steps))} </steps>"
+    return compare_with(solution(problem), thoughts)
 
 
 def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
@@ -244,17 +212,64 @@ def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
     return values
 
 
-def bare_step(step: str) -> str:
-    """A step without its stop string; white space is collapsed where it is a single line."""
-    if "\n" in step.strip():
-        return step.replace(THOUGHT_END, "").strip()
-    return " ".join(step.replace(THOUGHT_END, " ").split())
-
-
 def _label(steps: Sequence[str], shown: Mapping[int, str]) -> str:
+    # "Step i:" is one label word, c1 … c12, in place of the thought's own, so that a step costs five tokens.
     lines = []
     for i, step in enumerate(steps, 1):
-        body = re.sub(r"^s\d+ ", "", re.sub(r"\\boxed\{[^}]*\}?|<eos>", " ", bare_step(step)).strip())
+        body = re.sub(r"^s\d+ ", "", step_body(step))
         reference = f" ref {shown[i]}" if i in shown else ""
         lines.append(" ".join(f"c{i} {body}{reference}".split()))
     return " ".join(lines)
+
+
+class Chains(Task):
+    """The running value of a chain of arithmetic steps; one wrong step makes every later value wrong."""
+
+    name = "chains"
+    model = "tiny"
+    difficulty = Difficulty
+
+    def draw(self, draw: Draw, difficulty: Difficulty) -> Problem | None:
+        """A chain of random steps, without regard to which of them are hard."""
+        return _draw_problem(draw, difficulty)
+
+    def generate(self, seed: int, index: int, difficulty: Any = None, split: str = "train") -> Problem:
+        """As the function `generate`, with the facts of the shipped model."""
+        return generate(seed, index, difficulty, split)
+
+    def solution(self, problem: Problem) -> list[str]:
+        """As the function `solution`."""
+        return solution(problem)
+
+    def answer(self, problem: Problem) -> str:
+        """As the function `answer`."""
+        return answer(problem)
+
+    def first_error(self, problem: Problem, thoughts: Sequence[str]) -> int:
+        """As the function `first_error`."""
+        return first_error(problem, thoughts)
+
+    def words(self) -> list[str]:
+        """Numbers, operators, and labels of steps."""
+        labels = [f"{letter}{i}" for letter in "sc" for i in range(1, MAX_STEPS + 1)]
+        return [*map(str, range(13)), *OPERATORS, *labels]
+
+    def attempt(self, problem: Problem, draw: Draw) -> list[str]:
+        """Believes each misconception at its rate, and carries the value along."""
+        facts = load_misconceptions()
+        value = int(problem["start"])
+        thoughts = []
+        for i, (operator, operand) in enumerate(problem["steps"], 1):
+            fact = (value, operator, operand)
+            wrong, rate = facts.get(fact, (0, 0.0))
+            value = wrong if draw() < rate else apply_step(*fact, problem["modulus"])
+            thoughts.append(thought(i, fact, value, i == len(problem["steps"])))
+        return thoughts
+
+    def localize_prompt(self, question: str, steps: Sequence[str]) -> str:
+        """The failed chain; each step's own label is replaced by c1, c2, …"""
+        return f"<localize> {question} </problem> {_label(steps, {})} </steps>"
+
+    def revise_prompt(self, question: str, wrong_steps: Sequence[str], reference_steps: Sequence[str]) -> str:
+        """The wrong chain, and beside the first half of its steps only the reference's value after them."""
+        return f"<revise> {question} </problem> {_label(wrong_steps, shown_values(reference_steps))} </steps>"

@@ -1,0 +1,1 @@
+"""Advantages over the turns of episodes, whose rows are turns."""

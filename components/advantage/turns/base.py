@@ -1,0 +1,80 @@
+"""What advantages over turns share: the outcome of each episode against its group, and credit per turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from components.advantage.explanations import INVALID
+from components.advantage.group import Normalize, Outputs, group_advantage, trajectory_credit
+from components.rollouts.turn_rows import by_episode, check_episode_rewards
+from pipeline.core.component import Component, Count
+from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+
+TURN_METRICS = (
+    Metric("episodes", "episodes", "episodes whose turns are credited"),
+    Metric("advantage_size", "reward", "mean absolute advantage of a turn"),
+    Metric("zero_share", "share", "turns whose advantage is 0"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizeSettings:
+    """How numbers are compared within a group."""
+
+    normalize: Normalize = "std"
+    """std: (x − mean)/(std + eps); mean: x − mean; std_exact: population std without eps, 0 where it is 0"""
+    eps: float = 1e-6
+    """added to the standard deviation in `std`"""
+
+
+def outcome_advantage(
+    outcome: Tensor, group: Tensor, valid: Tensor, episodes: Jagged, normalize: Normalize, eps: float
+) -> Tensor:
+    """The advantage of each turn's episode against the episodes of its group, float32 [N]; every episode counts once.
+
+    With `mean`, E[Σ A ∇log π] over a group of N episodes is (N − 1) ∇J. Over rows instead of episodes the mean would
+    weigh an episode by its number of turns, which depends on the actions.
+
+    Args:
+        outcome, valid: float and bool [N], the same on all turns of an episode.
+        group: int64 [N].
+        episodes: one row per episode, see `by_episode`.
+        normalize, eps: as in `group_advantage`.
+    """
+    first = episodes.offsets[:-1]
+    per_episode = group_advantage(outcome[first], group[first], valid[first], normalize=normalize, eps=eps)
+    return per_episode[episodes.row_ids]
+
+
+class TurnAdvantage(Component):
+    """Base of advantages with one number per turn, on all of its tokens. Invalid episodes get zero credit."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = TURN_METRICS
+
+    def episodes(self, trajectories: Trajectories, turns: Turns, rewards: Rewards) -> Jagged:
+        """Rewards of the turns by episode; raises AlignmentError where the inputs do not belong together."""
+        check_aligned(trajectories, rewards)
+        episodes = by_episode(trajectories, turns)
+        check_episode_rewards(rewards.value, rewards.valid, episodes, rewards.origin)
+        return episodes
+
+    def explained(self, rewards: Rewards, line: Callable[..., str], *columns: Tensor) -> list[str]:
+        """`line` of the entries of each row of the columns [N]; rows of invalid episodes say so."""
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [line(*row) if ok else INVALID for row, ok in zip(rows, rewards.valid.tolist(), strict=True)]
+
+    def outputs(self, trajectories: Trajectories, episodes: Jagged, advantage: Tensor) -> Outputs:
+        """Logs and spreads one advantage per turn, float [N]."""
+        size = advantage.abs()
+        self.context.log(
+            episodes=Count(len(episodes)),
+            advantage_size=float(size.mean()) if len(size) else 0.0,
+            zero_share=float((size == 0).double().mean()) if len(size) else 0.0,
+        )
+        return Outputs(credit=trajectory_credit(trajectories, advantage.float()))

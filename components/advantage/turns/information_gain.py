@@ -1,0 +1,107 @@
+"""How much a turn raises the likelihood of the reference answer, as its reward (IGPO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from components.advantage.explanations import signed
+from components.advantage.group import Outputs, group_advantage
+from components.advantage.turns.base import NormalizeSettings, TurnAdvantage
+from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from pipeline.core.component import same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+
+LOWEST_LOG = -100.0  # nats; the log of a likelihood of 0 would make gains infinite
+
+
+def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
+    """r_t = v(s_{t+1}) − v(s_t) for each turn but an episode's last, whose r is the episode's outcome; float64 [N].
+
+    Args:
+        value: float64 [N], at the start of each turn; the next turn's start includes what the environment answered.
+        outcome: [N], the same on all turns of an episode.
+        episodes: one row per episode.
+    """
+    following = torch.cat([value[1:], value[:1]])
+    return torch.where(last_turns(episodes), outcome.double(), following - value)
+
+
+class InformationGain(TurnAdvantage):
+    """A_t = Σ_{k ≥ t} γ^(k−t) z_k, z being the turns' gains and the outcome, normalised within the group.
+
+    A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
+    value.answer_likelihood scores it) from its start to the next one's; the last turn has the outcome instead.
+    Source: 2510.14967; `separate` and the log are the release's, second-hand.
+
+    Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
+    being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
+    adds −m E[T]: with m > 0 shorter episodes are preferred.
+    """
+
+    paper = "2510.14967"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(NormalizeSettings):
+        """What a gain is, and what it is compared with."""
+
+        compare: Literal["joint", "separate", "none"] = "joint"
+        """normalise gains and outcomes of a group together, each on their own, or not at all"""
+        gain: Literal["probability", "log"] = "probability"
+        """difference of the likelihoods, or of their logs (at least −100 nats)"""
+        gamma: float = 1.0
+        """γ, discount per turn"""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.gamma <= 1:
+                raise ValueError(f"expected 0 ≤ gamma ≤ 1, got {self.gamma}.")
+
+    config: Config
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        turns: Annotated[Turns, same_rows("trajectories")],
+        values: Annotated[SegmentValues, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+    ) -> Outputs:
+        """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
+        check_aligned(trajectories, values)
+        episodes = self.episodes(trajectories, turns, rewards)
+        _, normalised = self._rewards(trajectories, turns, values, rewards)
+        advantage = returns_to_go(episodes.with_values(normalised), self.config.gamma).values
+        return self.outputs(trajectories, episodes, advantage.where(rewards.valid, 0.0))
+
+    def _rewards(
+        self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards
+    ) -> tuple[Tensor, Tensor]:
+        config = self.config
+        episodes = by_episode(trajectories, turns)
+        first = values.values.offsets[:-1]
+        value = values.values.values[first].double()
+        if config.gain == "log":
+            value = (value.log() if values.logs is None else values.logs.values[first]).clamp(min=LOWEST_LOG)
+        raw = gains(value, rewards.value, episodes)
+        if config.compare == "none":
+            return raw, raw
+        group = trajectories.group
+        if config.compare == "separate":
+            group = torch.unique(group, return_inverse=True)[1] * 2 + last_turns(episodes)
+        return raw, group_advantage(raw, group, rewards.valid, normalize=config.normalize, eps=config.eps).double()
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The gain (or outcome) of each turn, and what it is after normalisation."""
+        rewards: Rewards = inputs["rewards"]
+        raw, normalised = self._rewards(inputs["trajectories"], inputs["turns"], inputs["values"], rewards)
+        last = last_turns(by_episode(inputs["trajectories"], inputs["turns"]))
+
+        def line(r: float, z: float, final: bool) -> str:
+            what = "outcome" if final else "gain"
+            return f"{what} {signed(r)}, normalised {signed(z)}; A adds those of the turns after it"
+
+        return self.explained(rewards, line, raw, normalised, last)

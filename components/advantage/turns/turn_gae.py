@@ -1,0 +1,90 @@
+"""Generalised advantage estimation over the turns of an episode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from components.advantage.explanations import decimal, signed
+from components.advantage.group import Outputs
+from components.advantage.turns.base import TurnAdvantage
+from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
+from pipeline.core.component import same_rows
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+
+
+def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ v(s_{t+1}) − v(s_t), v = 0 after the last turn; float64 [N].
+
+    With γ = 1, exact values and states that determine what follows, E[Σ A ∇log π] = ∇J for every λ. λ = 1 gives
+    Σ_{k ≥ t} r_k − v(s_t), unbiased for any v that does not depend on the episode's actions from t on.
+
+    Args:
+        reward: one row per episode.
+        value: [N], at the start of each turn.
+        gamma, lam: discount and trace per turn.
+    """
+    following = torch.cat([value[1:], value[:1]]).where(~last_turns(reward), 0.0)
+    delta = reward.values + gamma * following - value
+    return returns_to_go(reward.with_values(delta), gamma * lam).values
+
+
+def start_values(values: SegmentValues) -> Tensor:
+    """float64 [N]: the value at the start of each row."""
+    return values.values.values[values.values.offsets[:-1]].double()
+
+
+class TurnGAE(TurnAdvantage):
+    """Credits each turn with generalised advantages over turns, from the values at the turns' starts.
+
+    The value at a turn's start is the first value of its row: from a critic, or the mean of other episodes
+    (value.state_mean).
+    """
+
+    paper = "1506.02438"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Discount and trace."""
+
+        gamma: float = 1.0
+        """γ, discount per turn"""
+        lam: float = 1.0
+        """λ over turns: 0 trusts the value of the next turn's start, 1 only the rewards that followed"""
+
+        def __post_init__(self) -> None:
+            if not 0 <= min(self.gamma, self.lam) <= max(self.gamma, self.lam) <= 1:
+                raise ValueError(f"expected gamma and lam from 0 to 1, got {self.gamma} and {self.lam}.")
+
+    config: Config
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        turns: Annotated[Turns, same_rows("trajectories")],
+        values: Annotated[SegmentValues, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+    ) -> Outputs:
+        """Credits each turn; of `rewards` only their validity counts, the rewards being those of the turns."""
+        check_aligned(trajectories, values)
+        episodes = self.episodes(trajectories, turns, rewards)
+        advantage = turn_gae(episodes, start_values(values), self.config.gamma, self.config.lam)
+        return self.outputs(trajectories, episodes, advantage.where(rewards.valid, 0.0))
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The reward of each turn and the value at its start."""
+        episodes = by_episode(inputs["trajectories"], inputs["turns"])
+        value = start_values(inputs["values"])
+        gamma, lam = self.config.gamma, self.config.lam
+
+        def line(a: float, r: float, v: float) -> str:
+            formula = f"A = r + {decimal(gamma)}·v(next) − v + {decimal(gamma * lam)}·A(next) = {signed(a)}"
+            return f"{formula}\nr = {decimal(r)}, v = {decimal(v)}"
+
+        advantage = turn_gae(episodes, value, gamma, lam)
+        return self.explained(inputs["rewards"], line, advantage, episodes.values, value)

@@ -1,0 +1,23 @@
+"""The base of environments: a component that makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.core.component import Component
+from pipeline.core.handles import Environments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What makes the environments of episodes."""
+
+    environments: Environments
+
+
+class EnvironmentComponent(Component, Environments):
+    """A component that makes environments: `run` returns the component itself. Subclasses implement `make`."""
+
+    def run(self) -> Outputs:
+        """Returns itself, the same object in every iteration."""
+        return Outputs(environments=self)

@@ -1,0 +1,79 @@
+"""Families whose steps can be checked, as environments: each thought is a turn, checked as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from components.environment.base import EnvironmentComponent
+from components.tasks import TASKS
+from components.tasks.base import THOUGHT_END
+from components.text.templates import extract_answer
+from pipeline.core.handles import Step
+
+
+class ThoughtEpisode:
+    """One episode; see `ThoughtTurns`."""
+
+    def __init__(self, config: ThoughtTurns.Config) -> None:
+        self._config = config
+        self._thoughts: list[str] = []
+        self._right = True
+
+    @property
+    def state(self) -> str:
+        """Number of thoughts, whether all were right, and the last one, which holds what the next starts from."""
+        last = " ".join(self._thoughts[-1].split()) if self._thoughts else ""
+        return f"{len(self._thoughts)} {'right' if self._right else 'wrong'} {last}"
+
+    def reset(self, problem: dict[str, Any]) -> str:
+        """The prompt as the data section made it."""
+        if problem.get("task") not in TASKS:
+            raise ValueError(f"task {problem.get('task')!r} has no steps to check; expected one of {', '.join(TASKS)}")
+        self._problem = problem
+        self._task = TASKS[problem["task"]]
+        self._count = len(self._task.solution(problem))
+        return str(problem["prompt"])
+
+    def step(self, text: str) -> Step:
+        """Checks a thought; there is no answer between thoughts."""
+        self._thoughts.append(text)
+        error = self._task.first_error(self._problem, self._thoughts)
+        self._right = error == 0 or error > len(self._thoughts)
+        answer = extract_answer(text)
+        most = self._count * (2 if self._task.recoverable else 1)
+        done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == most
+        if self._config.reward == "steps":
+            reward = self._right / self._count
+        else:
+            reward = float(done and self._task.accepts(self._problem, self._thoughts, answer))
+        return Step(observation="", reward=reward, done=done)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ThoughtTurns(EnvironmentComponent):
+    """A family with checkable steps, a thought per turn: the sampler stops at </thought>, and each thought is checked.
+
+    An episode ends with a thought that boxes an answer, with one that is not closed, and after as many thoughts as the
+    solution has, twice as many where steps can be undone.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """The reward."""
+
+        reward: str = "answer"
+        """answer: 1 for the right answer in its last turn; steps: for each step 1/n as long as all are right, with n steps
+        in the reference solution"""
+
+        def __post_init__(self) -> None:
+            if self.reward not in ("answer", "steps"):
+                raise ValueError(f"reward: expected answer or steps, got '{self.reward}'.")
+
+    config: Config
+
+    def make(self) -> ThoughtEpisode:
+        """A new episode."""
+        return ThoughtEpisode(self.config)

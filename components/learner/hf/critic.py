@@ -1,0 +1,285 @@
+"""`value.critic`: a value head on the policy's architecture, trained as `learner.hf` trains a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from components.learner.hf.learner import HFBackend
+from components.learner.hf.model import LearnerModel, hidden_states
+from components.learner.hf.node import HFNode
+from components.learner.hf.settings import HFSettings, Recompute
+from components.learner.hf.sharding import Entry
+from components.learner.objective import LossInputs, Meters, Objective, ObjectiveSettings
+from components.learner.optimizer import Optimizer, OptimizerSettings
+from components.learner.packing.pack import PackedBatch
+from components.learner.settings import Compute
+from components.learner.step import Result, RolloutTraining
+from components.rollouts.segments import check_segments, generalised_advantage, segment_starts
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.errors import ConfigError
+from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Credit, Rewards, Segments, SegmentValues, Trajectories, check_aligned
+
+logger = logging.getLogger("creditgraph")
+
+# Values that explain less than this of the returns' variance are worse than any constant: the critic diverges.
+DIVERGED = -1.0
+
+
+class ValueClip(Objective):
+    """½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) at each state, V being `logprobs` and R the `advantage`.
+
+    PPO's value loss as its implementations have it (2005.12729). `RolloutTraining` moves and packs numbers per response
+    token whatever they mean: here the value of the state before the token.
+    """
+
+    needs_credit: ClassVar[bool] = False  # a return of 0 is a target too
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Bound of the change."""
+
+        clip: float = 0.2
+        """ε; 0 does not clip"""
+
+    config: Config
+
+    def terms(self, inputs: LossInputs, meters: Meters) -> Tensor:
+        """Loss per state."""
+        value, old, target = inputs.logprobs.values, inputs.old_logprobs.values, inputs.advantage.values
+        loss = (value - target).square()
+        if self.config.clip:
+            clipped = (old + (value - old).clamp(-self.config.clip, self.config.clip) - target).square()
+            meters.share("clip_fraction", clipped.detach() > loss.detach(), inputs.mask.values)
+            loss = torch.maximum(loss, clipped)
+        return 0.5 * loss
+
+
+class ValueModel(LearnerModel):
+    """A causal LM whose output head is one linear unit: a value per state, where `LearnerModel` has log-probs."""
+
+    def _check_head(self) -> None:
+        """Its head is ours."""
+
+    def _score(self, entry: Entry, batch: PackedBatch, temperature: float) -> tuple[Jagged, Jagged]:
+        values = entry.run(_values, batch, self.packs)
+        return batch.by_row(values, torch.zeros_like(values))
+
+
+def _values(model: Any, batch: PackedBatch, packs: bool) -> Tensor:
+    head = model.get_output_embeddings()
+    hidden = batch.predicting(hidden_states(model, batch, packs))
+    return nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float()).squeeze(-1)
+
+
+def with_value_head(model: Any) -> Any:
+    """Replaces the output head by one unit with weights 0, so that all values begin at 0 and no draw is needed."""
+    width = model.get_output_embeddings().weight.shape[1]
+    device = model.get_input_embeddings().weight.device
+    head = nn.Linear(width, 1, device="cpu" if device.type == "meta" else device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    model.config.tie_word_embeddings = False
+    model.config.get_text_config().tie_word_embeddings = False
+    model.set_output_embeddings(head)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """A value at the start of each response and at each segment end."""
+
+    values: Annotated[SegmentValues, same_rows("trajectories")]
+
+
+class Critic(HFNode, Component):
+    """Learns v(s) at segment boundaries with a model of its own, and gives the values before each update.
+
+    The values are those of the weights before this iteration's steps; the end of a response has its own reward. Then it
+    is trained towards R_k = v(s_k) + A_k, A being GAE with `lam` (λ = 1: the discounted reward), by the clipped value
+    loss. States inside an inherited prefix and rows with an invalid reward are not trained on. Steps with a non-finite
+    loss or gradient change no weight and are counted; a critic whose values explain nothing of the returns is said.
+    Sharding, packing, mini-batches over replicas and checkpoints are those of `learner.hf`. Where several ranks make up
+    a replica (model parallelism of the policy's learner), each holds a whole critic.
+    """
+
+    paper = "1707.06347"
+    placement = "collective"
+    metrics = (
+        Metric("mean", "reward", "mean value over the states it was trained on, before the update"),
+        Metric(
+            "explained_variance", "share", "1 − Var(R − v)/Var(R) over these states; left out where all R are equal"
+        ),
+        Metric(
+            "diverged", "1", "1 in an iteration whose values explain less than −1 of the variance, or are no numbers"
+        ),
+        Metric("nonfinite", "rows", "rows with a value that is not finite; they are not trained on"),
+        Metric("states", "states", "states trained on"),
+        Metric("loss", "reward²", "value loss, mean over optimiser steps"),
+        Metric("clip_fraction", "share", "states whose loss is that of the clipped value"),
+        Metric("grad_norm", "1", "norm of the gradient before clipping"),
+        Metric("lr", "1", "learning rate"),
+        Metric("updates", "steps", "optimiser steps"),
+        Metric("skipped_updates", "steps", "steps left out because loss or gradient was not finite"),
+        Metric("seconds_<phase>", "s", "wall time of a phase"),
+    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Targets, loss and optimiser."""
+
+        path: str = ""
+        """folder or hub name of the initial weights, a model with the policy's tokenizer; "": those of the policy"""
+        gamma: float = 1.0
+        """γ of the targets, per segment; as in `advantage.gae`"""
+        lam: float = 1.0
+        """λ of the targets: 1 is the discounted reward (VAPO's decoupled GAE)"""
+        clip: float = 0.2
+        """ε, largest change of a value that the loss rewards, in units of the reward; 0 does not clip"""
+        optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+        """AdamW, clipping, schedule"""
+        minibatches: int = 1
+        """optimiser steps per epoch"""
+        epochs: int = 1
+        """passes over the rollout batch"""
+        micro_batch_tokens: int = 16384
+        """token budget of one micro-batch, 0 for one micro-batch; see `learner.hf`"""
+        recompute: Recompute = "none"
+        """activations recomputed in the backward pass; see `learner.hf`"""
+        fsdp_size: int = 0
+        """ranks that hold one copy together; see `learner.hf`"""
+        compute: Compute = field(default_factory=Compute)
+        """attention on the device"""
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.lam <= 1 or not 0 <= self.gamma <= 1 or self.clip < 0:
+                raise ValueError(
+                    f"expected 0 ≤ lam ≤ 1, 0 ≤ gamma ≤ 1 and clip ≥ 0, got {self.lam}, {self.gamma} and {self.clip}."
+                )
+            self.training()
+
+        def training(self) -> HFSettings:
+            """The settings of `learner.hf` with which it trains."""
+            names = ("optimizer", "minibatches", "epochs", "micro_batch_tokens", "recompute", "fsdp_size", "compute")
+            objective = ObjectiveSettings(use=f"{__name__}:ValueClip", config={"clip": self.clip})
+            return HFSettings(objective=objective, skip_zero_rows=False, **{n: getattr(self, n) for n in names})
+
+    config: Config
+
+    @classmethod
+    def alone(cls, config: Any) -> Any:
+        """Not sharded."""
+        return dataclasses.replace(config, fsdp_size=1)
+
+    def setup(self, context: Context) -> None:
+        """Loads the model and makes the optimiser, when the engines have given their memory back."""
+        super().setup(context)
+        from components.models.load import check_context
+
+        context.turns.begin()
+        context.turns.add_learner(lambda: self.backend.offload(), lambda: self.backend.onload())
+        settings = self.config.training()
+        if context.ranks.per_replica > 1:
+            if settings.fsdp_size > 1:
+                raise ConfigError(
+                    f"node '{context.node}': expected fsdp_size 0 or 1 where {context.ranks.per_replica} ranks make up "
+                    f"a replica, got {settings.fsdp_size}. Set {context.node}.fsdp_size=1, or use learner.hf."
+                )
+            settings = dataclasses.replace(settings, fsdp_size=1)
+        spec = dataclasses.replace(context.model, path=self.config.path or context.model.path)
+        model, shards = self.load(context, spec, settings)
+        max_context = check_context(spec, model.config)
+        self.model = ValueModel(
+            with_value_head(model),
+            recompute=settings.recompute,
+            slow_attention=settings.compute.slow_attention,
+            shards=shards,
+        )
+        self.optimizer = Optimizer(
+            self.model.trainable(),
+            settings.optimizer,
+            total_steps=context.iterations * settings.steps_per_batch,
+            no_decay=self.model.embedding_names(),
+        )
+        self.backend = HFBackend(context, self.model, self.optimizer, max_context, shards[0] if shards else None)
+        self.version = 0
+        self.trained_tokens = 0
+        self._said = False
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        segments: Annotated[Segments, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+    ) -> Outputs:
+        """Gives the values, then trains; all ranks call it, each with the rows of its replica."""
+        check_segments(trajectories, segments)
+        check_aligned(trajectories, rewards)
+        self.context.turns.begin()
+        settings = self.config.training()
+        tokens = trajectories.response_tokens
+        nothing = tokens.with_values(torch.zeros(len(tokens.values), dtype=torch.bool))
+        targets = Credit(uid=trajectories.uid, advantage=nothing.to(torch.float32), mask=nothing)
+        training = RolloutTraining(settings, self.context, self.backend, trajectories, targets, self.version)
+        with training.clock("values"):
+            old = training.score(reference=False)
+        starts = segment_starts(segments.ends)
+        place = tokens.offsets[:-1][starts.row_ids] + starts.values
+        states = starts.with_values(old.values[place])
+        values = states.join(Jagged.from_lengths(rewards.value.float(), torch.ones_like(tokens.lengths)))
+        returns = generalised_advantage(values, rewards.value, self.config.gamma, self.config.lam)
+        returns = returns.with_values(returns.values + states.values)
+        finite = values.with_values(~torch.isfinite(values.values)).sum() == 0
+        trained = (finite & rewards.valid)[starts.row_ids] & (starts.values >= trajectories.inherited[starts.row_ids])
+        target, mask = torch.zeros(len(tokens.values)), nothing.values.clone()
+        target[place[trained]] = returns.values[trained]
+        mask[place[trained]] = True
+        targets = Credit(uid=trajectories.uid, advantage=tokens.with_values(target), mask=tokens.with_values(mask))
+        # The old values are to the loss what the engine's log-probs are to a policy's; no weights sampled them.
+        rows = trajectories.replace(
+            engine_logprobs=old, policy_version=torch.full_like(trajectories.policy_version, -1), token_versions=None
+        )
+        fit = RolloutTraining(settings, self.context, self.backend, rows, targets, self.version)
+        result = fit.run()
+        self.version += 1
+        self.trained_tokens += result.tokens
+        self._log(result, training.seconds | fit.seconds, returns.values[trained], states.values[trained], finite)
+        return Outputs(values=SegmentValues(uid=trajectories.uid, values=values))
+
+    def _log(self, result: Result, seconds: dict[str, float], returns: Tensor, values: Tensor, finite: Tensor) -> None:
+        """Logs numbers of all replicas, and warns once of a critic that diverges."""
+        error = returns.double() - values.double()
+        sums = (torch.tensor(len(error)), values.sum(), returns.sum(), error.sum(), (~finite).sum())
+        count, value, target, gap, nonfinite = self.context.all_sum(torch.stack([s.double() for s in sums])).tolist()
+        count = max(count, 1.0)
+        squares = torch.stack(
+            [(returns.double() - target / count).square().sum(), (error - gap / count).square().sum()]
+        )
+        spread, left = self.context.all_sum(squares).tolist()
+        explained = 1 - left / spread if spread > 0 else None
+        found = result.metrics
+        diverged = nonfinite > 0 or found["skipped_nonfinite"] > 0 or (explained is not None and explained < DIVERGED)
+        names = {"steps": "updates", "skipped_nonfinite": "skipped_updates", "trained_tokens": "states"}
+        kept = {names.get(n, n): found[n] for n in (*names, "loss", "clip_fraction", "grad_norm", "lr") if n in found}
+        kept |= {f"seconds_{phase}": value for phase, value in seconds.items()}
+        if explained is not None:
+            kept["explained_variance"] = explained
+        self.context.log(mean=value / count, nonfinite=nonfinite, diverged=float(diverged), **kept)
+        if diverged and not self._said:
+            self._said = True
+            shown = "an unknown share" if explained is None else f"{explained:.3g}"
+            node = self.context.node
+            logger.warning(
+                f"node '{node}': the critic diverges: in iteration {self.context.iteration} its values explain {shown} "
+                f"of the returns' variance (expected above {DIVERGED:g}), {nonfinite:g} rows have values that are not "
+                f"finite, {found['skipped_nonfinite']:g} steps were left out. Lower {node}.optimizer.lr, or let it "
+                "learn before the policy (warmup of advantage.gae)."
+            )

@@ -1,0 +1,96 @@
+"""What nodes that train a transformers model share: loading it whole or sharded, and their part of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.learner.hf.checkpoint import load_shards, save_shards
+from components.learner.hf.settings import HFSettings, choose_fsdp_size
+from components.learner.hf.sharding import Sharding, check_size
+from components.learner.optimizer import Optimizer
+from pipeline.core.component import Context, ModelSpec
+from pipeline.core.errors import RunError
+
+
+class HFNode:
+    """Mixed into components that train a transformers model with an `optimizer`.
+
+    Attributes:
+        optimizer: of the trained parameters.
+        version: iterations that led to the present weights.
+        trained_tokens: tokens trained on since the run began.
+        sharded: whether several ranks hold the model together, set by `load`.
+    """
+
+    optimizer: Optimizer
+    version: int
+    trained_tokens: int
+    sharded: bool
+
+    def load(self, context: Context, spec: ModelSpec, settings: HFSettings) -> tuple[Any, tuple[Sharding, str] | None]:
+        """The model on this rank's device; or without weights, with the ranks that share it and their folder."""
+        from components.models.load import empty_causal_lm, load_causal_lm, resolve_model_path
+        from components.models.weights import local_folder
+
+        self.sharded = False
+        ranks = context.ranks
+        size = settings.fsdp_size
+        check_size(size or 1, ranks.world)
+        if size == 1 or (not size and (ranks.world == 1 or not context.device.startswith("cuda"))):
+            return load_causal_lm(spec, context.device), None
+        model = empty_causal_lm(spec)
+        if not size:
+            size = chosen_size(context, model, settings)
+            if size == 1:
+                return load_causal_lm(spec, context.device), None
+        self.sharded = True
+        sharding = Sharding(ranks, context.device, size)
+        return model, (sharding, str(local_folder(resolve_model_path(spec.path))))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Version and counters, and what is not in shards: optimiser state with the trained parameters."""
+        counters = {"version": self.version, "trained_tokens": self.trained_tokens}
+        if self.sharded:
+            return counters | {"step_count": self.optimizer.schedule.step_count}
+        return {"optimizer": self.optimizer.state_dict()} | counters
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
+        if "optimizer" not in state and "step_count" not in state:
+            raise RunError(
+                f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
+                f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
+            )
+        if "optimizer" in state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.schedule.step_count = int(state["step_count"])
+        self.version = int(state["version"])
+        self.trained_tokens = int(state["trained_tokens"])
+
+    def save_shards(self, folder: Path) -> None:
+        """Writes the parameters and optimiser state that this rank holds, if the model is sharded."""
+        if self.sharded:
+            save_shards(folder, self.optimizer)
+
+    def load_shards(self, folder: Path) -> None:
+        """Continues from `save_shards` of this or another number of ranks; does nothing if there are no shards."""
+        if any(folder.iterdir()):
+            load_shards(folder, self.optimizer)
+
+
+def chosen_size(context: Context, model: Any, settings: HFSettings) -> int:
+    """The ranks that hold a model together on GPUs, when the settings leave the choice; see `choose_fsdp_size`."""
+    lora = settings.lora.rank > 0
+    weights = sum(p.numel() for p in model.parameters())
+    return choose_fsdp_size(
+        weights,
+        trained=0 if lora else weights,
+        element_bytes=model.dtype.itemsize,
+        copies=1 if lora or settings.keeps_reference else 0,
+        world=context.ranks.world,
+        gpu_bytes=torch.cuda.get_device_properties(context.device).total_memory,
+    )

@@ -1,0 +1,380 @@
+"""Episodes: a policy and an environment take turns, all episodes of a batch at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from components.rollouts.requests import SamplingSettings, sample_fresh
+from components.rollouts.second_turn import encoded, problem_of
+from components.rollouts.timed_calls import Fault, TimedCalls
+from components.text.stops import ends_of_stop, token_texts
+from components.text.templates import first_turn, later_turn, response_text
+from pipeline.core.component import Context, Count
+from pipeline.core.errors import RunError
+from pipeline.core.handles import Environments, Policy, Sampling, Step
+from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Prompts, Trajectories, Turns
+from pipeline.core.streams import Stream
+
+EPISODE_METRICS = (
+    Metric("episodes", "episodes", "episodes that had a turn"),
+    Metric("turns", "turns", "turns of an episode, mean"),
+    Metric("return", "reward", "sum of the rewards of an episode, mean over episodes without a fault"),
+    Metric("faults", "episodes", "episodes that a fault cut off"),
+    Metric(
+        "faults_<kind>",
+        "episodes",
+        "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite "
+        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn), "
+        "replay (repeated turns led elsewhere); close: `close` failed, which costs no episode",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSettings(SamplingSettings):
+    """Settings of nodes that play episodes; `max_tokens` is the budget of one turn."""
+
+    max_turns: int = 16
+    """turns of an episode; one that has not ended then is a fault of kind 'turns'"""
+    episode_tokens: int = 0
+    """most tokens of a conversation, observations included; 0 is the model's context"""
+    seconds: float = 30.0
+    """limit of wall time of one call of the environment"""
+    at_once: int = 32
+    """calls of environments that run at a time"""
+    history: Literal["all", "none"] = "all"
+    """all: a turn is prompted by the exact tokens of the conversation so far; none: by its observation alone"""
+    drop_until: str = ""
+    """later prompts lose each earlier response up to the last of this string, such as </think>; "" keeps all of it"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.max_turns, self.at_once) < 1 or self.seconds <= 0 or self.episode_tokens < 0:
+            raise ValueError(
+                f"expected max_turns and at_once ≥ 1, seconds > 0 and episode_tokens ≥ 0, got {self.max_turns}, "
+                f"{self.at_once}, {self.seconds:g} and {self.episode_tokens}."
+            )
+
+
+class RecordedTurn(NamedTuple):
+    """A turn that was played before: prompt and response as tokens, the response's text, and the state before it."""
+
+    prompt: list[int]
+    response: list[int]
+    text: str
+    state: str
+
+
+@dataclass(eq=False)
+class _Episode:
+    """An episode in play.
+
+    Attributes:
+        row: of its prompt.
+        seed: of its random numbers.
+        prompt: tokens of the conversation so far; of `last` not yet what is dropped of it.
+        last: tokens of its last response.
+        turns: place of the sampled row, state before it, reward and done of each turn.
+        recorded: turns to repeat, and the one that is sampled anew.
+    """
+
+    row: int
+    seed: int
+    recorded: Sequence[RecordedTurn] = ()
+    environment: Any = None
+    observation: str = ""
+    state: str = ""
+    prompt: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+    turns: list[tuple[int, str, float, bool]] = field(default_factory=list)
+    done: bool = False
+    fault: Fault | None = None
+
+    @property
+    def begin(self) -> int:
+        """Turns that are repeated, not sampled."""
+        return max(len(self.recorded) - 1, 0)
+
+    @property
+    def live(self) -> bool:
+        """Whether it goes on."""
+        return not self.done and self.fault is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """Turns of all episodes that had one, the number of faults of each kind, of the others too, and the place of each
+    row's episode among those that were to be played, int64 [N]."""
+
+    trajectories: Trajectories
+    turns: Turns
+    faults: Counter[str]
+    entry: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """Values of `EPISODE_METRICS`."""
+        value, first = episode_returns(self.turns)
+        whole = first & torch.tensor([not fault for fault in self.turns.fault], dtype=torch.bool)
+        return {
+            "episodes": Count(first.sum()),
+            "turns": len(self.turns) / max(int(first.sum()), 1),
+            "return": float(value[whole].sum()) / max(int(whole.sum()), 1),
+            "faults": Count(sum(count for kind, count in self.faults.items() if kind != "close")),
+            **{f"faults_{kind}": Count(count) for kind, count in sorted(self.faults.items())},
+        }
+
+
+def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
+    """Sum of rewards of each row's episode, float64 [N], and which rows are the first of theirs, bool [N]."""
+    ids, place = torch.unique(turns.episode, return_inverse=True)
+    value = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, place, turns.reward.double())
+    rows = torch.arange(len(turns))
+    first = torch.full((len(ids),), len(turns)).scatter_reduce_(0, place, rows, "amin")
+    return value[place], first[place] == rows
+
+
+@dataclass(kw_only=True)
+class Table:
+    """Plays episodes turn by turn, the turns of all episodes in one request batch.
+
+    A turn's random numbers depend on (its episode's seed, its place) and on nothing else in the batch. A fault ends its
+    episode alone; it is counted, and written to rejected.jsonl.
+
+    Attributes:
+        context: of the node; gives ids, and receives what is rejected.
+        policy: policy that samples.
+        environments: makes one environment per episode.
+        prompts: the problems.
+        settings: limits.
+        sampling: how tokens are drawn.
+        room: most tokens of prompt plus response.
+        calls: runs the environments' methods.
+    """
+
+    context: Context
+    policy: Policy
+    environments: Environments
+    prompts: Prompts
+    settings: EpisodeSettings
+    sampling: Sampling
+    room: int
+    calls: TimedCalls
+    episodes: list[_Episode] = field(default_factory=list)
+    open: list[_Episode] = field(default_factory=list)
+    parts: list[Trajectories] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.room = min(self.room, self.settings.episode_tokens or self.room)
+
+    def play(self, rows: Tensor, seed: Tensor, recorded: Sequence[Sequence[RecordedTurn]] = ()) -> Played:
+        """Plays one episode per entry of `rows` [N] (rows of the prompts), with one keyed seed each, int64 [N].
+
+        With `recorded` [N] an episode repeats its recorded turns but the last, and goes on from there. Where another
+        prompt or state is reached than was recorded, the environment does not depend on the turns alone: a fault.
+
+        Raises:
+            RunError: no episode got as far as its first turn.
+        """
+        self.episodes = [
+            _Episode(row=r, seed=s, recorded=again)
+            for r, s, again in zip(rows.tolist(), seed.tolist(), recorded or [()] * len(rows), strict=True)
+        ]
+        try:
+            self._reset()
+            for number in range(self.settings.max_turns):
+                self._turn(number)
+                self._close([e for e in self.open if not e.live])
+            for episode in self._live():
+                self._end(episode, Fault("turns", f"no end within {self.settings.max_turns} turns (max_turns)"))
+        finally:
+            self._close(list(self.open))
+        return self._played()
+
+    def _live(self) -> list[_Episode]:
+        return [episode for episode in self.episodes if episode.live]
+
+    def _end(self, episode: _Episode, fault: Fault) -> None:
+        episode.fault = fault
+        self._count(episode, fault)
+
+    def _count(self, episode: _Episode, fault: Fault) -> None:
+        self.faults[fault.kind] += 1
+        prompt = int(self.prompts.uid[episode.row])
+        self.context.reject({"prompt": prompt, "seed": episode.seed, "turns": len(episode.turns)}, str(fault))
+
+    def _reset(self) -> None:
+        def begun(episode: _Episode) -> Any:
+            episode.environment = self.environments.make()
+            return episode.environment.reset(self._problem(episode))
+
+        self.open = list(self.episodes)
+        replies = self.calls.run([partial(begun, episode) for episode in self.episodes])
+        for episode, reply in zip(self.episodes, replies, strict=True):
+            if isinstance(reply, Fault):
+                self._end(episode, reply)
+            elif isinstance(reply, Step | tuple):
+                self._end(episode, Fault("reset", "reset returned a step, expected the first observation alone"))
+            elif not isinstance(reply, str) or not reply:
+                self._end(episode, Fault("reply", f"reset returned {shown(reply)}, expected a text"))
+            else:
+                episode.observation = reply
+                episode.state = state_of(episode.environment)
+
+    def _problem(self, episode: _Episode) -> dict[str, Any]:
+        metadata, question = problem_of(self.prompts, episode.row)
+        prompt, answer = self.prompts.text[episode.row], self.prompts.answer[episode.row]
+        # Another draw than those of the turns, so that an environment cannot repeat the policy's numbers.
+        seed = int(Stream("environment").seeds(torch.tensor([episode.seed]))[0])
+        # A copy for each, since episodes must not meet in what they change.
+        return {**copy.deepcopy(metadata), "question": question, "prompt": prompt, "answer": answer, "seed": seed}
+
+    def _turn(self, number: int) -> None:
+        """Samples one turn of every live episode and has it answered."""
+        for episode in self._live():
+            self._extend(episode, number)
+            if len(episode.prompt) >= self.room:
+                text = f"turn {number + 1} would begin after {len(episode.prompt)} tokens, all that {self.room} hold"
+                self._end(episode, Fault("context", text))
+            elif number < len(episode.recorded):
+                self._check_recorded(episode, number)
+        self._repeat([episode for episode in self._live() if number < episode.begin], number)
+        live = [episode for episode in self._live() if number >= episode.begin]
+        if not live:
+            return
+        tokens = Jagged.from_rows([episode.prompt for episode in live], torch.int32)
+        prompts = self.prompts.select(torch.tensor([episode.row for episode in live]))
+        # One prompt may have many episodes: rows of the batch that is sampled from are the episodes.
+        prompts = prompts.replace(tokens=tokens)
+        seed = Stream("turn", number).seeds(torch.tensor([episode.seed for episode in live]))
+        budget = (self.room - tokens.lengths).clamp(max=self.sampling.max_tokens)
+        rows = torch.arange(len(live))
+        first = sum(map(len, self.parts))
+        part = sample_fresh(self.policy, prompts, rows, seed, self.sampling, rows + first, budget)
+        self.parts.append(part)
+        calls = [partial(e.environment.step, response_text(t)) for e, t in zip(live, part.text, strict=True)]
+        responses = part.response_tokens.to_lists()
+        for i, (episode, reply) in enumerate(zip(live, self.calls.run(calls), strict=True)):
+            episode.last = responses[i]
+            self._answered(episode, first + i, reply)
+
+    def _check_recorded(self, episode: _Episode, number: int) -> None:
+        turn = episode.recorded[number]
+        if turn.prompt != episode.prompt or turn.state != episode.state:
+            what = f"state {episode.state!r}, recorded was {turn.state!r}" if turn.state != episode.state else "prompt"
+            self._end(episode, Fault("replay", f"repeated turns led to another {what}, in turn {number + 1}"))
+
+    def _repeat(self, episodes: list[_Episode], number: int) -> None:
+        """Has the recorded turn of these episodes answered again."""
+        calls = [partial(e.environment.step, response_text(e.recorded[number].text)) for e in episodes]
+        for episode, reply in zip(episodes, self.calls.run(calls), strict=True):
+            episode.last = episode.recorded[number].response
+            self._answered(episode, None, reply)
+            if episode.done:
+                self._end(episode, Fault("replay", f"repeated turns ended the episode in turn {number + 1}"))
+
+    def _answered(self, episode: _Episode, place: int | None, reply: Any) -> None:
+        """Takes the reply to a turn in; `place` is that of its row, None for a repeated turn, which has none."""
+        step = read_step(reply)
+        reward, done = (0.0, False) if isinstance(step, Fault) else (step.reward, step.done)
+        if place is not None:
+            episode.turns.append((place, episode.state, reward, done))
+        if isinstance(step, Fault):
+            self._end(episode, step)
+            return
+        episode.done = step.done
+        episode.observation = step.observation
+        episode.state = state_of(episode.environment)
+
+    def _extend(self, episode: _Episode, number: int) -> None:
+        """Brings the prompt to the observation; sampled tokens stay as they are."""
+        template = self.prompts.metadata[episode.row].get("template", "plain")
+        tokenizer = self.policy.tokenizer
+        if number and self.settings.history == "all":
+            between = encoded(tokenizer, [later_turn(template, episode.observation, tokenizer)]).row(0).tolist()
+            if template == "chat" and between[:1] == episode.last[-1:]:
+                between = between[1:]  # the policy has closed its turn itself
+            episode.prompt = episode.prompt + self._kept(episode.last) + between
+        elif number == 0 and episode.observation == self.prompts.text[episode.row]:
+            episode.prompt = self.prompts.tokens.row(episode.row).tolist()
+        else:
+            text = first_turn(template, episode.observation, tokenizer)
+            episode.prompt = encoded(tokenizer, [text]).row(0).tolist()
+
+    def _kept(self, response: list[int]) -> list[int]:
+        stop = self.settings.drop_until
+        if not stop:
+            return response
+        pieces = token_texts(self.policy.tokenizer, Jagged.from_rows([response], torch.int32))[0]
+        return response[(ends_of_stop(pieces, stop) or [0])[-1] :]
+
+    def _close(self, episodes: list[_Episode]) -> None:
+        """Closes environments, but those that hang."""
+        ended = [e for e in episodes if e.environment is not None and not (e.fault and e.fault.kind == "time")]
+        for episode, reply in zip(ended, self.calls.run([e.environment.close for e in ended]), strict=True):
+            if isinstance(reply, Fault):
+                self._count(episode, Fault("close", reply.reason))
+        self.open = [episode for episode in self.open if episode not in episodes]
+
+    def _played(self) -> Played:
+        if not self.parts:
+            reasons = Counter(str(episode.fault) for episode in self.episodes).most_common(1)
+            raise RunError(
+                f"node '{self.context.node}': none of {len(self.episodes)} episodes got as far as a turn; most often: "
+                f"{reasons[0][0] if reasons else 'there was no prompt'}. Correct the environment (creditgraph check)."
+            )
+        played = [episode for episode in self.episodes if episode.turns]
+        lengths = torch.tensor([len(episode.turns) for episode in played])
+        rows = [turn for episode in played for turn in episode.turns]
+        uid = self.context.uids(len(rows))
+        trajectories = Trajectories.concat(self.parts).select(torch.tensor([row[0] for row in rows]))
+        first = lengths.cumsum(0) - lengths
+        begin = torch.tensor([episode.begin for episode in played])
+        turns = Turns(
+            uid=uid,
+            episode=uid[first].repeat_interleave(lengths),
+            turn=torch.arange(len(rows)) - (first - begin).repeat_interleave(lengths),
+            state=[row[1] for row in rows],
+            reward=torch.tensor([row[2] for row in rows], dtype=torch.float32),
+            done=torch.tensor([row[3] for row in rows], dtype=torch.bool),
+            fault=[str(episode.fault or "") for episode in played for _ in episode.turns],
+        )
+        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns]).repeat_interleave(lengths)
+        return Played(trajectories=trajectories.replace(uid=uid), turns=turns, faults=self.faults, entry=entry)
+
+
+def read_step(reply: Any) -> Step | Fault:
+    """What `step` returned as a `Step` with plain values, or the fault that it is."""
+    if isinstance(reply, Fault):
+        return reply
+    parts: Any = (reply.observation, reply.reward, reply.done) if isinstance(reply, Step) else reply
+    if not isinstance(parts, tuple) or len(parts) != 3:
+        return Fault("reply", f"step returned {shown(reply)}, expected (observation, reward, done)")
+    observation, reward, done = parts
+    if not isinstance(observation, str):
+        return Fault("reply", f"step returned {shown(observation)} as observation, expected a text")
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        return Fault("reward", f"step returned {shown(reward)} as reward, expected a finite number")
+    return Step(observation=observation, reward=float(reward), done=bool(done))
+
+
+def state_of(environment: Any) -> str:
+    """The key of an environment's state, "" without one."""
+    return str(getattr(environment, "state", ""))
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence, with its type."""
+    return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"

@@ -1,0 +1,68 @@
+"""Episodes whose turns are rows: per-episode views, returns, and rows that share a state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.core.errors import AlignmentError
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Trajectories, Turns, check_aligned
+
+
+def by_episode(trajectories: Trajectories, turns: Turns) -> Jagged:
+    """The rewards of the turns as a Jagged float64 with one row per episode, in the order of the batch's rows.
+
+    Its `row_ids` is the episode of each turn, its `offsets[:-1]` the first turn of each episode. Raises AlignmentError
+    where the turns are those of other trajectories, or an episode's turns are not consecutive rows in their order.
+    """
+    check_aligned(trajectories, turns)
+    starts = torch.ones(len(turns), dtype=torch.bool)
+    starts[1:] = turns.episode[1:] != turns.episode[:-1]
+    broken = torch.zeros_like(starts)
+    broken[1:] = ~starts[1:] & (turns.turn[1:] != turns.turn[:-1] + 1)
+    if int(starts.sum()) != len(torch.unique(turns.episode)) or bool(broken.any()):
+        raise AlignmentError(
+            f"{turns.origin or 'turns'}: expected the turns of an episode in consecutive rows, in their order; got "
+            f"{int(starts.sum())} runs of rows for {len(torch.unique(turns.episode))} episodes and {int(broken.sum())} "
+            "turns out of order. Keep all rows of an episode together."
+        )
+    first = starts.nonzero(as_tuple=True)[0]
+    return Jagged.from_lengths(turns.reward.double(), torch.diff(first, append=torch.tensor([len(turns)])))
+
+
+def last_turns(episodes: Jagged) -> Tensor:
+    """bool [N]: whether a turn is the last one of its episode; `episodes` has one row per episode."""
+    last = torch.zeros(len(episodes.values), dtype=torch.bool)
+    last[episodes.offsets[1:] - 1] = True
+    return last
+
+
+def returns_to_go(rewards: Jagged, gamma: float = 1.0) -> Jagged:
+    """R_t = Σ_{k ≥ t} γ^(k−t) r_k for each turn of each episode; float64, `rewards` has one row per episode."""
+    padded = rewards.to(torch.float64).to_padded(0.0)
+    # From the last turn backwards, for all episodes at once; padding after the end is 0.
+    for t in range(padded.shape[1] - 2, -1, -1):
+        padded[:, t] += gamma * padded[:, t + 1]
+    return rewards.with_values(padded[rewards.row_ids, rewards.positions])
+
+
+def state_groups(group: Tensor, state: list[str]) -> Tensor:
+    """int64 [N]: an id for each pair of `group` [N] and state key; a row whose state is unknown ("") has its own."""
+    ids: dict[tuple[int, str], int] = {}
+    found = [ids.setdefault((g, s), len(ids)) if s else -1 for g, s in zip(group.tolist(), state, strict=True)]
+    place = torch.tensor(found, dtype=torch.int64)
+    return torch.where(place < 0, len(ids) + torch.arange(len(place)), place)
+
+
+def check_episode_rewards(value: Tensor, valid: Tensor, episodes: Jagged, origin: str) -> None:
+    """Raises AlignmentError unless all turns of each episode have the same reward [N] and validity [N]."""
+    first = episodes.offsets[:-1][episodes.row_ids]
+    differs = (valid != valid[first]) | (valid & (value != value[first]))
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        raise AlignmentError(
+            f"{origin or 'rewards'}: expected one reward per episode, the same on all of its turns; got "
+            f"{float(value[first[row]]):g} on its first turn and {float(value[row]):g} on turn "
+            f"{int(episodes.positions[row]) + 1}. Wire rewards.episode."
+        )

@@ -1,0 +1,84 @@
+"""Episodes of a policy in an environment, one row per turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+
+from components.models.load import context_length
+from components.rollouts.episodes import EPISODE_METRICS, EpisodeSettings, Table
+from components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, keyed_seeds, length_metrics
+from components.rollouts.timed_calls import TimedCalls
+from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.handles import Environments, Policy
+from pipeline.core.payloads import Prompts, Trajectories, Turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """One row per turn, episode by episode, prompt by prompt; which turn each is; and the prompts."""
+
+    trajectories: Trajectories
+    turns: Annotated[Turns, same_rows("trajectories")]
+    prompts: Prompts
+
+
+class EnvironmentSampler(Component):
+    """Plays `group_size` episodes per prompt; each turn is a row that keeps the exact tokens before it as its prompt.
+
+    An episode depends on (seed, node, iteration, prompt uid, place in the group) and on nothing else in the batch. An
+    environment that hangs, raises, returns no text, a reward that is no number, or never ends costs its episode alone,
+    as does a conversation that fills the model's context: its turns stay, with the reason in `Turns.fault`.
+    """
+
+    metrics = (*EPISODE_METRICS, *LENGTH_METRICS)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EpisodeSettings):
+        """Sampling of a turn, limits of an episode, and the group size."""
+
+        group_size: int = 8
+        """episodes per prompt"""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not 1 <= self.group_size <= MAX_GROUP:
+                raise ValueError(f"expected group_size of 1 to {MAX_GROUP:,}, got {self.group_size}.")
+
+    config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The turns before the last, and as many observations, taken to be no longer."""
+        return 2 * int(config.max_turns) - 1 if config.history == "all" else 0
+
+    def setup(self, context: Context) -> None:
+        """Reads how long rows may be."""
+        super().setup(context)
+        self._room = context_length(context.model)
+        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
+
+    def close(self) -> None:
+        """Ends the event loop of async environments."""
+        if hasattr(self, "_calls"):
+            self._calls.close()
+
+    def run(self, *, prompts: Prompts, policy: Policy, environments: Environments) -> Outputs:
+        """Plays all episodes."""
+        settings = self.config
+        table = Table(
+            context=self.context,
+            policy=policy,
+            environments=environments,
+            prompts=prompts,
+            settings=settings,
+            sampling=settings.sampling(),
+            room=self._room,
+            calls=self._calls,
+        )
+        seed = keyed_seeds(self.context.rng(), prompts.uid, 0, settings.group_size).reshape(-1)
+        played = table.play(torch.arange(len(prompts)).repeat_interleave(settings.group_size), seed)
+        self.context.log(**played.metrics(), **length_metrics(played.trajectories))
+        return Outputs(trajectories=played.trajectories, turns=played.turns, prompts=prompts)

@@ -1,0 +1,1 @@
+"""Whether resets will pay for a policy on its problems, before any training."""
