@@ -68,7 +68,7 @@ from components.learner.objective.ratio import (
     safe_exp,
     surrogate,
 )
-from components.learner.objective.trace_sum import Style, trace_sum
+from components.learner.objective.decay.trace_sum import Style, trace_sum
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 
