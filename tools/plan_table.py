@@ -33,7 +33,7 @@ def plan_table(configs: Path) -> str:
 def row(plan: RecipePlan | None) -> str:
     """All columns but the first."""
     if plan is None:
-        return "no learner shards it as it must | – | – | – | –"
+        return "no learner shards it as it must, or it trains a second model | – | – | – | –"
     gpus = f"{plan.learner.layout.world} + {plan.engine_gpus}" if plan.engine_gpus else str(plan.gpus)
     learner = f"`{plan.training.kind}`{' LoRA' if plan.training.lora else ''}, {plan.learner.layout}"
     return f"{learner} | {gpus} | {plan.memory / 1e9:.0f} | {plan.seconds:.0f} | `{' '.join(plan.overrides)}`"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.core.component import Component, Count
+from pipeline.core.component import Component, Count, ModelSpec
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.handles import Policy, Requests
 from pipeline.core.jagged import Jagged
@@ -35,6 +36,15 @@ class Outputs:
     """The policy that samples with the given weights."""
 
     policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Settings of every engine."""
+
+    model: str = ""
+    """folder or hub name of a model of this engine's own, such as a teacher, whose weights never change (the input
+    `weights` is then not wired); "": the run's model, with the wired weights"""
 
 
 @dataclass
@@ -70,6 +80,31 @@ class Engine(Component):
     version: int = -1
     _counted: int = -1
     _counters: dict[str, float]
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: ModelSpec, data: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Neither weights nor a model of its own, or both."""
+        wired = "weights" in node.wires
+        if wired and node.config.model:
+            return [
+                f"{node.name}.weights: expected no wire at an engine with a model of its own ({node.config.model}), "
+                f"whose weights never change. Remove the wire, or {node.name}.model."
+            ]
+        if not wired and not node.config.model:
+            return [
+                f"{node.name}.weights: not wired; {node.use} needs Weights, such as 'learner.weights@1', or a model of "
+                f"its own. Set {node.name}.model to its folder or hub name."
+            ]
+        return []
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model of this engine: the run's, or its own with the run's dtype and lengths."""
+        run = self.context.model
+        if not self.config.model:
+            return run
+        own = dataclasses.replace(run, path=self.config.model, chat_template_kwargs={})
+        return own.with_rows(run.longest_row)
 
     def count(self, **amounts: float) -> None:
         """Adds to this iteration's counters and logs the sums. Only tokens that went through the model count."""
@@ -135,7 +170,7 @@ class EnginePolicy(Policy):
         if longest > engine.context_length:
             raise CreditgraphError(
                 f"score: expected rows of at most {engine.context_length} tokens (the context that model "
-                f"'{engine.context.model.path}' is used with), got {longest}. Shorten prompt plus response or raise "
+                f"'{engine.spec.path}' is used with), got {longest}. Shorten prompt plus response or raise "
                 "model.max_context."
             )
 

@@ -103,25 +103,25 @@ class ExternalEngine(Engine):
                 f"{context.node}.sleep: expected GPUs, whose memory a server can give back, got device "
                 f"'{context.device}'. Set {context.node}.sleep=auto."
             )
-        self.tokenizer = load_tokenizer(context.model)
-        config = load_config(context.model)
-        self.context_length = check_context(context.model, config)
-        self.model = skeleton(context.model, config)
+        self.tokenizer = load_tokenizer(self.spec)
+        config = load_config(self.spec)
+        self.context_length = check_context(self.spec, config)
+        self.model = skeleton(self.spec, config)
         self.names = WeightNames(self.model)
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.text = TokenText(self.tokenizer, self.vocab_size)
-        self.eos = eos_mask(generation_config(context.model), self.tokenizer, self.vocab_size)
+        self.eos = eos_mask(generation_config(self.spec), self.tokenizer, self.vocab_size)
         padding = padding_columns(self.tokenizer, self.vocab_size, "cpu")
         model = ServedModel(
-            path=check_weight_files(context.model),
-            dtype=context.model.dtype,
+            path=check_weight_files(self.spec),
+            dtype=self.spec.dtype,
             context_length=self.context_length,
             vocab_size=self.vocab_size,
             forbidden=[] if padding is None else padding.nonzero()[:, 0].tolist(),
             eos=self.eos.nonzero()[:, 0].tolist(),
             device=torch.device(context.device).type,
             sleeps=context.turns.shared and self.shares_devices(self.config, context.device, context.ranks.world),
-            trust_remote_code=context.model.trust_remote_code,
+            trust_remote_code=self.spec.trust_remote_code,
         )
         if self.config.served:
             self.backend = Servers(context, self.dialect(model), self.config)
@@ -148,10 +148,11 @@ class ExternalEngine(Engine):
             f"Set {self.context.node}.servers=1."
         )
 
-    def run(self, *, weights: Weights) -> Outputs:
-        """Loads `weights` and returns their policy; weights with neither tensors nor path are the model's own."""
+    def run(self, *, weights: Weights | None = None) -> Outputs:
+        """Loads `weights` and returns their policy; none, or those without tensors and path, are the model's own."""
         start = time.perf_counter()
-        own = resolve_model_path(self.context.model.path)
+        weights = weights or Weights(version=0)
+        own = resolve_model_path(self.spec.path)
         if weights.initial:
             weights = dataclasses.replace(weights, path=own)
         if weights.path != own or not self.active.restore():
@@ -171,7 +172,7 @@ class ExternalEngine(Engine):
 
     def _check(self, weights: Weights) -> tuple[Weights, Probe | None]:
         """Checks weights for the backend, and makes the probe that shows whether it uses them; raises DataError."""
-        spec = self.context.model
+        spec = self.spec
         if self.adapter_rank == 0:
             weights = merged(weights, spec)
         if weights.adapter is not None and weights.adapter.rank > self.adapter_rank:
@@ -193,7 +194,7 @@ class ExternalEngine(Engine):
         self._updates += 1
         if not self.config.check_every or (self._updates - 1) % self.config.check_every:
             return None
-        spec = self.context.model
+        spec = self.spec
         dtype: torch.dtype = getattr(torch, spec.dtype)
         sent = self.config.channel.sent_dtype(spec) if self.config.served else dtype
         tolerance = self.config.tolerance.bfloat16
@@ -245,8 +246,13 @@ class ExternalPolicy(EnginePolicy):
         engine.count(sampled_tokens=len(completions.tokens.values), **engine.active.take_counters())
         return completions
 
-    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
-        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
+        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced; no `top` tokens."""
+        if top:
+            raise CreditgraphError(
+                f"engine '{self.engine.context.node}': expected an engine that scores the {top} most likely tokens of "
+                "each place, which servers are not asked for. Use engine.local, or sampled tokens alone (top=0)."
+            )
         return self._score(context, tokens, temperature, [self._group(row) for row in context.to_lists()])
 
     def score_branches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from components.expander.reset import reset_length
 from components.rollouts.requests import SamplingSettings, generate_where_room, keyed_seeds, sample_from_prefix
 from components.rollouts.second_turn import encoded, problem_of
-from components.rollouts.thoughts import num_thoughts, thought_texts
+from components.rollouts.thoughts import num_thoughts, steps_of, thought_texts
 from components.text.stops import decode_rows
 from components.text.templates import Mode, revise_prompt
 from pipeline.core.component import Component, Count, same_rows
@@ -22,8 +21,6 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Credit, Prompts, StepErrors, Trajectories, check_aligned
 from pipeline.core.streams import keys_within
 
-_STEPS = re.compile(r"(?<=</thought>)|\n")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
@@ -31,15 +28,6 @@ class Outputs:
 
     trajectories: Trajectories
     credit: Annotated[Credit, same_rows("trajectories")]
-
-
-def steps_of(solution: str) -> list[str]:
-    """The steps of a worked solution: its thoughts, or its lines.
-
-    >>> steps_of("a </thought> b </thought>"), steps_of("a\\n\\nb"), steps_of("")
-    (['a </thought>', ' b </thought>'], ['a', 'b'], [])
-    """
-    return [step for step in _STEPS.split(solution) if step.strip()]
 
 
 class Intervene(Component):

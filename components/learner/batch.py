@@ -58,10 +58,12 @@ class Part:
             return plan(self.lengths, self._budget)
         return plan_shared(self._tree.restrict(self.lengths > 0), self.lengths, self._budget)
 
-    def pack(self, rows: Tensor) -> PackedBatch:
-        """The model input of some rows."""
+    def pack(self, rows: Tensor, candidates: Tensor | None = None) -> PackedBatch:
+        """The model input of some rows, and of `candidates` [tokens of their responses, k] to score beside these."""
         prompt, response = (x.select(rows).to(self._device) for x in (self.prompt, self.response))
-        return pack(prompt, response, torch.arange(len(rows), device=self._device), share=self._shares_prefixes)
+        candidates = None if candidates is None else candidates.to(self._device)
+        index = torch.arange(len(rows), device=self._device)
+        return pack(prompt, response, index, share=self._shares_prefixes, candidates=candidates)
 
     def places(self, rows: Tensor, values: Jagged) -> Tensor:
         """int64 [total]: the places of the response tokens of some rows among those of all, on the values' device."""

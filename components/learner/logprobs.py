@@ -91,7 +91,7 @@ def token_logprobs(
 
     Args:
         hidden: [N, D], last hidden states at the places that predict the targets; the same on every rank of a group.
-        targets: int [N].
+        targets: int [N], or [N, K] for several targets of each place.
         head: the output head.
         temperature: above 0.
         chunk: tokens per chunk; 0 means `CHUNK_ELEMENTS` / V.
@@ -99,12 +99,12 @@ def token_logprobs(
             chunks then does not depend on their size. Otherwise products are rounded to the tensors' dtype.
 
     Returns:
-        log-probs [N] and entropies [N] in nats, float32, equal on all ranks of a group; both carry gradients to
-        `hidden`, the head's weight and bias.
+        log-probs, of the shape of `targets`, and entropies [N] in nats, float32, equal on all ranks of a group; both
+        carry gradients to `hidden`, the head's weight and bias.
     """
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+    if hidden.dim() != 2 or targets.dim() not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
         raise ValueError(
-            f"token_logprobs: expected hidden [N, D] and targets [N], got {tuple(hidden.shape)} and "
+            f"token_logprobs: expected hidden [N, D] and targets [N] or [N, K], got {tuple(hidden.shape)} and "
             f"{tuple(targets.shape)}."
         )
     if temperature <= 0:
@@ -113,10 +113,9 @@ def token_logprobs(
         )
     size = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24) // len(head.weight))
     apply: Any = _TokenLogprobs.apply
-    logprobs, entropies = apply(
-        hidden, head.weight, head.bias, targets.long(), _Constants(head, temperature, size, wide)
-    )
-    return logprobs, entropies
+    several = targets.long().reshape(len(targets), targets.shape[1:].numel())
+    logprobs, entropies = apply(hidden, head.weight, head.bias, several, _Constants(head, temperature, size, wide))
+    return logprobs.reshape(targets.shape), entropies
 
 
 class _Constants:
@@ -178,12 +177,11 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, constants: _Constants
     ) -> tuple[Tensor, Tensor]:
         local, inside = constants.place(targets, len(weight))
-        top, total, weighted, chosen = (
-            torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(4)
-        )
+        top, total, weighted = (torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
+        chosen = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         for part in constants.parts(len(targets)):
             logits, _ = constants.logits(hidden[part], weight, bias)
-            chosen[part] = logits.gather(1, local[part, None]).squeeze(1)
+            chosen[part] = logits.gather(1, local[part])
             top[part] = logits.amax(1)
             logits -= top[part, None]
             exponentials = logits.exp()
@@ -201,7 +199,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, local, inside, norms, entropies)
         ctx.constants = constants
         ctx.set_materialize_grads(False)
-        return chosen - norms, entropies
+        return chosen - norms[:, None], entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -246,9 +244,9 @@ def _over_shards(
     shift = top - common
     scale = shift.exp()
     weighted = scale * (weighted + shift.clamp(min=LEAST) * total)
-    sums = torch.stack([scale * total, weighted, chosen])
+    sums = torch.cat([torch.stack([scale * total, weighted]), chosen.t()])
     dist.all_reduce(sums, group=group)
-    return common, sums[0], sums[1], sums[2]
+    return common, sums[0], sums[1], sums[2:].t()
 
 
 def _d_logits(
@@ -259,8 +257,12 @@ def _d_logits(
     d_entropies: Tensor | None,
     inside: Tensor | None,
 ) -> Tensor:
-    """Gradient [n, V] with respect to tempered logits; overwrites `log_p`. `inside` bool [n]: targets in this shard."""
-    by_logprob = torch.zeros(len(targets), device=log_p.device) if d_logprobs is None else d_logprobs
+    """Gradient [n, V] with respect to tempered logits; overwrites `log_p`.
+
+    `targets`, `d_logprobs` and `inside` (bool, targets in this shard) are [n, K], the others [n].
+    """
+    own = torch.zeros(targets.shape, device=log_p.device) if d_logprobs is None else d_logprobs
+    by_logprob = own.sum(1)
     if d_entropies is None:
         out = log_p.exp_().mul_(-by_logprob[:, None])
     else:
@@ -274,6 +276,5 @@ def _d_logits(
             .mul_(p)
             .neg_()
         )
-    own = by_logprob if inside is None else by_logprob.masked_fill(~inside, 0.0)
-    out.scatter_add_(1, targets[:, None], own[:, None])
+    out.scatter_add_(1, targets, own if inside is None else own.masked_fill(~inside, 0.0))
     return out

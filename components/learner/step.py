@@ -15,6 +15,7 @@ from torch import Tensor
 from components.learner.batch import Part, RolloutBatch, Route
 from components.learner.metrics import mismatch_meters, mismatch_values
 from components.learner.objective import LossInputs, Meters, aggregate, counts, credited, loss_terms, prepare
+from components.learner.objective.base import CANDIDATE, CANDIDATE_LOGPROB, numbered
 from components.learner.offload import HostMemory
 from components.learner.optimizer import Update
 from components.learner.packing.pack import PackedBatch
@@ -269,12 +270,16 @@ class RolloutTraining:
 
         def loss_of(number: int, logprobs: Jagged, entropies: Jagged) -> Tensor:
             rows = pieces[number]
+            own = inputs.select(rows)
+            if len(logprobs.values) > len(entropies.values):
+                own, logprobs = _apart(own.to(self._context.device), logprobs, entropies)
             if self._keeps_first:
                 first_logprobs[part.places(rows, logprobs)] = logprobs.values.detach().float()
-            return self._loss(inputs.select(rows), logprobs, entropies, denominators, meters)
+            return self._loss(own, logprobs, entropies, denominators, meters)
 
         with self.clock("forward_backward"):
-            loss = self._backend.forward_backward(self._packed(part, pieces), self._temperature, loss_of)
+            packed = self._packed(part, pieces, inputs)
+            loss = self._backend.forward_backward(packed, self._temperature, loss_of)
             if not pieces:
                 # A replica without rows in this step must log the same metrics, because they are summed over replicas.
                 none = inputs.select(torch.zeros(0, dtype=torch.int64)).to(self._context.device)
@@ -296,9 +301,11 @@ class RolloutTraining:
         self._meter("loss", float(loss))
         self._meter("grad_norm", update.grad_norm)
 
-    def _packed(self, part: Part, pieces: list[Tensor]) -> Iterator[PackedBatch]:
+    def _packed(self, part: Part, pieces: list[Tensor], inputs: LossInputs) -> Iterator[PackedBatch]:
+        candidates = {name: column for name, column in inputs.columns.items() if name.startswith(CANDIDATE)}
         for rows in pieces:
-            batch = part.pack(rows)
+            ids = numbered({name: column.select(rows) for name, column in candidates.items()}, CANDIDATE)
+            batch = part.pack(rows, None if ids is None else ids.long())
             self._work.update(tokens=batch.tokens, shared=batch.saved)
             yield self._counted(batch, 0)
 
@@ -348,3 +355,10 @@ class RolloutTraining:
             "policy_lag": self._lag,
             "version": float(self._version + 1),
         }
+
+
+def _apart(inputs: LossInputs, logprobs: Jagged, entropies: Jagged) -> tuple[LossInputs, Jagged]:
+    """Columns with the log-probs of candidates, and those of the response tokens, from both one after the other."""
+    own, *others = logprobs.values.view(len(entropies.values), -1).unbind(1)
+    columns = {f"{CANDIDATE_LOGPROB}{i}": entropies.with_values(values) for i, values in enumerate(others)}
+    return inputs.with_columns(**columns), entropies.with_values(own)

@@ -189,6 +189,30 @@ def load_causal_lm(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
     return model.to(device).eval()
 
 
+def load_token_classifier(spec: ModelSpec, device: str | torch.device = "cpu") -> Any:
+    """A token classifier in evaluation mode, such as a process reward model; DataError for a model without its head."""
+    from transformers import AutoModelForTokenClassification
+
+    path = check_weight_files(spec)
+    try:
+        with _quiet_unless_watched():
+            model, info = AutoModelForTokenClassification.from_pretrained(
+                path,
+                dtype=getattr(torch, spec.dtype),
+                trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # safetensors, the hub client and remote code each raise their own types
+        raise _failure("token classifier", spec.path, error) from error
+    if info["missing_keys"]:
+        raise DataError(
+            f"model '{spec.path}': expected a token classifier, but {len(info['missing_keys'])} of its weights are "
+            f"missing, first '{min(info['missing_keys'])}'. Train one (TRL's PRMTrainer makes them), or name another."
+        )
+    return model.to(device).eval()
+
+
 def empty_causal_lm(spec: ModelSpec) -> Any:
     """The model without weights: parameters in `spec.dtype` on the meta device, buffers on the CPU."""
     from transformers import AutoModelForCausalLM

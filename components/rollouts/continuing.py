@@ -114,7 +114,7 @@ class Continuing(Policy):
             token_versions=rows.token_versions,
         )
 
-    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """That of the policy."""
         return self._policy.score(context, tokens, temperature)
 

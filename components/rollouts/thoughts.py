@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,9 @@ from pipeline.core.payloads import Prompts, Trajectories
 STEP_FRACTION = Metric(
     "step_fraction", "share", "(localised step − 1) / thoughts, mean over failures: 0 is the first thought"
 )
+
+
+_STEPS = re.compile(r"(?<=</thought>)|\n")
 
 
 def num_thoughts(trajectories: Trajectories) -> Tensor:
@@ -49,3 +53,12 @@ def true_first_errors(prompts: Prompts, trajectories: Trajectories, tokenizer: A
     step = torch.tensor(errors, dtype=torch.int64)
     count = num_thoughts(trajectories)
     return torch.where(step > 0, torch.minimum(step, count), count)
+
+
+def steps_of(solution: str) -> list[str]:
+    """The steps of a worked solution: its thoughts, or its lines.
+
+    >>> steps_of("a </thought> b </thought>"), steps_of("a\\n\\nb"), steps_of("")
+    (['a </thought>', ' b </thought>'], ['a', 'b'], [])
+    """
+    return [step for step in _STEPS.split(solution) if step.strip()]

@@ -15,6 +15,9 @@ from components.tasks.base import Task
 # Name → "module:Class"; strings, so that listing families imports none.
 MODULES: dict[str, str] = {
     "chains": "components.tasks.chains:Chains",
+    "chains_reset": "components.tasks.chains_reset:ChainsReset",
+    "hanoi": "components.tasks.hanoi:Hanoi",
+    "jugs": "components.tasks.jugs:Jugs",
     "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
     "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",
     "path_star": "components.tasks.path_star:PathStar",

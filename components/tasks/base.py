@@ -53,6 +53,8 @@ class Task(ABC):
             if a simulator has to judge the response (`verifier.steps`).
         recoverable: whether a policy can undo a wrong or useless step and still solve the problem.
         difficulty: frozen keyword-only dataclass of settings; its `__post_init__` raises ValueError.
+        warm_up: difficulties of the problems that the small model is taught, one after the other in equal parts of its
+            training; None: the defaults.
     """
 
     name: ClassVar[str]
@@ -60,6 +62,7 @@ class Task(ABC):
     answer_kind: ClassVar[Literal["value", "steps"]] = "value"
     recoverable: ClassVar[bool] = False
     difficulty: ClassVar[type]
+    warm_up: ClassVar[tuple[Any, ...]] = (None,)
 
     @abstractmethod
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
@@ -116,6 +119,13 @@ class Task(ABC):
             if problem is not None and in_split(problem["question"], split):
                 return problem
         raise DataError(f"{self.name}: no problem of {difficulty} in {MAX_DRAWS} draws. Widen the difficulty.")
+
+    def lesson(self, seed: int, index: int, progress: float = 0.0) -> Problem:
+        """Problem `index` of those that the small model is taught, none of them of a held-out split.
+
+        `progress`, from 0 to below 1, is the share of its training that is over; it chooses among `warm_up`.
+        """
+        return self.generate(seed, index, self.warm_up[int(progress * len(self.warm_up))])
 
     def accepts(self, problem: Problem, thoughts: Sequence[str], boxed: str | None) -> bool:
         """Whether a response is right; by default, whether it boxes the answer.
@@ -183,8 +193,11 @@ def labelled(steps: Sequence[str]) -> str:
 
 
 def step_labels(count: int) -> list[str]:
-    """The words c1 … c`count`, by which a small model names the steps of a response; part of a family's `words`."""
-    return [f"c{i}" for i in range(1, count + 1)]
+    """The words 1 … `count` and c1 … c`count`, by which a small model names steps; part of a family's `words`.
+
+    A family whose words hold some of them already may repeat them.
+    """
+    return [f"{label}{i}" for label in ("", "c") for i in range(1, count + 1)]
 
 
 def compare_with(solution: Sequence[str], thoughts: Sequence[str]) -> int:

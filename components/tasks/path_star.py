@@ -3,7 +3,7 @@
 Graphs are those of reasoning-gym's path_star (after 2403.06963): arms of equal length meet in the start, and the edges
 are listed in a random order. A thought is a move along an edge, or back to the start:
 
-    question   7 3 3 8 9 4 7 9 start 7 goal 4 moves 5    (edges as pairs of nodes; at most five thoughts)
+    question   7 3 | 3 8 | 9 4 | 7 9 | start 7 goal 4 moves 5    (edges as pairs of nodes; at most five thoughts)
     solution   7 9 </thought> 9 4 \\boxed{ 4 } </thought>
 
 A wrong arm costs moves and can be left: `7 3 </thought> 3 8 </thought> back </thought> 7 9 </thought> …`. The thought
@@ -100,7 +100,7 @@ class PathStar(LibraryTask):
 
     def words(self) -> list[str]:
         """Nodes, marks and the move back."""
-        return [*map(str, range(NODES)), "start", "goal", "moves", "back", *step_labels(24)]
+        return [*map(str, range(NODES)), "|", "start", "goal", "moves", "back", *step_labels(24)]
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
         """Tries arms, mostly blindly, and often claims the end of a wrong one to be the goal."""
@@ -123,7 +123,7 @@ class PathStar(LibraryTask):
 
 
 def _problem(edges: Sequence[tuple[int, int]], start: int, goal: int, moves: int) -> Problem:
-    pairs = " ".join(f"{a} {b}" for a, b in edges)
+    pairs = " ".join(f"{a} {b} |" for a, b in edges)
     return {
         "task": "path_star",
         "question": f"{pairs} start {start} goal {goal} moves {moves}",

@@ -109,6 +109,11 @@ Use this verdict to write a better solution: keep what holds, repair what does n
 {answer}.
 """
 
+HINT_INSTRUCTIONS = """\
+Below are a problem and a correct solution of it, for reference. Solve the problem: write the whole solution and \
+{answer}.
+"""
+
 _CLOSING: dict[Mode, str] = {"plain": "", "thought": "Close each step with </thought>.\n"}
 
 VERDICTS = {True: "The final answer of this attempt is correct.", False: "The final answer of this attempt is wrong."}
@@ -342,6 +347,18 @@ def critique_prompt(
     For task families as in `retry_prompt`: the revise mode itself says that the attempt is wrong.
     """
     return _again(metadata, question, steps, f"{VERDICTS[correct]}\n\n{CRITIQUE_INSTRUCTIONS}", tokenizer, mode)
+
+
+def hint_prompt(metadata: dict[str, Any], question: str, hint: Sequence[str], tokenizer: Any, mode: Mode) -> str:
+    """Prompt for a solution by a policy that is shown a correct one, `hint` (self-teachers).
+
+    The embedded model has no such mode: for "chains" its revise mode gets the hint both as the attempt and as the
+    reference.
+    """
+    if check_template(metadata.get("template", "plain")) == "chains":
+        return revise_prompt(metadata, question, hint, hint, tokenizer, mode)
+    shown = f"Problem: {question}\n\nCorrect solution:\n{_shown(hint, mode)}"
+    return _chat(f"{_asking(HINT_INSTRUCTIONS, metadata, mode)}\n{shown}\n", tokenizer)
 
 
 def _again(

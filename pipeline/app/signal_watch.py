@@ -111,8 +111,10 @@ class SignalWatch:
 
 
 def trains(row: Row) -> bool | None:
-    """Whether an iteration made an optimiser step; None for a row without a learner that counts its steps, and for one
-    in which a node says that it withholds credit while others warm up."""
+    """Whether an iteration made an optimiser step; None for a row that does not count.
+
+    That is one without a learner that counts its steps, or one in which a node withholds credit while others warm up.
+    """
     if not _values([row], "/skipped_zero_credit") or _total([row], "/warming_up"):
         return None
     return _total([row], "/steps") > 0

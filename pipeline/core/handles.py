@@ -126,10 +126,18 @@ class Completions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
-    """Teacher-forced log-probs and entropies [nats] over the scored tokens, Jagged float32."""
+    """Teacher-forced log-probs and entropies [nats] over the scored tokens, Jagged float32.
+
+    Attributes:
+        logprobs, entropies: of the tokens and of the distributions they are from.
+        top_tokens: int64 [tokens, k], the most likely tokens in the place of each, or None if they were not asked for.
+        top_logprobs: float32 [tokens, k], their log-probs, the largest first.
+    """
 
     logprobs: Jagged
     entropies: Jagged
+    top_tokens: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 class Policy(Handle, ABC):
@@ -145,8 +153,11 @@ class Policy(Handle, ABC):
         """Samples one completion per row."""
 
     @abstractmethod
-    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
-        """Log-probs and entropies of `tokens` [N rows] given `context` [N rows], both Jagged int32, teacher-forced."""
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
+        """Log-probs and entropies of `tokens` [N rows] given `context` [N rows], both Jagged int32, teacher-forced.
+
+        With `top` also those of the `top` most likely tokens in each place; CreditgraphError where an engine has none.
+        """
 
     def score_branches(
         self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0

@@ -98,7 +98,7 @@ def score_branches(
         begun = trunk.slice_rows(torch.zeros_like(reach[rows]), reach[rows], trunks[rows])
         hidden, places = _run(decoder, Branches(begun, host[by_host], at[mine], picked))
         flat = tokens.offsets[:-1][mine][picked.row_ids] + picked.positions
-        lp, entropy = token_scores(decoder, hidden, places, picked.values.to(torch.int64), temperature)
+        lp, entropy, *_ = token_scores(decoder, hidden, places, picked.values.to(torch.int64), temperature)
         logprobs[flat] = lp
         entropies[flat] = entropy
     scores = Scores(logprobs=tokens.with_values(logprobs), entropies=tokens.with_values(entropies))

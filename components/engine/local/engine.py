@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, Outputs
+from components.engine.base import ENGINE_METRICS, Engine, EnginePolicy, EngineSettings, Outputs
 from components.engine.local.branches import Branches, check_branches, score_branches
 from components.engine.local.cache import tokens_in_free_memory
 from components.engine.local.decoder import Decoder, TransformersDecoder
@@ -44,7 +44,7 @@ class LocalEngine(Engine):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(EngineSettings):
         """Settings."""
 
         max_rows: int = 512
@@ -69,9 +69,9 @@ class LocalEngine(Engine):
     def setup(self, context: Context) -> None:
         """Loads tokenizer and model."""
         super().setup(context)
-        self.tokenizer = load_tokenizer(context.model)
-        model = load_causal_lm(context.model, context.device).requires_grad_(False)
-        self.context_length = check_context(context.model, model.config)
+        self.tokenizer = load_tokenizer(self.spec)
+        model = load_causal_lm(self.spec, context.device).requires_grad_(False)
+        self.context_length = check_context(self.spec, model.config)
         self.names = WeightNames(model)
         self.decoder = choose_decoder(model, self.config.decoder, self.context_length)
         self.vocab_size = self.decoder.vocab_size
@@ -82,12 +82,15 @@ class LocalEngine(Engine):
         self._weights: Weights | None = None
         self._twin: tuple[Any, int] | None = None
 
-    def run(self, *, weights: Weights) -> Outputs:
-        """Loads weights (the model's own if they have no tensors and no path); returns a policy of their version."""
+    def run(self, *, weights: Weights | None = None) -> Outputs:
+        """Loads weights (the model's own without any, or if they have no tensors and no path); returns their policy."""
         start = time.perf_counter()
+        if weights is None and self.version == 0:
+            return Outputs(policy=LocalPolicy(self, 0))
+        weights = weights or Weights(version=0)
         if weights.initial:
-            weights = dataclasses.replace(weights, path=resolve_model_path(self.context.model.path))
-        weights = merged(weights, self.context.model).storable()  # the learner's own tensors change
+            weights = dataclasses.replace(weights, path=resolve_model_path(self.spec.path))
+        weights = merged(weights, self.spec).storable()  # the learner's own tensors change
         self.decoder.load(self.names.of_model(self.names.resolve(weights)))
         self.version = weights.version
         self._weights = weights if self.config.attributions else None
@@ -106,7 +109,7 @@ class LocalEngine(Engine):
             )
         if self._twin is None:
             # A second copy of the model: the lean decoder has fused weights and no graph.
-            self._twin = (load_causal_lm(self.context.model, self.context.device).requires_grad_(False), -1)
+            self._twin = (load_causal_lm(self.spec, self.context.device).requires_grad_(False), -1)
         model, version = self._twin
         if version != self.version:
             assert self._weights is not None, "kept by run"
@@ -155,13 +158,13 @@ class LocalPolicy(EnginePolicy):
             text=text,
         )
 
-    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
         engine = self.engine
         self._check_current()
         self._check_scored(context, tokens)
         with self._timed("seconds_score"):
-            scores = score(engine.decoder, context, tokens, temperature, engine.config.score_tokens)
+            scores = score(engine.decoder, context, tokens, temperature, engine.config.score_tokens, top)
         used = tokens.lengths > 0
         return self._scored(scores, int((context.lengths + tokens.lengths)[used].sum()))
 
@@ -184,7 +187,12 @@ class LocalPolicy(EnginePolicy):
     def _scored(self, scores: Scores, tokens: int) -> Scores:
         self._check_finite(scores.logprobs)
         self.engine.count(scored_tokens=tokens)
-        return Scores(logprobs=_ordinary(scores.logprobs), entropies=_ordinary(scores.entropies))
+        return Scores(
+            logprobs=_ordinary(scores.logprobs),
+            entropies=_ordinary(scores.entropies),
+            top_tokens=None if scores.top_tokens is None else scores.top_tokens.clone(),
+            top_logprobs=None if scores.top_logprobs is None else scores.top_logprobs.clone(),
+        )
 
     def attribute(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Jagged:
         """Gradient × input embedding of context tokens, through the transformers model, loaded when first called."""

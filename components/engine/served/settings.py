@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from components.engine.base import EngineSettings
 from components.engine.channel import PLACE, ChannelSettings
 
 
@@ -71,7 +72,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(EngineSettings):
     """Servers of an engine and their use; base of the settings of vLLM and SGLang."""
 
     servers: int = field(default=0, metadata=PLACE)

@@ -278,8 +278,8 @@ class Critic(HFNode, Component):
             shown = "an unknown share" if explained is None else f"{explained:.3g}"
             node = self.context.node
             logger.warning(
-                f"node '{node}': the critic diverges: in iteration {self.context.iteration} its values explain {shown} of "
-                f"the returns' variance (expected above {DIVERGED:g}), {nonfinite:g} rows have values that are not finite, "
-                f"and {found['skipped_nonfinite']:g} steps were left out. Lower {node}.optimizer.lr, or let it learn "
-                "before the policy (warmup of advantage.gae)."
+                f"node '{node}': the critic diverges: in iteration {self.context.iteration} its values explain {shown} "
+                f"of the returns' variance (expected above {DIVERGED:g}), {nonfinite:g} rows have values that are not "
+                f"finite, {found['skipped_nonfinite']:g} steps were left out. Lower {node}.optimizer.lr, or let it "
+                "learn before the policy (warmup of advantage.gae)."
             )

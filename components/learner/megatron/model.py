@@ -222,7 +222,7 @@ class MegatronModel:
         return token_logprobs(hidden, targets, self._head(), temperature, plan.chunk, plan.wide)
 
     def _of_all_contexts(self, hidden: Tensor, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [pairs], each computed by the context-parallel rank whose token predicts it."""
+        """Log-probs and entropies of all pairs, each computed by the context-parallel rank whose token predicts it."""
         places = self.inputs(batch).places
         slots = places.new_full((batch.tokens,), -1)
         slots[places] = torch.arange(len(places), device=places.device)
@@ -233,7 +233,7 @@ class MegatronModel:
         # Forward a sum over the ranks' disjoint parts, backward the identity.
         logprobs, entropies = (
             reduce_from_tensor_model_parallel_region(
-                x.new_zeros(len(batch.predict)).index_copy(0, own, x), group=self.bridge.mpu.cp_group
+                x.new_zeros(len(batch.predict), *x.shape[1:]).index_copy(0, own, x), group=self.bridge.mpu.cp_group
             )
             for x in values
         )

@@ -19,6 +19,19 @@ from pipeline.core.payloads import Payload
 MAX_LOG_RATIO = 20.0
 
 
+# Columns of a credit, numbered from 0: tokens that could stand in the place of the sampled one. A learner adds their
+# log-probs under CANDIDATE_LOGPROB, for objectives that read them.
+CANDIDATE = "candidate_"
+CANDIDATE_LOGPROB = "logprob_of_candidate_"
+
+
+def numbered(columns: Mapping[str, Jagged], prefix: str) -> Tensor | None:
+    """The columns `prefix`0, `prefix`1, … side by side, [total, k]; None without any."""
+    names = [prefix + str(i) for i in range(len(columns))]
+    found = [columns[name].values for name in names if name in columns]
+    return torch.stack(found, 1) if found else None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LossInputs(Payload):
     """Whole trajectories, one row each; every Jagged runs over the response tokens.

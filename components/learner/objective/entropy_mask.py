@@ -19,6 +19,7 @@ from components.learner.objective.base import LossInputs
 from components.learner.objective.meters import AllSum
 from pipeline.core.handles import known_entropies
 from pipeline.core.jagged import Jagged
+from pipeline.core.streams import Stream, keys_within
 
 HIGH = "high_entropy"
 """column of bools: trained tokens of high entropy"""
@@ -32,10 +33,12 @@ IN_TRACE = "in_trace"
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyMask:
-    """Keeps tokens of high sampling entropy."""
+    """Keeps tokens of high sampling entropy, or others to compare them with."""
 
     keep: float = 1.0
     """share of trained tokens kept; 1 switches the mask off, 0.2 is the 80/20 rule"""
+    order: Literal["high", "low", "random"] = "high"
+    """which tokens are kept: those of the highest entropy, or, to compare with, of the lowest one or drawn at random"""
     scope: Literal["batch", "sequence", "group"] = "batch"
     """tokens over which the threshold is determined"""
     where: Literal["trace", "trace_and_loss", "loss"] = "trace"
@@ -72,14 +75,15 @@ def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> L
     entropies = inputs.old_entropies.values
     mask = inputs.mask.values
     known_entropies(entropies[mask], "objective.entropy_mask")
+    rank = {"high": lambda: entropies, "low": lambda: -entropies, "random": lambda: drawn(inputs)}[settings.order]()
     if settings.scope == "batch":
-        high = (entropies >= threshold(entropies[mask], settings.keep, all_sum)) & mask
+        high = (rank >= threshold(rank[mask], settings.keep, all_sum)) & mask
     else:
         scope = inputs.mask.row_ids
         if settings.scope == "group":
             scope = torch.unique(inputs.group, return_inverse=True)[1][scope]
-        high = high_by_scope(entropies, mask, scope, settings.keep) & mask
-    ties = high & (entropies <= 0) & (not settings.keep_zero)
+        high = high_by_scope(rank, mask, scope, settings.keep) & mask
+    ties = high & (entropies <= 0) & (settings.order == "high" and not settings.keep_zero)
     column = inputs.mask.with_values(high & ~ties)
     inputs = inputs.with_columns(**{HIGH: column, TIES: inputs.mask.with_values(ties)})
     if settings.where != "loss":
@@ -89,6 +93,14 @@ def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> L
         if settings.denominator == "kept":
             inputs = inputs.replace(mask=column)
     return inputs
+
+
+def drawn(inputs: LossInputs) -> Tensor:
+    """A uniform number for each token, float32 [total], keyed by the group, its rows' order and the token's place."""
+    stream = Stream("entropy_mask")
+    rows = stream.seeds(keys_within(inputs.group.cpu())) >> 1  # so that places can be added
+    keys = rows[inputs.mask.row_ids.cpu()] + inputs.mask.positions.cpu()
+    return stream.uniform(keys, "token").float().to(inputs.mask.values.device)
 
 
 def threshold(entropies: Tensor, keep: float, all_sum: AllSum) -> Tensor:

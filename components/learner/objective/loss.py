@@ -61,7 +61,7 @@ def credited(inputs: LossInputs, settings: ObjectiveSettings) -> Tensor:
 
 
 def loss_terms(inputs: LossInputs, settings: ObjectiveSettings, meters: Meters) -> Jagged:
-    """Loss per token with every optional term: entropy mask, importance weight, KL penalty, imitation, entropy bonus."""
+    """Loss per token with the optional terms: entropy mask, importance weight, KL penalty, imitation, entropy bonus."""
     loss = settings.build().terms(inputs, meters)
     mask = inputs.mask.values
     if entropy_mask.HIGH in inputs.columns:

@@ -21,6 +21,7 @@ OBJECTIVES: dict[str, str] = {
     "cispo": "components.learner.objective.cispo:CISPO",
     "gspo": "components.learner.objective.gspo:GSPO",
     "gspo_gated": "components.learner.objective.gspo:GatedGSPO",
+    "distill": "components.learner.objective.distill:Distill",
     "trace": "components.learner.objective.trace:Trace",
     "shaped_probability": "components.learner.objective.shaped_probability:ShapedProbability",
 }

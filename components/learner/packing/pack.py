@@ -25,9 +25,10 @@ class PackedBatch:
         input_ids, position_ids: int64 [1, tokens].
         layout: layout of the sequences.
         predict: int64 [pairs], place in the hidden states that predicts each pair's token.
-        next_tokens: int64 [pairs], the tokens predicted. With shared prefixes a response token that several rows share
-            is one pair, and the last token of a prefix predicts a different token for each continuation: one pair for
-            each.
+        next_tokens: int64 [pairs], the tokens predicted; or [pairs, 1 + k], each followed by k candidates that could
+            stand in its place. With shared prefixes a response token that several rows share is one pair (with
+            candidates, which are the row's own, it is not), and the last token of a prefix predicts a different token
+            for each continuation: one pair for each.
         bags: for each place in the hidden states, the pairs it predicts; None without shared prefixes.
         targets: Jagged int64, the response tokens of the rows.
         spread: int64 [targets], the pair of each response token; None when they are the same.
@@ -55,11 +56,12 @@ class PackedBatch:
         return out
 
     def by_row(self, logprobs: Tensor, entropies: Tensor) -> tuple[Jagged, Jagged]:
-        """Values [pairs] as rows of response tokens."""
+        """Values of pairs as rows of response tokens; with candidates, 1 + k log-probs of each, one after the other."""
         if self.spread is not None:
             logprobs = logprobs.index_select(0, self.spread)
             entropies = entropies.index_select(0, self.spread)
-        return self.targets.with_values(logprobs), self.targets.with_values(entropies)
+        width = self.next_tokens.shape[1] if self.next_tokens.dim() == 2 else 1
+        return Jagged(logprobs.flatten(), self.targets.offsets * width), self.targets.with_values(entropies)
 
 
 def check_rows(prompt: Jagged, response: Jagged, max_context: int) -> None:
@@ -110,7 +112,9 @@ def plan(lengths: Tensor, budget: int) -> list[Tensor]:
     return cuts
 
 
-def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -> PackedBatch:
+def pack(
+    prompt: Jagged, response: Jagged, index: Tensor, share: bool = False, candidates: Tensor | None = None
+) -> PackedBatch:
     """Lays out the rows `index`, each with a non-empty prompt and response, end to end.
 
     Args:
@@ -118,6 +122,7 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -
         index: int64, the rows to take.
         share: whether to compute the common prefix of each row and the previous one in `index` only once; saves most in
             the order of `Sorted`.
+        candidates: optional int64 [response tokens of these rows, k], further tokens to score in the place of each.
     """
     prompts = prompt.select(index)
     targets = response.select(index).to(torch.int64)
@@ -126,7 +131,7 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -
         overlap = overlaps(whole)
         inputs_overlap = worthwhile(without_last(overlap, whole.lengths), whole.lengths - 1)
         if bool(inputs_overlap.any()):
-            return _pack_shared(prompts, targets, whole, overlap, inputs_overlap)
+            return _pack_shared(prompts, targets, whole, overlap, inputs_overlap, candidates)
     inputs = whole.slice_rows(torch.zeros_like(whole.lengths), whole.lengths - 1)
     # Response token t of a row with P prompt tokens is predicted at place P + t − 1.
     before = (prompts.lengths - 1)[targets.row_ids] + targets.positions
@@ -135,10 +140,14 @@ def pack(prompt: Jagged, response: Jagged, index: Tensor, share: bool = False) -
         position_ids=inputs.positions[None],
         layout=make_layout(inputs.lengths),
         predict=inputs.offsets[:-1][targets.row_ids] + before,
-        next_tokens=targets.values,
+        next_tokens=_with(targets.values, candidates),
         targets=targets,
         tokens=len(inputs.values),
     )
+
+
+def _with(tokens: Tensor, candidates: Tensor | None) -> Tensor:
+    return tokens if candidates is None else torch.cat([tokens[:, None], candidates], 1)
 
 
 def filler(device: str) -> PackedBatch:
@@ -148,7 +157,12 @@ def filler(device: str) -> PackedBatch:
 
 
 def _pack_shared(
-    prompts: Jagged, targets: Jagged, whole: Jagged, overlap: Tensor, inputs_overlap: Tensor
+    prompts: Jagged,
+    targets: Jagged,
+    whole: Jagged,
+    overlap: Tensor,
+    inputs_overlap: Tensor,
+    candidates: Tensor | None,
 ) -> PackedBatch:
     # Two trees: that of inputs (rows without their last token), whose nodes are computed, and that of whole rows, whose
     # nodes are the distinct (path, next token) pairs. `own` tokens of each input row are computed for it.
@@ -158,16 +172,19 @@ def _pack_shared(
     computed = whole.slice_rows(inputs_overlap, lengths)
     places = computed.positions + inputs_overlap[computed.row_ids]
 
-    node = paths(torch.minimum(overlap, inputs_overlap + 1), whole.lengths)
     at = prompts.lengths[targets.row_ids] + targets.positions
-    pair = node.values[whole.offsets[:-1][targets.row_ids] + at]
-    used = torch.zeros(int(node.values.max()) + 1, dtype=torch.int64, device=pair.device)
-    used[pair] = 1
-    spread = (used.cumsum(0) - 1)[pair]
-    predict = spread.new_empty(int(used.sum()))
-    predict[spread] = keys.values[keys.offsets[:-1][targets.row_ids] + at - 1]
-    next_tokens = torch.empty_like(predict)
-    next_tokens[spread] = targets.values
+    predict = keys.values[keys.offsets[:-1][targets.row_ids] + at - 1]
+    next_tokens = _with(targets.values, candidates)
+    spread = None
+    if candidates is None:
+        node = paths(torch.minimum(overlap, inputs_overlap + 1), whole.lengths)
+        pair = node.values[whole.offsets[:-1][targets.row_ids] + at]
+        used = torch.zeros(int(node.values.max()) + 1, dtype=torch.int64, device=pair.device)
+        used[pair] = 1
+        spread = (used.cumsum(0) - 1)[pair]
+        of_pair = spread.new_empty(2, int(used.sum()))
+        of_pair[:, spread] = torch.stack([predict, next_tokens])
+        predict, next_tokens = of_pair
 
     tokens = len(computed.values)
     # A row whose tokens are all shared has no queries.

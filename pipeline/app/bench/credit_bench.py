@@ -20,7 +20,7 @@ from pipeline.app.bench.methods import Method
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
 from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
-from pipeline.core.errors import CreditgraphError
+from pipeline.core.errors import CreditgraphError, RunError, ranges
 from pipeline.core.handles import Policy, Verifier
 from pipeline.core.payloads import Prompts, Trajectories, Weights
 from pipeline.core.sockets import Wire
@@ -31,7 +31,7 @@ from pipeline.run.replay import Replay
 from pipeline.run.run_settings import resolve_device
 
 EXACT = "true_values"  # name of the row whose credit is the true advantage itself
-GRADIENT_METRICS = ("cosine", "tokens", "noise", "signal")
+GRADIENT_METRICS = ("cosine", "tokens", "steps", "noise", "signal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class Options:
         samples: continuations per distinct thought boundary.
         max_rows: trajectories per method and seed for which true values are computed; a keyed choice when there are
             more.
-        run: run directory whose newest checkpoint is the policy, or None for the recipe's own model.
+        run: run directory whose checkpoint is the policy, or None for the recipe's own model.
+        iteration: of the checkpoint; None is the newest one.
         overrides: settings for every method, as on the command line.
         config_dirs: further folders with recipes.
     """
@@ -50,6 +51,7 @@ class Options:
     samples: int = 48
     max_rows: int = 128
     run: Path | None = None
+    iteration: int | None = None
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[str, ...] = ()
 
@@ -81,13 +83,23 @@ class _Measured:
     own: bool | None = None
 
 
-def load_policy(experiment: Experiment, run: Path | None) -> tuple[LearnerModel, Weights]:
-    """The model with the policy's weights, for gradients, and those weights for engines."""
+def load_policy(experiment: Experiment, run: Path | None, iteration: int | None = None) -> tuple[LearnerModel, Weights]:
+    """The model with the policy's weights, for gradients, and those weights for engines.
+
+    Raises:
+        RunError: the run has no checkpoint of this iteration.
+    """
     model = load_causal_lm(experiment.model, resolve_device(experiment.run.device))
     if run is not None:
         replay = Replay(run)
         try:
-            iteration = replay.newest_checkpoint()
+            saved = replay.checkpoints()
+            if iteration is not None and iteration not in saved:
+                raise RunError(
+                    f"{run}: no checkpoint after iteration {iteration}; expected one of "
+                    f"{ranges(saved) if saved else 'none: train with run.checkpoint.every'}."
+                )
+            iteration = replay.newest_checkpoint() if iteration is None else iteration
             weights: Weights = replay.value(Wire(learner_of(replay.graph).name, "weights"), iteration)
         finally:
             replay.close()
@@ -121,7 +133,7 @@ class CreditBench:
         self.say = say or (lambda text: None)
         self.experiments = {m.name: m.experiment(*options.overrides, config_dirs=options.config_dirs) for m in methods}
         self.baseline = self.experiments[methods[0].name]
-        self.model, self.weights = load_policy(self.baseline, options.run)
+        self.model, self.weights = load_policy(self.baseline, options.run, options.iteration)
 
     def measure(self) -> dict[str, Any]:
         """The result, as JSON values.
@@ -139,7 +151,8 @@ class CreditBench:
                 thoughts = exact_credit(run.trajectories, reference.truth)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
                 truths.append(describe_truth(reference.truth))
-                sums = GradientSums.of(reference.gradients, reference.gradients, sampled_tokens(run))
+                steps = run.learner.config.steps_per_batch
+                sums = GradientSums.of(reference.gradients, reference.gradients, sampled_tokens(run), steps)
                 measured[EXACT].append(_Measured(thoughts.metrics(), sums))
                 for method in self.methods:
                     if method.name in failed:
@@ -196,7 +209,8 @@ class CreditBench:
             metrics = thoughts.metrics() | cost_metrics(run)
             shown = " ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:4])
             self.say(f"seed {reference.seed}: {method.name} {shown}")
-            sums = GradientSums.of(gradients, reference.gradients, sampled_tokens(run))
+            steps = run.learner.config.steps_per_batch
+            sums = GradientSums.of(gradients, reference.gradients, sampled_tokens(run), steps)
             return _Measured(metrics, sums, run.costs, run.own_rollouts)
 
 

@@ -9,7 +9,7 @@ two are independent):
 `cosine` = ⟨ḡ, g*⟩ / (‖ḡ‖ ‖g*‖) measures the bias of the direction; it is free of noise in expectation, so it may leave
 [−1, 1] when there are few prompts. `tokens` is the number of sampled tokens at which the noise of a batch equals its
 signal: tr Cov · (tokens per prompt) / (⟨ḡ, g*⟩/‖g*‖)². It compares variances at equal sampled tokens whatever the scale
-of the credit.
+of the credit. `steps` is the same in optimiser steps: tr Cov · (steps per prompt) / (⟨ḡ, g*⟩/‖g*‖)².
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class GradientSums:
         squares: Σ ‖g_p‖².
         prompts: n.
         tokens: tokens that were sampled for the n gradients.
+        steps: optimiser steps that learn from them.
         true_total, true_squares, true_prompts: the same for g*.
         common: Σ ⟨g_p, g*_p⟩ over prompts that both have, from the same rollouts or not.
         num_common: number of those prompts.
@@ -47,6 +48,7 @@ class GradientSums:
     squares: float
     prompts: int
     tokens: float
+    steps: int
     true_total: Tensor
     true_squares: float
     true_prompts: int
@@ -54,7 +56,7 @@ class GradientSums:
     num_common: int
 
     @staticmethod
-    def of(gradients: dict[int, Tensor], truth: dict[int, Tensor], tokens: float) -> GradientSums:
+    def of(gradients: dict[int, Tensor], truth: dict[int, Tensor], tokens: float, steps: int = 1) -> GradientSums:
         """From gradients by prompt uid, and true gradients by prompt uid."""
         size = next(iter(truth.values())) if truth else next(iter(gradients.values()))
         zero = torch.zeros_like(size, dtype=torch.float64)
@@ -64,6 +66,7 @@ class GradientSums:
             squares=sum(_dot(g, g) for g in gradients.values()),
             prompts=len(gradients),
             tokens=tokens,
+            steps=steps,
             true_total=sum((g.double() for g in truth.values()), zero),
             true_squares=sum(_dot(g, g) for g in truth.values()),
             true_prompts=len(truth),
@@ -75,24 +78,26 @@ class GradientSums:
         return GradientSums(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """cosine, noise (tr Cov), signal (projection on the true gradient), tokens; NaN with too few prompts or no
-        signal."""
+        """cosine, noise (tr Cov), signal (projection on the true gradient), tokens, steps; NaN with too few prompts or
+        no signal."""
         n = self.prompts
         m = self.true_prompts
         pairs = n * m - self.num_common
         if n < 2 or m < 2 or pairs < 1:
-            return dict.fromkeys(("cosine", "noise", "signal", "tokens"), math.nan)
+            return dict.fromkeys(("cosine", "noise", "signal", "tokens", "steps"), math.nan)
         # Pairs p = q are left out: one prompt's two gradients share its rollouts, so their product is biased.
         cross = (_dot(self.total, self.true_total) - self.common) / pairs
         size = (_dot(self.total, self.total) - self.squares) / (n * (n - 1))
         true_size = (_dot(self.true_total, self.true_total) - self.true_squares) / (m * (m - 1))
         noise = self.squares / n - size
         signal = cross / math.sqrt(true_size) if true_size > 0 else math.nan
+        relative = noise / n / signal**2 if signal > 0 else math.nan
         return {
             "cosine": cross / math.sqrt(size * true_size) if size > 0 and true_size > 0 else math.nan,
             "noise": noise,
             "signal": signal,
-            "tokens": noise * self.tokens / n / signal**2 if signal > 0 else math.nan,
+            "tokens": relative * self.tokens,
+            "steps": relative * self.steps,
         }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from components.learner.objective import (
     KL,
@@ -73,19 +74,25 @@ def effective_credit(trajectories: Trajectories, credit: Credit, objective: Obje
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ThoughtCredit:
-    """Credit and truth of the trained thoughts of a batch, one entry each (NumPy), and the tokens of failed chains."""
+    """Credit and truth of the trained thoughts of a batch, one entry each (NumPy), and the tokens of failed chains.
+
+    `third` is 0, 1 or 2: the part of the response in which a thought's middle lies, counted in thoughts.
+    """
 
     credit: Floats
     truth: Floats
+    third: NDArray[np.int64]
     halves: tuple[Floats, Floats]
     error_share: float
     uniform_share: float
 
     def metrics(self) -> dict[str, float]:
         """The columns of docs/creditbench.md by name; NaN where one is not defined."""
+        thirds = [self.third == part for part in range(3)]
         return {
             "spearman": spearman(self.credit, self.truth),
             "pearson": pearson(self.credit, self.truth),
+            **{f"pearson_{i}": pearson(self.credit[at], self.truth[at]) for i, at in enumerate(thirds, 1)},
             "sign": sign_agreement(self.credit, self.truth, LEAST_EFFECT),
             "error_share": self.error_share,
             "uniform_share": self.uniform_share,
@@ -130,6 +137,7 @@ def per_thought(credit: Jagged, mask: Jagged, inherited: torch.Tensor, truth: Tr
     return ThoughtCredit(
         credit=(total[kept] / count[kept]).numpy(),
         truth=truth.advantage.values[kept].numpy(),
+        third=((2 * truth.ends.positions + 1) * 3 // (2 * truth.ends.lengths[truth.ends.row_ids]))[kept].numpy(),
         halves=(first.values[kept].numpy(), second.values[kept].numpy()),
         error_share=float(on_error[credited].mean()) if credited.any() else math.nan,
         uniform_share=float(uniform[credited].mean()) if credited.any() else math.nan,

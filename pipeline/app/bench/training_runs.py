@@ -6,10 +6,7 @@ Finished runs are kept, so a second start trains only what is missing.
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +68,7 @@ class Plan:
         return curve.end("tokens") >= self.budget and curve.end("steps") >= self.steps
 
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
-        """The command line that trains, or continues, to so many iterations."""
+        """The arguments of `creditgraph` that train, or continue, to so many iterations."""
         own = [
             f"run.seed={seed}",
             f"run.root={self.folder}",
@@ -79,7 +76,7 @@ class Plan:
             f"run.iterations={iterations}",
         ]
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
-        return [sys.executable, "-m", "creditgraph", "train", *method.overridden(*self.overrides, *own), *dirs]
+        return ["train", *method.overridden(*self.overrides, *own), *dirs]
 
 
 def train_one(
@@ -94,7 +91,7 @@ def train_one(
 
     Args:
         plan, method, seed: plan, method and random seed of the run.
-        launch: runs a command line with its output in a file and returns the exit code.
+        launch: runs `creditgraph` with arguments, its output in a file, and returns the exit code.
         say: receives progress as sentences.
         seeds: random seeds of the comparison; finished runs determine how many iterations this one needs.
     """
@@ -121,17 +118,22 @@ def train_one(
 
 
 def train_all(
-    plan: Plan, methods: Sequence[Method], seeds: Sequence[int], jobs: int, say: Callable[[str], None]
+    plan: Plan,
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    jobs: int,
+    launch: Callable[[list[str], Path], int],
+    say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Trains every method with every seed; returns the runs that failed: name → what went wrong.
+    """Trains every method with every seed, `jobs` at a time; returns the runs that failed: name → what went wrong.
 
-    `jobs` processes run at a time with one torch thread each, seed by seed, so that methods keep pace.
+    Seed by seed, so that methods keep pace; `launch` and `say` as in `train_one`.
     """
     (plan.folder / "logs").mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = {
-            plan.name(method, seed): pool.submit(train_one, plan, method, seed, _launch, say, seeds)
+            plan.name(method, seed): pool.submit(train_one, plan, method, seed, launch, say, seeds)
             for seed in seeds
             for method in methods
         }
@@ -146,12 +148,3 @@ def train_all(
             pool.shutdown(cancel_futures=True)
             raise
     return failed
-
-
-def _launch(command: list[str], log: Path) -> int:
-    """Runs a command with its output in a file; returns the exit code."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-    with log.open("ab") as file:
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
-        ).returncode

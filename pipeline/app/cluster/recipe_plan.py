@@ -104,7 +104,9 @@ class RecipePlan:
 def recipe_plan(
     experiment: Experiment, device: Device, world: int, engine_gpus: int = 0, gpus_per_server: int = 0
 ) -> RecipePlan | None:
-    """The plan of a configuration as it is; None where the graph has no learner or engine, or the model is not known.
+    """The plan of a configuration as it is.
+
+    None where the graph has no learner or engine, trains a second model, or the model is not known.
 
     Args:
         experiment: the configuration.
@@ -355,7 +357,7 @@ def rows_per_prompt(config: Any) -> int:
 
 
 def _nodes(graph: Graph) -> tuple[Node, Node] | None:
-    """The learner and the engine of a graph, if it has one of each."""
-    learners = [n for n in graph.nodes if issubclass(n.cls, PolicyLearner)]
+    """The learner and the engine of a graph, if it has one of each and trains nothing else, such as a critic."""
+    learners = [n for n in graph.nodes if issubclass(n.cls, PolicyLearner) or n.placement == "collective"]
     engines = [n for n in graph.nodes if issubclass(n.cls, Engine)]
     return (learners[0], engines[0]) if len(learners) == 1 and len(engines) == 1 else None

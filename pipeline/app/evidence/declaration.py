@@ -1,4 +1,4 @@
-"""What is measured, declared before anything runs: families, cells of methods with a budget, and the claims they test."""
+"""What is measured, declared before anything runs: families, cells of methods with a budget, and claims."""
 
 from __future__ import annotations
 

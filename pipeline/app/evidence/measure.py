@@ -1,4 +1,4 @@
-"""Measures a cell: sweeps learning rates, freezes them, trains on fresh seeds, and sums up the runs for results.json."""
+"""Measures a cell: sweeps learning rates, freezes them, trains on fresh seeds, and sums up the runs."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class Lab:
         return tried, failed
 
 
-def trainer(jobs: int, say: Callable[[str], None]) -> Train:
+def trainer(jobs: int, launch: Callable[[list[str], Path], int], say: Callable[[str], None]) -> Train:
     """Trains by `creditgraph train`, so many runs at a time; finished runs are kept."""
-    return lambda plan, methods, seeds: train_all(plan, methods, seeds, jobs, say)
+    return lambda plan, methods, seeds: train_all(plan, methods, seeds, jobs, launch, say)
 
 
 def forget(folder: Path, names: Sequence[str]) -> None:

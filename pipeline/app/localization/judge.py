@@ -18,9 +18,9 @@ from pathlib import Path
 
 import httpx
 
+from components.http import post
 from components.localizer.self_localizer import parse_step
 from components.text.templates import localize_request
-from components.verifier.external import post
 from pipeline.app.localization.labels import Labels
 from pipeline.app.localization.records import Failure
 from pipeline.core.errors import ConfigError, RunError

@@ -306,8 +306,7 @@ class _Sampling:
         values: dict[str, Floats] = {}
 
         def summed(x: Any) -> Floats:
-            total: Floats = np.bincount(owner, np.asarray(x, np.float64), count)
-            return total
+            return np.bincount(owner, np.asarray(x, np.float64), count).astype(np.float64)
 
         for name, step in steps.items():
             outcome, tokens = self._continue(failures, step, name)
@@ -331,7 +330,8 @@ class _Sampling:
             return UNKNOWN
         outcome, _ = self._continue(failures.select(inner), true[inner] + 1, AFTER)
         rows, count = owner[inner.numpy()], len(self.prompts)
-        return ratio(np.bincount(rows, outcome.double().mean(1).numpy(), count), np.bincount(rows, minlength=count))
+        hits = np.bincount(rows, outcome.double().mean(1).numpy(), count)
+        return ratio(hits, np.bincount(rows, minlength=count))
 
 
 def _fits(text: str, size: int, most: int) -> bool:

@@ -200,7 +200,8 @@ class _Table:
 
     def _credit(self, credit: Floats, right: Bools, chance: Floats) -> Floats:
         """Σ over rows of credit [S, P, N] times ∂ log π/∂θ of each step."""
-        return np.einsum("spn,spnk->spk", credit, right - chance[:, :, None])
+        gradient: Floats = np.einsum("spn,spnk->spk", credit, right - chance[:, :, None])
+        return gradient
 
 
 def choose_rows(reward: Bools, split: Split) -> tuple[Bools, Bools, NDArray[np.int64]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from components.advantage.additive import AdditiveAdvantage
-from components.advantage.gae import GAE, whitened
+from components.advantage.gae import GAE, adaptive_lambda, whitened
 from components.advantage.redistribute import Redistribute
 from components.rollouts.segments import generalised_advantage
 from pipeline.core.errors import AlignmentError
@@ -50,6 +50,54 @@ def test_td_telescopes_and_its_limit_is_the_return_minus_the_value(random_values
     limit = generalised_advantage(values, reward, lam=1.0)
     states = values.slice_rows(torch.zeros_like(values.lengths), values.lengths - 1)
     torch.testing.assert_close(limit.values, reward[limit.row_ids] - states.values)
+
+
+def test_the_last_step_is_not_discounted_and_lambda_one_is_the_discounted_return(random_values):
+    _, _, values, reward = random_values()
+    states = values.slice_rows(torch.zeros_like(values.lengths), (values.lengths - 1).clamp(min=0))
+    later = (states.lengths - 1)[states.row_ids] - states.positions
+    limit = generalised_advantage(values, reward, 0.9, 1.0)
+    torch.testing.assert_close(limit.values, 0.9**later * reward[limit.row_ids] - states.values)
+
+
+def test_lambda_of_each_row_follows_its_length(toolbox, case, reference):
+    # α = 0.5: λ = 1 − 2/l, at least 0.
+    assert adaptive_lambda(torch.tensor([1, 2, 4, 8]), 0.5).tolist() == [0.0, 0.0, 0.5, 0.75]
+    node = toolbox.start(GAE, length_adaptive=0.5, lam=0.1)
+    advantage = node.run(**case).credit.advantage.to_lists()
+    used = []
+    for row, v, r, ends in zip(
+        advantage,
+        case["values"].values.to_lists(),
+        case["rewards"].value.tolist(),
+        case["segments"].ends.to_lists(),
+        strict=True,
+    ):
+        used.append(max(0.0, 1 - 2 / max(len(ends), 1)))
+        assert [row[end - 1] for end in ends] == pytest.approx(reference.gae(v, r, used[-1]), abs=1e-6)
+    assert node.context.metrics["lam"] == pytest.approx(sum(used) / len(used))
+
+
+def test_credit_is_zero_while_critics_warm_up(toolbox, case):
+    first, second = (toolbox.start(GAE, iteration=i, warmup=3, imitation=0.1, whiten=True) for i in (2, 3))
+    credit = first.run(**case).credit
+    assert not credit.advantage.values.any()
+    assert not credit.columns["imitation"].values.any()
+    assert first.explain({"credit": credit}, **case)[0] == "no credit: the critic warms up"
+    assert first.context.metrics["warming_up"] == 1
+    assert second.run(**case).credit.advantage.values.any()
+    assert second.context.metrics["warming_up"] == 0
+
+
+def test_imitation_is_the_mean_over_the_tokens_of_correct_rows(toolbox, case):
+    credit = toolbox.start(GAE, imitation=0.1).run(**case).credit
+    weights, mask = credit.columns["imitation"].values, credit.mask.values
+    chosen = mask & case["rewards"].correct[credit.mask.row_ids]
+    assert 0 < int(chosen.sum()) < int(mask.sum())
+    assert not weights[~chosen].any()
+    # 0.1 · mean over chosen tokens = Σ weight x / trained tokens.
+    x = torch.randn(len(weights))
+    assert float((weights * x).sum() / mask.sum()) == pytest.approx(0.1 * float(x[chosen].mean()), rel=1e-4, abs=1e-7)
 
 
 def test_whitening(toolbox, case):

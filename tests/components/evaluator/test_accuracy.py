@@ -74,6 +74,7 @@ def test_greedy_first_then_samples(toolbox):
     assert report.metrics == {"accuracy": 1.0, "problems": 4, "mean_at_2": 0.0, "pass_at_2": 0.0}
     assert node.context.metrics["rejected"] == 0
     assert report.metrics.items() <= node.context.metrics.items()
+    assert node.context.metrics["sampled_tokens"] == (4 + 8) * 5  # a token per letter
     assert report.seconds["evaluation"] > 0
     greedy, sampled = policy.calls
     assert greedy.sampling.temperature == 0
@@ -102,9 +103,9 @@ def test_problems_and_seeds_are_the_same_at_every_evaluation(toolbox):
 def test_ids_of_held_out_problems_never_meet_training_ids():
     node = _node()
     train = Context(node_index=127, iteration=(1 << 24) - 2).uids(1000)
-    assert int(node._prompts.uid.min()) > int(train.max())
-    assert int(node._prompts.uid.max()) < 2**63 - 1
-    assert len(node._prompts) == 6
+    assert int(node.prompts.uid.min()) > int(train.max())
+    assert int(node.prompts.uid.max()) < 2**63 - 1
+    assert len(node.prompts) == 6
 
 
 def test_a_missing_section_is_reported():
@@ -156,7 +157,7 @@ def test_replicas_share_problems_and_sum_counts(toolbox):
         node.context.all_sum = lambda x, given=given: given.append(x) or x
         node.run(policy=toolbox.policy(word), verifier=toolbox.verifier(verified))
         sums.append(given)
-        parts.append(len(node._prompts))
+        parts.append(len(node.prompts))
     assert parts == [3, 2]
     totals = [a + b for a, b in zip(*sums, strict=True)]
     both = _node(**settings)

@@ -88,7 +88,9 @@ def test_no_tokens():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"expected hidden \[N, D\] and targets \[N\], got \(3, 4\) and \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"expected hidden \[N, D\] and targets \[N\] or \[N, K\], got \(3, 4\) and \(2,\)"
+    ):
         token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), Head(weight=torch.zeros(5, 4)))
     with pytest.raises(ValueError, match=r"expected temperature > 0 .*, got 0\."):
         token_logprobs(

@@ -109,6 +109,22 @@ def test_oracle_finds_the_first_wrong_thought(toolbox):
     assert errors.source == ["oracle"] * 4
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_oracle_verdicts_that_are_wrong_are_uniform(toolbox, share):
+    # Its first thought is wrong, so that a wrong verdict is step 2 or 3, each as often; a lone thought has none.
+    prompts = toolbox.prompts(["p"], metadata=[PROBLEM])
+    failures = toolbox.trajectories([THREE] * 2000 + ["a</thought>"])
+    policy = toolbox.policy(lambda c, n: "")
+    node = toolbox.start(OracleLocalizer, right_share=share)
+    errors = node.run(prompts=prompts, failures=failures, policy=policy).errors
+    shares = torch.bincount(errors.step[:-1], minlength=4)[1:] / 2000
+    assert shares.tolist() == pytest.approx([share, (1 - share) / 2, (1 - share) / 2], abs=0.05)
+    assert errors.source.count("wrong") == int((errors.step[:-1] != 1).sum())
+    assert (errors.step[-1].item(), errors.source[-1]) == (1, "oracle")
+    with pytest.raises(ValueError, match="expected 0 ≤ right_share ≤ 1"):
+        OracleLocalizer.Config(right_share=1.5)
+
+
 def test_oracle_refuses_tasks_it_does_not_know(toolbox):
     prompts = toolbox.prompts(["p"], metadata=[{"task": "olympiads", "template": "thought"}])
     with pytest.raises(

@@ -65,6 +65,11 @@ def test_the_tenth_iteration_in_a_row_warns_and_then_the_hundredth(watch):
     assert watch.summary().startswith("nothing was trained in iterations 0 to 1000: ")
 
 
+def test_iterations_in_which_a_node_warms_up_do_not_count(watch):
+    assert not any(watch.add(row(i, advantage__warming_up=1.0)) for i in range(30))
+    assert [i for i in range(30, 45) if watch.add(row(i, advantage__warming_up=0.0))] == [39]
+
+
 def test_an_iteration_with_a_step_ends_the_count(watch):
     for i in range(9):
         assert watch.add(row(i)) == ""

@@ -53,6 +53,7 @@ def main(options: argparse.Namespace) -> int:
     from pipeline.app.bench.compare_report import analyse, as_json, draw, table
     from pipeline.app.bench.methods import choose_methods
     from pipeline.app.bench.training_runs import Plan, train_all
+    from pipeline.app.bench.warm import Warm
     from pipeline.run.metrics import plain
 
     started = time.monotonic()
@@ -64,9 +65,8 @@ def main(options: argparse.Namespace) -> int:
         method.experiment(*settings, config_dirs=options.config_dir)  # a mistake shows before anything is trained
     failed = {}
     if not options.report:
-        failed = train_all(
-            plan, methods, options.seeds, options.jobs, lambda text: print(text, file=sys.stderr, flush=True)
-        )
+        with Warm() as warm:
+            failed = train_all(plan, methods, options.seeds, options.jobs, warm.run, _say)
     curves = {m.name: {s: plan.curve(m, s) for s in options.seeds} for m in methods}
     rows, threshold = analyse(curves, options.tokens, options.threshold)
     notes = [f"Failed: {name} ({problem})." for name, problem in failed.items()]
@@ -78,3 +78,7 @@ def main(options: argparse.Namespace) -> int:
     draw(curves, options.tokens, threshold, folder / "compare.png")
     print(f"{text}\n\n{time.monotonic() - started:.0f} s; wrote {folder}/{{table.md,result.json,compare.png}}")
     return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

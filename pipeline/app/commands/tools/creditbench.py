@@ -24,7 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph creditbench                                   # every method, three seeds, the untrained model\n"
         "  creditgraph creditbench --quick                           # two methods, one seed, a few seconds\n"
         "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
-        "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run"
+        "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run\n"
+        "  creditgraph creditbench --predict RESULTS --scores runs/creditbench   # which score foretells the gain?"
     )
     parser.add_argument(
         "--methods",
@@ -40,6 +41,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--max-rows", type=int, default=128, help="trajectories per method and seed that get true values"
     )
     parser.add_argument("--run", type=Path, help="run directory whose newest checkpoint is the policy")
+    parser.add_argument("--iteration", type=int, help="with --run: the checkpoint after this iteration, from 0")
+    parser.add_argument(
+        "--predict",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS",
+        help="measure nothing: results.json of tools/evidence, or folders of creditgraph compare, against --scores",
+    )
+    parser.add_argument(
+        "--scores", type=Path, metavar="DIR", help="with --predict: DIR/CELL[/STATE]/result.json of this bench"
+    )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all methods, such as prompts.batch=32"
     )
@@ -49,7 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measures, writes table and figure."""
+    """Measures, writes table and figure; with --predict, compares what was measured with the gains of training."""
+    if bool(options.predict) != bool(options.scores):
+        raise ConfigError("creditbench: --predict RESULTS needs --scores DIR, and --scores needs --predict.")
+    if options.iteration is not None and options.run is None:
+        raise ConfigError("creditbench: --iteration is that of a checkpoint; expected --run with it.")
+    if options.predict:
+        return _predict(options)
     if options.quick:
         options.methods = options.methods or ["srpo_oracle"]
         options.seeds = options.seeds[:1]
@@ -73,6 +91,7 @@ def main(options: argparse.Namespace) -> int:
         samples=options.samples,
         max_rows=options.max_rows,
         run=options.run,
+        iteration=options.iteration,
         overrides=tuple(options.set),
         config_dirs=tuple(options.config_dir),
     )
@@ -86,4 +105,15 @@ def main(options: argparse.Namespace) -> int:
     (options.out / "result.json").write_text(json.dumps(plain(result), indent=1) + "\n")
     draw(result, options.out / "creditbench.png")
     print(f"{text}\n\n{seconds:.0f} s; wrote {options.out}/{{table.md,result.json,creditbench.png}}")
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from pipeline.app.prediction.cells import read_cells
+    from pipeline.app.prediction.study import study, study_table
+
+    cells, notes = read_cells(options.predict, options.scores)
+    for note in notes:
+        print(f"note: {note}")
+    print(study_table(study(cells)))
     return 0

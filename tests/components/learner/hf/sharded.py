@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replicas import run_own
+from replicas import own_rows, run_own
 
 from components.learner.dtensors import gather
 from components.learner.hf.learner import HFLearner
@@ -144,3 +144,38 @@ def refused(folder: str, settings: dict[str, Any], target: str = "") -> str:
     except CreditgraphError as error:
         return str(error)
     return ""
+
+
+def critic(folder: str, size: int, target: str = "") -> dict[str, Any]:
+    """Values of this replica's rows in three steps of a critic; with a folder, resumed after two."""
+    from components.learner.hf.critic import Critic
+    from components.segmenter.fixed import fixed_ends
+    from pipeline.core.payloads import Rewards, Segments
+
+    like = learner_of(folder, {"fsdp_size": 1}).context
+
+    def made() -> Critic:
+        node = Critic(Critic.Config(optimizer=OPTIMIZER, fsdp_size=size, minibatches=2))
+        node.setup(Context(node="value", iterations=3, ranks=like.ranks, all_sum=like.all_sum, model=like.model))
+        node.context.exchange = like.exchange
+        return node
+
+    def step(node: Critic, seed: int) -> torch.Tensor:
+        rows = own_rows(like.ranks, *training.make_batch(seed))[0]
+        right = rows.uid % 2 == 0
+        rewards = Rewards(
+            uid=rows.uid, value=right.float(), correct=right, valid=torch.ones_like(right), detail=[""] * len(rows)
+        )
+        segments = Segments(uid=rows.uid, ends=fixed_ends(rows.response_tokens.lengths, 2))
+        node.context.iteration = seed
+        return node.run(trajectories=rows, segments=segments, rewards=rewards).values.values.values
+
+    node = made()
+    out = {"values": [step(node, seed) for seed in range(2)]}
+    if target:
+        node.save_shards(Path(target))
+        state, node = node.state_dict(), made()
+        node.load_state_dict(state)
+        node.load_shards(Path(target))
+    out["values"].append(step(node, 2))
+    return out | {"metrics": {k: v for k, v in node.context.metrics.items() if "seconds" not in k}}

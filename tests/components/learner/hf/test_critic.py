@@ -1,4 +1,4 @@
-"""value.critic: exact values of a small tree, the loss by hand, what is not trained on, replicas, resume, divergence."""
+"""value.critic: exact values of a tree, the loss by hand, what is not trained on, replicas, resume, divergence."""
 
 import itertools
 import json
@@ -222,5 +222,5 @@ def test_empty_batches_and_wrong_inputs(model_folder, make_batch):
     assert len(critic.run(**none).values) == 0
     with pytest.raises(AlignmentError, match="describe different populations"):
         critic.run(**{**inputs, "rewards": inputs["rewards"].select(torch.arange(3))})
-    with pytest.raises(ValueError, match="expected 0 ≤ lam ≤ 1, 0 ≤ gamma ≤ 1 and clip ≥ 0, got 2.0, 1.0 and 0.2"):
+    with pytest.raises(ValueError, match=r"expected 0 ≤ lam ≤ 1, 0 ≤ gamma ≤ 1 and clip ≥ 0, got 2.0, 1.0 and 0.2"):
         Critic.Config(lam=2.0)

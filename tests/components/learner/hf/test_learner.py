@@ -348,3 +348,17 @@ def test_two_replicas_equal_one(make_learner, make_batch, minibatches, old):
             {n: m["exp_avg"] for n, m in x.state_dict()["optimizer"]["moments"].items()} for x in (alone, learners[0])
         ]
         assert distance(*moments) < 1e-6
+
+
+def test_rows_without_credit_are_trained_on_where_they_are_imitated(make_learner, make_batch):
+    trajectories, credit = make_batch(zero=True)
+    first = credit.mask.with_values((credit.mask.row_ids == 0).float())
+    learner = make_learner(objective=REINFORCE, optimizer=FAST)
+    same_again = make_learner(objective=REINFORCE, optimizer=FAST)
+    imitated = run(learner, (trajectories, credit.replace(columns={"imitation": first})))
+    assert imitated.report.metrics["steps"] == 1
+    # −log π of a token is REINFORCE with advantage 1.
+    equal = run(same_again, (trajectories, credit.replace(advantage=first)))
+    assert distance(imitated.weights.tensors, equal.weights.tensors) < 1e-6
+    none = run(learner, (trajectories, credit.replace(columns={"imitation": first.with_values(0 * first.values)})))
+    assert none.report.metrics["skipped_zero_credit"] == 1

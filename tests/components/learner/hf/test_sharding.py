@@ -174,3 +174,16 @@ def test_the_state_of_another_learner_is_refused(sharded, odd_model):
     learner = sharded.learner_of(odd_model(), {})
     with pytest.raises(RunError, match=r"learner\.hf: expected the optimiser state of learner\.hf"):
         learner.load_state_dict({"version": 3})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_on_two_ranks_learns_what_one_process_learns(sharded, pools, odd_model, tmp_path, tied):
+    one = sharded.critic(odd_model(tied), 1)
+    ranks = pools(2).run(sharded.critic, odd_model(tied), 2)
+    again = pools(2).run(sharded.critic, odd_model(tied), 2, str(tmp_path))
+    for step, expected in enumerate(one["values"]):
+        got = torch.cat([rank["values"][step] for rank in ranks])
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        assert torch.equal(got, torch.cat([rank["values"][step] for rank in again]))  # resumed before the last step
+    for rank in ranks:
+        assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-5)

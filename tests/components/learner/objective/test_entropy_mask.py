@@ -27,6 +27,28 @@ def test_high_entropy_by_hand():
     assert high(torch.zeros(0), 0.5).tolist() == []
 
 
+def kept(inputs, **settings):
+    """Flags of the tokens that a mask on the loss keeps."""
+    objective = ObjectiveSettings(entropy_mask=EntropyMask(where="loss", **settings))
+    return prepare(inputs, objective, Meters()).columns["in_loss"].values
+
+
+def test_the_controls_keep_the_lowest_or_a_random_share():
+    inputs = by_hand([0.1, -0.2, 0.3, 0.1, -0.1], [1.0] * 5)
+    inputs = inputs.replace(old_entropies=Jagged.from_rows([torch.tensor([0.5, 0.1, 0.9, 0.0, 0.0])]))
+    assert kept(inputs, keep=0.6, order="low").int().tolist() == [0, 1, 0, 1, 1]
+    assert kept(inputs, keep=0.4).int().tolist() == [1, 0, 1, 0, 0]  # the others
+    whole = make_inputs()
+    for scope in ("batch", "sequence"):
+        drawn = kept(whole, keep=0.3, order="random", scope=scope)
+        assert torch.equal(drawn, kept(whole, keep=0.3, order="random", scope=scope))
+        assert not torch.equal(drawn, kept(whole, keep=0.3, scope=scope))
+    count = int(whole.mask.values.sum())
+    assert int(kept(whole, keep=0.3, order="random").sum()) == math.ceil(0.3 * count)
+    other = whole.replace(group=whole.group + 1000)
+    assert not torch.equal(kept(other, keep=0.3, order="random"), kept(whole, keep=0.3, order="random"))
+
+
 def test_tokens_of_no_entropy_are_left_out_and_counted():
     # ⌈.6·5⌉ = 3 tokens are asked for, two have entropy: τ = 0, and without the rule all five would stay.
     inputs = by_hand([0.1, -0.2, 0.3, 0.1, -0.1], [1.0] * 5)

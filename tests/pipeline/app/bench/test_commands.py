@@ -15,9 +15,7 @@ def write_run(folder, accuracies):
     folder.mkdir(parents=True)
     rows = []
     for i, accuracy in enumerate(accuracies):
-        rows.append(
-            {"iteration": i, "engine/sampled_tokens": 100.0, "sampler/sampled_tokens": 100.0, "seconds/iteration": 1.0}
-        )
+        rows.append({"iteration": i, "engine/sampled_tokens": 100.0, "learner/steps": 1.0, "seconds/iteration": 1.0})
         rows[-1]["evaluator/accuracy"] = accuracy
     rows.append({"iteration": len(accuracies), "evaluator/accuracy": accuracies[-1] + 0.1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

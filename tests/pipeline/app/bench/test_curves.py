@@ -1,5 +1,6 @@
 """Learning curves, budgets and verdicts: numbers by hand."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,17 +9,21 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from pipeline.app.bench.compare_report import analyse, as_json, band, chosen, draw, sentences, table
-from pipeline.app.bench.curves import (
+from pipeline.app.bench.compare_report import (
     NO_DIFFERENCE,
-    Curve,
-    default_threshold,
-    next_iterations,
-    paired_test,
-    read_curve,
+    NOT_RANKED,
+    analyse,
+    as_json,
+    band,
+    chosen,
+    draw,
+    sentences,
+    table,
 )
+from pipeline.app.bench.curves import Curve, default_threshold, next_iterations, read_curve
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
-from pipeline.app.bench.training_runs import Plan, is_finished, train_all, train_one
+from pipeline.app.bench.training_runs import Plan, train_all, train_one
+from pipeline.app.bench.warm import Warm
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose.choices import list_choices, search_dirs
 from pipeline.run.compose.experiment import compose
@@ -33,17 +38,21 @@ def metric_rows():
             "engine/sampled_tokens": 100.0,
             "sampler/sampled_tokens": 90.0,
             "localizer/sampled_tokens": 10.0,
+            "learner/steps": 4.0,
+            "learner/trained_tokens": 80.0,
         }
         row |= {"seconds/iteration": 5.0, "seconds/evaluator": 0.0, "seconds/sampler": 1.0}
         if i % 2 == 0:
             row |= {
                 "evaluator/accuracy": 0.2 + 0.1 * i,
                 "engine/sampled_tokens": 600.0,
+                "evaluator/sampled_tokens": 500.0,
                 "seconds/evaluator": 2.0,
                 "seconds/iteration": 7.0,
             }
         rows.append(row)
-    rows.append({"iteration": 4, "evaluator/accuracy": 0.5, "engine/sampled_tokens": 500.0, "seconds/evaluator": 2.0})
+    rows.append({"iteration": 4, "evaluator/accuracy": 0.5, "seconds/evaluator": 2.0})
+    rows[-1] |= {"engine/sampled_tokens": 500.0, "evaluator/sampled_tokens": 500.0}
     return rows
 
 
@@ -52,35 +61,40 @@ def test_tokens_and_seconds_leave_evaluation_out():
     assert curve.tokens.tolist() == [0, 200, 400]
     assert curve.seconds.tolist() == [0, 10, 20]
     assert curve.accuracy.tolist() == [0.2, 0.4, 0.5]
-    assert (curve.iterations, curve.total_tokens) == (4, 400)
+    assert curve.steps.tolist() == [0, 8, 16]
+    assert curve.trained.tolist() == [0, 160, 320]
+    assert (curve.iterations, curve.total_tokens, curve.total_steps) == (4, 400, 16)
 
 
-def test_a_node_that_does_not_report_is_made_up_for_by_the_engine():
+def test_tokens_that_no_node_reports_are_those_of_the_engine():
     rows = [{k: v for k, v in row.items() if k != "localizer/sampled_tokens"} for row in metric_rows()]
-    # nodes report 90 of the 100 tokens: 90 · 100/90 in iterations with an evaluation
-    assert read_curve(rows).tokens.tolist() == pytest.approx([0, 200, 400])
-
-
-def test_tokens_of_an_evaluator_that_reports_are_not_training():
-    rows = [row | ({"evaluator/sampled_tokens": 500.0} if "evaluator/accuracy" in row else {}) for row in metric_rows()]
     assert read_curve(rows).tokens.tolist() == [0, 200, 400]
+
+
+def test_an_evaluation_in_every_iteration_leaves_all_tokens_of_training():
+    every = [row | {"evaluator/accuracy": 0.3, "engine/sampled_tokens": 600.0} for row in metric_rows()[:4]]
+    rows = [row | {"evaluator/sampled_tokens": 500.0} for row in every]
+    assert read_curve(rows).tokens.tolist() == [0, 100, 200, 300]
 
 
 def test_an_empty_file_is_a_run_without_iterations():
     curve = read_curve([])
     assert curve.iterations == 0
     assert math.isnan(curve.at(0))
-    assert not is_finished(curve, 1)
+    assert not Plan(budget=1, folder=Path()).is_finished(curve)
 
 
 def line(tokens, accuracy, seconds=None):
     tokens = np.array(tokens, dtype=float)
     return Curve(
-        tokens,
-        tokens if seconds is None else np.array(seconds, float),
-        np.array(accuracy, float),
-        len(tokens),
-        tokens[-1],
+        tokens=tokens,
+        steps=tokens / 10,
+        trained=tokens / 2,
+        seconds=tokens if seconds is None else np.array(seconds, float),
+        accuracy=np.array(accuracy, float),
+        iterations=len(tokens),
+        total_tokens=tokens[-1],
+        total_steps=tokens[-1] / 10,
     )
 
 
@@ -88,6 +102,9 @@ def test_interpolation_by_hand():
     curve = line([0, 100, 200], [0.2, 0.4, 0.8])
     assert curve.at(150) == pytest.approx(0.6)
     assert math.isnan(curve.at(201))
+    assert curve.at(15, "steps") == pytest.approx(0.6)
+    assert math.isnan(curve.at(101, "trained"))
+    assert curve.of("steps", 150) == 15
     assert curve.reaches(0.5, 200) == pytest.approx(125)
     assert math.isnan(curve.reaches(0.5, 120))
     assert math.isnan(curve.reaches(0.9, 200))
@@ -103,26 +120,11 @@ def test_iterations_are_planned_from_the_mean_so_far():
     assert next_iterations(curve, 1000) == 4 + 7  # 6 missing · 1.05 = 6.3 → 7
     assert next_iterations(curve, 400) == 4
     assert next_iterations(curve, 401) == 5
-    silent = [
-        row | {"engine/sampled_tokens": 0.0, "sampler/sampled_tokens": 0.0, "localizer/sampled_tokens": 0.0}
-        for row in metric_rows()
-    ]
-    with pytest.raises(ValueError, match="sampled no token in 4 iterations"):
+    assert next_iterations(curve, 1000, 40) == 4 + 7  # 24 steps missing at 4 each: 6 · 1.05 → 7
+    assert next_iterations(curve, 1000, 80) == 4 + 17  # 64 missing: 16 · 1.05 = 16.8 → 17
+    silent = [row | {"engine/sampled_tokens": row.get("evaluator/sampled_tokens", 0.0)} for row in metric_rows()]
+    with pytest.raises(ValueError, match="took no token in 4 iterations"):
         next_iterations(read_curve(silent), 1000)
-
-
-def test_verdict_by_hand():
-    # differences .1, .2, .3: mean .2, sd .1, s.e. .0577; t(2) = 2.92 → bar .169
-    better = paired_test({0: 0.5, 1: 0.6, 2: 0.8}, {0: 0.4, 1: 0.4, 2: 0.5})
-    assert (better.difference, better.error) == (pytest.approx(0.2), pytest.approx(0.1 / math.sqrt(3)))
-    assert better.word == "above"
-    assert paired_test({0: 0.4, 1: 0.4, 2: 0.5}, {0: 0.5, 1: 0.6, 2: 0.8}).word == "below"
-    assert paired_test({0: 0.5, 1: 0.3, 2: 0.9}, {0: 0.4, 1: 0.4, 2: 0.5}).word == NO_DIFFERENCE
-    assert paired_test({0: 0.9}, {0: 0.1}).word == NO_DIFFERENCE  # one seed shows nothing
-
-
-def test_verdict_pairs_by_seed():
-    assert paired_test({0: 0.5, 1: math.nan, 7: 0.9}, {0: 0.4, 1: 0.1}).difference == pytest.approx(0.1)
 
 
 def test_threshold_is_three_quarters_of_what_the_baseline_gains():
@@ -133,8 +135,8 @@ def test_threshold_is_three_quarters_of_what_the_baseline_gains():
 def curves():
     return {
         "grpo": {0: line([0, 100], [0.2, 0.6]), 1: line([0, 100], [0.2, 0.62])},
-        "good": {0: line([0, 50, 100], [0.2, 0.6, 0.8]), 1: line([0, 50, 100], [0.2, 0.6, 0.82])},
-        "bad": {0: line([0, 100], [0.2, 0.3]), 1: line([0, 100], [0.2, 0.32])},
+        "good": {0: line([0, 50, 100], [0.2, 0.6, 0.8]), 1: line([0, 50, 100], [0.2, 0.6, 0.8201])},
+        "bad": {0: line([0, 100], [0.2, 0.3]), 1: line([0, 100], [0.2, 0.3201])},
         "missing": {0: read_curve([]), 1: read_curve([])},
     }
 
@@ -146,14 +148,23 @@ def test_table_says_who_does_not_beat_the_baseline(curves, tmp_path):
     # grpo reaches .5 at 75 and 71.4 tokens, good at 37.5 twice
     assert rows["good"].speed == pytest.approx((75 + 0.3 / 0.42 * 100) / 2 / 37.5)
     assert math.isnan(rows["bad"].speed)
-    assert [rows[n].verdict.word for n in ("good", "bad", "missing")] == ["above", "below", NO_DIFFERENCE]
+    assert [rows[n].word for n in ("good", "bad", "missing")] == ["above", "below", NO_DIFFERENCE]
+    assert rows["grpo"].word == "baseline"
     text = table(rows, 100, bar)
     assert "Above grpo at equal sampled tokens: good." in text
     assert "Below grpo: bad." in text
+    assert "Not ranked" not in text
     assert sentences(rows)[1].endswith("missing.")
     draw(curves, 100, bar, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
     assert as_json(rows, curves)["good"]["curves"][0]["accuracy"] == [0.2, 0.6, 0.8]
+
+
+def test_a_budget_that_ends_before_the_second_step_is_not_ranked(curves):
+    curves["slow"] = {s: dataclasses.replace(c, steps=c.tokens / 60) for s, c in curves["good"].items()}
+    rows, _ = analyse(curves, 100, 0.5)
+    assert rows["slow"].word == NOT_RANKED
+    assert sentences(rows)[-1].endswith("of a run: slow.")
 
 
 @pytest.fixture
@@ -195,17 +206,17 @@ def test_the_figure_of_many_methods(many, tmp_path):
 
 def write_run(folder, iterations):
     rows = [
-        {"iteration": i, "engine/sampled_tokens": 100.0, "sampler/sampled_tokens": 100.0, "seconds/iteration": 1.0}
+        {"iteration": i, "engine/sampled_tokens": 100.0, "learner/steps": 1.0, "seconds/iteration": 1.0}
         for i in range(iterations)
     ]
-    rows.append({"iteration": iterations, "evaluator/accuracy": 0.5, "engine/sampled_tokens": 500.0})
+    rows.append({"iteration": iterations, "evaluator/accuracy": 0.5})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
 def fake_launch(calls):
     def launch(command, log):
-        settings = dict(part.split("=", 1) for part in command[4:] if "=" in part)
+        settings = dict(part.split("=", 1) for part in command[1:] if "=" in part)
         calls.append(int(settings["run.iterations"]))
         write_run(Path(settings["run.root"]) / settings["run.name"], calls[-1])
         return 0
@@ -231,6 +242,15 @@ def test_a_further_seed_is_planned_from_those_before(tmp_path):
     assert calls == [3, 11, 11]  # 1.05 · 1000 / 100 = 10.5 → 11 at once
 
 
+def test_a_run_goes_on_until_it_has_taken_its_steps(tmp_path):
+    calls = []
+    plan = Plan(budget=100, steps=8, folder=tmp_path, pilot=3)
+    assert train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None) == ""
+    assert calls == [3, 9]  # 5 missing · 1.05 → 6 more
+    train_one(plan, BASELINE, 1, fake_launch(calls), lambda text: None, seeds=[0, 1])
+    assert calls == [3, 9, 9]  # 1.05 · 8 = 8.4 → 9 at once
+
+
 def test_a_failing_run_says_where_its_log_is(tmp_path):
     problem = train_one(Plan(budget=10, folder=tmp_path), BASELINE, 3, lambda command, log: 2, lambda text: None)
     assert problem == f"exit code 2, see {tmp_path}/logs/grpo-s3.log"
@@ -239,8 +259,8 @@ def test_a_failing_run_says_where_its_log_is(tmp_path):
 def test_commands_are_what_a_user_would_type(tmp_path):
     plan = Plan(budget=10, folder=tmp_path, overrides=("evaluator.every=5",), config_dirs=("mine",))
     command = plan.command(Method("x", "toy_grpo", ("learner.minibatches=4",)), 7, 12)
-    assert command[1:4] == ["-m", "creditgraph", "train"]
-    assert command[4:] == [
+    assert command[0] == "train"
+    assert command[1:] == [
         "recipe=toy_grpo",
         "learner.minibatches=4",
         "evaluator.every=5",
@@ -255,7 +275,8 @@ def test_commands_are_what_a_user_would_type(tmp_path):
 
 def test_failures_of_all_runs_are_collected(tmp_path):
     missing = Method("broken", "no_such_recipe")
-    failed = train_all(Plan(budget=10, folder=tmp_path), [missing], [0], 1, lambda text: None)
+    with Warm() as warm:
+        failed = train_all(Plan(budget=10, folder=tmp_path), [missing], [0], 1, warm.run, lambda text: None)
     assert list(failed) == ["broken-s0"]
     assert "no recipe named 'no_such_recipe'" in (tmp_path / "logs" / "broken-s0.log").read_text()
 
@@ -281,4 +302,4 @@ def test_every_listed_method_has_a_recipe_and_sound_settings():
 def test_a_method_with_settings_in_its_name_composes(tmp_path):
     method = Method("vineppo,value.continuations=20", "toy_vineppo", ("value.continuations=20",))
     command = Plan(budget=10, folder=tmp_path).command(method, 0, 3)
-    assert compose(command[4:])["run"]["name"] == "vineppo-value.continuations-20-s0"
+    assert compose(command[1:])["run"]["name"] == "vineppo-value.continuations-20-s0"

@@ -29,6 +29,9 @@ def test_sums_are_those_of_a_double_loop():
     assert result["signal"] == pytest.approx(mean[0] / math.sqrt(mean[2]))
     assert result["noise"] == pytest.approx(noise)
     assert result["tokens"] == pytest.approx(noise * 20 / result["signal"] ** 2)
+    # Two steps learn from the five prompts.
+    steps = GradientSums.of(g, t, 100.0, steps=2).metrics()["steps"]
+    assert steps == pytest.approx(noise * 2 / 5 / result["signal"] ** 2)
 
 
 def test_noise_is_the_trace_of_the_sample_covariance():

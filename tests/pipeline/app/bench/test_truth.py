@@ -163,6 +163,10 @@ def test_credit_per_thought_by_hand(toolbox):
     assert result.error_share == pytest.approx(9 / 12)
     assert result.uniform_share == pytest.approx(3 / 5)
     assert result.metrics()["sign"] == 1.0
+    # The middles of two thoughts are at 1/4 and 3/4 of a response.
+    assert result.third.tolist() == [0, 2, 0, 2]
+    assert result.metrics()["pearson_1"] == pytest.approx(np.corrcoef([1.5, 1.0], [0.3, 0.25])[0, 1])
+    assert math.isnan(result.metrics()["pearson_2"])
 
 
 def test_inherited_thoughts_are_left_out(toolbox):

@@ -1,0 +1,202 @@
+"""Credit from a self-teacher: the same policy with privileged context, read over the response (SDPO, RLSD)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from components.advantage.explanations import decimal, signed
+from components.advantage.group import Outputs, training_mask
+from components.models.load import context_length
+from components.rollouts.second_turn import encoded, problem_of
+from components.rollouts.thoughts import steps_of, thought_texts
+from components.text.templates import Mode, critique_prompt, hint_prompt
+from pipeline.core.component import Component, Context, Count, same_rows
+from pipeline.core.errors import ConfigError
+from pipeline.core.handles import Policy
+from pipeline.core.metric import Metric
+from pipeline.core.payloads import Credit, Prompts, Rewards, Trajectories, check_aligned
+
+
+def siblings(correct: Tensor, prompt: Tensor) -> Tensor:
+    """int64 [N]: the next correct row of the same prompt after each row, around the end; −1 without another one.
+
+    >>> siblings(torch.tensor([False, True, True, False, True]), torch.tensor([7, 7, 7, 9, 9])).tolist()
+    [1, 2, 1, 4, -1]
+    """
+    members: dict[int, list[int]] = {}
+    for row in correct.nonzero()[:, 0].tolist():
+        members.setdefault(int(prompt[row]), []).append(row)
+    chosen = []
+    for row, uid in enumerate(prompt.tolist()):
+        others = [other for other in members.get(uid, []) if other != row]
+        chosen.append(next((other for other in others if other > row), others[0] if others else -1))
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def magnitude(advantage: Tensor, gap: Tensor, mix: float, clip: float) -> Tensor:
+    """A ((1 − λ) + λ clip(exp(sign(A) Δ), 1 − ε, 1 + ε)): the outcome gives the sign, the teacher the size; all [n].
+
+    Args:
+        advantage, gap: A and Δ of each token.
+        mix, clip: λ and ε.
+    """
+    # Clamped before exp: beyond 1 + ε or below 1 − ε the clip decides anyway.
+    weight = (advantage.sign() * gap).clamp(-20.0, 20.0).exp().clamp(1 - clip, 1 + clip)
+    return advantage * ((1 - mix) + mix * weight)
+
+
+class SelfTeacher(Component):
+    """Credits each token with what the policy thinks of it once it knows more: Δ_t = log π(y_t | x, c, y_<t) −
+    log π(y_t | x, y_<t).
+
+    The privileged context c is, by `context`: another correct response to the problem (`sibling`), the dataset's
+    solution (`solution`), or the response itself and the verdict on it (`critique`). One forward pass per response; the
+    second log-prob is the sampler's.
+
+    - `gap`: A_t = Δ_t. With objective `reinforce` its expected gradient is that of −KL(π(· | x, y_<t) ‖ π(· | x, c,
+      y_<t)): SDPO (2601.20802) on sampled tokens. Its sums over the top tokens are not built here.
+    - `weight`: the wired credit A becomes A ((1 − λ) + λ clip(exp(sign(A) Δ_t), 1 − ε, 1 + ε)): RLSD (2604.03128). The
+      sign is the outcome's, so what the context gives away cannot turn it. exp(sign(A) Δ) is second-hand (summaries of
+      the paper); the clip and λ are our reading.
+
+    A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). The words
+    that show c are ours.
+    """
+
+    paper = "2601.20802"
+    metrics = (
+        Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
+        Metric("teacher_share", "share", "responses with a privileged context"),
+        Metric("no_room", "rows", "responses whose privileged context does not fit into the model's context"),
+        Metric("gap_mean", "nats", "Δ of a trained token that has a teacher, mean"),
+        Metric("gap_abs_mean", "nats", "|Δ| of a trained token that has a teacher, mean"),
+    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """What the teacher knows, and how its opinion becomes credit."""
+
+        context: Literal["sibling", "solution", "critique"] = "sibling"
+        """another correct response, the reference solution, or the verdict on the response"""
+        form: Literal["gap", "weight"] = "gap"
+        """the gap itself, or a weight on the wired credit"""
+        limit: float = 0.0
+        """largest |Δ| of `gap` [nats]; 0 sets no limit"""
+        mix: float = 0.5
+        """λ of `weight`: 0 leaves the wired credit as it is"""
+        clip: float = 0.2
+        """ε of `weight`"""
+
+        def __post_init__(self) -> None:
+            if self.limit < 0 or not 0 <= self.mix <= 1 or not 0 <= self.clip <= 1:
+                raise ValueError(
+                    f"expected limit ≥ 0, 0 ≤ mix ≤ 1 and 0 ≤ clip ≤ 1, got {self.limit}, {self.mix} and {self.clip}."
+                )
+
+    config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The other response, the solution or the response itself; the embedded model is shown it twice."""
+        return 2
+
+    @classmethod
+    def misfits(cls, node: Any, graph: Any, model: Any, data: Any) -> list[str]:
+        """A wire `credit` without use, or none where it is needed."""
+        if (node.config.form == "weight") == ("credit" in node.wires):
+            return []
+        needs = "a wire to 'credit', which the weight multiplies" if node.config.form == "weight" else "no wire there"
+        return [f"{node.name}.credit: expected {needs}, with form '{node.config.form}'. Change the wire or the form."]
+
+    def setup(self, context: Context) -> None:
+        """Reads the model's context length."""
+        super().setup(context)
+        self.room = context_length(context.model)
+
+    def run(
+        self,
+        *,
+        prompts: Prompts,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        policy: Policy,
+        credit: Annotated[Credit, same_rows("trajectories")] | None = None,
+    ) -> Outputs:
+        """Credits one batch."""
+        check_aligned(trajectories, rewards)
+        settings = self.config
+        tokens = trajectories.response_tokens
+        gap, taught = self._gap(prompts, trajectories, rewards, policy)
+        if settings.form == "weight":
+            if credit is None:
+                raise ConfigError(f"node '{self.context.node}': form 'weight' needs a wire to 'credit'.")
+            check_aligned(trajectories, credit)
+            values = magnitude(credit.advantage.values, gap, settings.mix, settings.clip)
+            made = credit.replace(advantage=tokens.with_values(values))
+        else:
+            values = gap.clamp(-settings.limit, settings.limit) if settings.limit else gap
+            mask = training_mask(tokens, trajectories.inherited)
+            made = Credit(uid=trajectories.uid, advantage=tokens.with_values(values), mask=mask)
+        own = gap[made.mask.values & taught[tokens.row_ids]]
+        count = max(len(own), 1)
+        self.context.log(gap_mean=float(own.sum()) / count, gap_abs_mean=float(own.abs().sum()) / count)
+        return Outputs(credit=made)
+
+    def _gap(
+        self, prompts: Prompts, trajectories: Trajectories, rewards: Rewards, policy: Policy
+    ) -> tuple[Tensor, Tensor]:
+        """Δ of each token, float32 [total], and which rows have a teacher, bool [N]."""
+        tokens = trajectories.response_tokens
+        texts = self._contexts(prompts, trajectories, rewards, policy.tokenizer)
+        known = torch.tensor([text is not None for text in texts], dtype=torch.bool)
+        shown = encoded(policy.tokenizer, [text for text in texts if text is not None])
+        fits = shown.lengths + tokens.lengths[known] <= self.room
+        taught = known.clone()
+        taught[known] = fits
+        gap = torch.zeros(len(tokens.values))
+        shown = shown.select(fits)
+        scored = tokens.select(taught)
+        if len(scored):
+            scores = policy.score(shown, scored, trajectories.temperature)
+            before = trajectories.engine_logprobs.values[taught[tokens.row_ids]]
+            gap[taught[tokens.row_ids]] = scores.logprobs.values - before
+        self.context.log(
+            scored_tokens=Count(len(shown.values) + len(scored.values)),
+            teacher_share=float(taught.sum()) / max(len(taught), 1),
+            no_room=Count(len(fits) - int(fits.sum())),
+        )
+        return gap, taught
+
+    def _contexts(
+        self, prompts: Prompts, trajectories: Trajectories, rewards: Rewards, tokenizer: Any
+    ) -> list[str | None]:
+        """The teacher's prompt for each response, None without one."""
+        attempts = thought_texts(trajectories, tokenizer)
+        mode: Mode = "thought" if len(trajectories.thought_ends.values) else "plain"
+        other = siblings(rewards.correct & rewards.valid, trajectories.prompt_uid).tolist()
+        made: list[str | None] = []
+        for i, row in enumerate(prompts.index_of(trajectories.prompt_uid).tolist()):
+            asked = problem_of(prompts, row)
+            if self.config.context == "critique":
+                right = bool(rewards.correct[i])
+                text = critique_prompt(*asked, attempts[i], right, tokenizer, mode) if rewards.valid[i] else None
+            else:
+                known = steps_of(prompts.solution[row]) if self.config.context == "solution" else []
+                hint = attempts[other[i]] if self.config.context == "sibling" and other[i] >= 0 else known
+                text = hint_prompt(*asked, hint, tokenizer, mode) if hint else None
+            made.append(text)
+        return made
+
+    def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
+        """The formula, and the tokens that gained and lost most."""
+        settings = self.config
+        formula = "Δ = log π(y | x, c) − log π(y | x)"
+        if settings.form == "weight":
+            formula = f"A·((1 − {decimal(settings.mix)}) + {decimal(settings.mix)}·clip(exp(±Δ), 1 ± {settings.clip}))"
+        rows = outputs["credit"].advantage.rows()
+        ranges = [f"from {signed(float(r.min()))} to {signed(float(r.max()))}" if len(r) else "no tokens" for r in rows]
+        return [f"{formula}, c the {settings.context}: {text}" for text in ranges]

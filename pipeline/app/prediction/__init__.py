@@ -1,0 +1,1 @@
+"""Whether scores of credit foretell what training gains."""

@@ -1,0 +1,119 @@
+"""Credit of a self-teacher: which context, the gap, and weights on an outcome's credit."""
+
+import math
+
+import pytest
+import torch
+
+from components.advantage.group import GroupAdvantage
+from components.advantage.self_teacher import SelfTeacher, magnitude
+from pipeline.core.errors import GraphError
+from pipeline.core.handles import Scores
+from pipeline.run.compose.experiment import build_experiment, compose
+
+
+@pytest.fixture
+def run(toolbox):
+    """Credits responses to one problem; the teacher likes the letters it was shown: −0.1 nats, and −2 the others."""
+
+    class Policy(toolbox.policy):
+        def score(self, context, tokens, temperature=1.0):
+            self.shown = ["".join(map(chr, row)) for row in context.to_lists()]
+            rows = zip(self.shown, tokens.to_lists(), strict=True)
+            values = [-0.1 if chr(token) in shown else -2.0 for shown, row in rows for token in row]
+            return Scores(logprobs=tokens.with_values(torch.tensor(values)), entropies=tokens)
+
+    def start(texts, values, solution="", valid=None, credit=None, room=10_000, **settings):
+        trajectories = toolbox.trajectories(texts)
+        trajectories = trajectories.replace(
+            engine_logprobs=trajectories.response_tokens.with_values(torch.full((sum(map(len, texts)),), -1.0))
+        )
+        prompts = toolbox.prompts(["P"]).replace(solution=[solution])
+        rewards = toolbox.rewards(trajectories.uid, values, valid)
+        node = toolbox.start(SelfTeacher, **settings)
+        node.room = room
+        policy = Policy(lambda context, n: "")
+        inputs = {"prompts": prompts, "trajectories": trajectories, "rewards": rewards, "policy": policy}
+        if credit:
+            group = toolbox.start(GroupAdvantage, normalize="mean")
+            inputs["credit"] = group.run(trajectories=trajectories, rewards=rewards).credit
+        return node.run(**inputs).credit, node.context.metrics, policy
+
+    return start
+
+
+def test_the_gap_by_hand(run):
+    # The wrong row is shown the right one: −.1 + 1 where it agrees, −2 + 1 elsewhere. The right row has no sibling.
+    credit, metrics, policy = run(["QZ", "QX"], [0, 1])
+    assert credit.advantage.to_lists() == [pytest.approx([0.9, -1.0]), [0.0, 0.0]]
+    assert len(policy.shown) == 1
+    assert "Correct solution:\nStep 1: QX" in policy.shown[0]
+    assert metrics["teacher_share"] == 0.5
+    assert metrics["gap_mean"] == pytest.approx(-0.05)
+    assert metrics["gap_abs_mean"] == pytest.approx(0.95)
+    assert metrics["scored_tokens"] == len(policy.shown[0]) + 2
+    limited, _, _ = run(["QZ", "QX"], [0, 1], limit=0.5)
+    assert limited.advantage.row(0).tolist() == [0.5, -0.5]
+
+
+def test_the_solution_and_the_verdict(run):
+    _, metrics, policy = run(["QZ", "QX"], [0, 1], solution="S1\nS2", context="solution")
+    assert metrics["teacher_share"] == 1
+    assert all("Step 1: S1\nStep 2: S2" in shown for shown in policy.shown)
+    _, metrics, policy = run(["QZ", "QX", "Q"], [0, 1, 0], context="critique", valid=[True, True, False])
+    assert metrics["teacher_share"] == pytest.approx(2 / 3)
+    assert "QZ" in policy.shown[0]
+    assert "is wrong" in policy.shown[0]
+    assert "is correct" in policy.shown[1]
+
+
+def test_without_context_or_room_there_is_no_credit(run):
+    credit, metrics, _ = run(["QZ", "QX"], [0, 0])
+    assert credit.advantage.values.tolist() == [0.0] * 4
+    assert metrics["teacher_share"] == 0
+    credit, metrics, _ = run(["QZ", "QX"], [0, 1], room=20)
+    assert credit.advantage.values.tolist() == [0.0] * 4
+    assert metrics["no_room"] == 1
+    credit, _, _ = run([], [])
+    assert len(credit) == 0
+
+
+def test_weights_by_hand():
+    # clip(exp(±.1)) is within 1 ± .2; exp(−1) is clipped to .8, exp(1) to 1.2; λ = 1/2 takes half of it.
+    advantage = torch.tensor([2.0, -2.0, 2.0, -2.0, 0.0])
+    gap = torch.tensor([0.1, 0.1, -1.0, -1.0, 5.0])
+    expected = [2 * math.exp(0.1), -2 * math.exp(-0.1), 1.6, -2.4, 0.0]
+    assert magnitude(advantage, gap, 1.0, 0.2).tolist() == pytest.approx(expected)
+    half = [(a + e) / 2 for a, e in zip(advantage.tolist(), expected, strict=True)]
+    assert magnitude(advantage, gap, 0.5, 0.2).tolist() == pytest.approx(half)
+    assert torch.equal(magnitude(advantage, gap, 0.0, 0.2), advantage)
+
+
+def test_a_weight_keeps_the_sign_of_the_outcome(run):
+    # Rewards 0 and 1: credit −.5 and .5. The wrong row is blamed more where its sibling differs.
+    credit, _, _ = run(["QZ", "QX"], [0, 1], credit=True, form="weight", mix=1.0, clip=0.5)
+    assert credit.advantage.to_lists() == [pytest.approx([-0.5 * 0.5, -0.5 * 1.5]), [0.5, 0.5]]
+
+
+def test_wires_and_settings():
+    with pytest.raises(GraphError, match=r"advantage.credit: expected no wire there, with form 'gap'"):
+        build_experiment(compose(["recipe=toy_rlsd", "advantage.form=gap"]))
+    with pytest.raises(GraphError, match=r"advantage.credit: expected a wire to 'credit', which the weight multiplies"):
+        build_experiment(compose(["recipe=toy_sdpo", "advantage.form=weight"]))
+    with pytest.raises(ValueError, match="expected limit ≥ 0, 0 ≤ mix ≤ 1"):
+        SelfTeacher.Config(mix=2.0)
+
+
+def test_with_the_embedded_model(tiny):
+    from components.rewards.outcome import Outcome
+    from components.sampler.chains import Chains
+    from components.verifier.exact import Exact
+
+    limits = {"max_tokens": 120, "mode": "thought", "temperature": 1.0}
+    fresh = tiny.start(Chains, group_size=4, **limits).run(prompts=tiny.prompts, policy=tiny.policy).trajectories
+    verifier = tiny.start(Exact).run().verifier
+    rewards = tiny.start(Outcome).run(trajectories=fresh, prompts=tiny.prompts, verifier=verifier).rewards
+    node = tiny.start(SelfTeacher, context="solution")
+    credit = node.run(prompts=tiny.prompts, trajectories=fresh, rewards=rewards, policy=tiny.policy).credit
+    means = credit.advantage.mean()
+    assert means[rewards.correct].mean() > means[~rewards.correct].mean()  # the solution speaks for what agrees with it

@@ -1,0 +1,83 @@
+"""tools/evidence: the shipped declaration composes and keeps its own rules, and one small cell takes every stage."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.app.evidence.declaration import rated, read_declaration
+from pipeline.app.evidence.verdicts import Results, read_results
+from pipeline.run.compose.experiment import build_experiment, compose
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "evidence"
+DECLARED = read_declaration(ROOT / "tools" / "evidence.yaml")
+CELLS = DECLARED.cells | DECLARED.quick
+
+
+def clamp(node):
+    return getattr(node.config.objective.build().config, "min_advantage", None)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_method_composes_and_has_a_fair_baseline(name):
+    cell = CELLS[name]
+    learners = {}
+    for method, entry in cell.methods.items():
+        overrides = rated(method, entry, 1e-4).overridden(*DECLARED.settings(name, sweep=True))
+        experiment = build_experiment(compose(overrides), method)
+        (learners[method],) = [node for node in experiment.graph.nodes if node.name == "learner"]
+        assert experiment.data["eval"]["split"] == "validation"
+    for method, entry in cell.methods.items():
+        if entry.baseline:
+            own, base = learners[method].config, learners[entry.baseline].config
+            assert (own.minibatches, own.epochs) == (base.minibatches, base.epochs), method
+            assert clamp(learners[method]) == clamp(learners[entry.baseline]), method
+
+
+def test_sweeps_have_three_rates_and_claims_eight_seeds():
+    for name, cell in DECLARED.cells.items():
+        assert len(cell.rates) >= 3, name
+        assert len(cell.sweep_seeds) >= 2, name
+        assert cell.seeds >= 8, name
+
+
+def test_every_page_of_a_method_has_its_claims():
+    pages = {claim.page for claim in DECLARED.claims.values()}
+    shown = {p.stem for p in (ROOT / "docs" / "papers").glob("*.md") if "<!-- evidence -->" in p.read_text()}
+    assert pages == shown
+
+
+def test_the_results_are_of_declared_cells():
+    cells = read_results(ROOT / "docs" / "evidence" / "results.json")
+    assert set(cells) <= set(DECLARED.cells)
+    assert set(Results(DECLARED, cells).cells) == set(cells), "measured in another form: run tools/evidence --cells …"
+
+
+def test_estimate_and_mistakes(tmp_path):
+    done = subprocess.run([TOOL, "--estimate", "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*DECLARED.cells, "in"]
+    done = subprocess.run([TOOL, "--cells", "trace", "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "evidence: no cell 'trace'. Did you mean 'traces'?" in done.stderr
+
+
+def test_quick_takes_every_stage_and_a_run_is_that_of_the_command(tmp_path):
+    done = subprocess.run([TOOL, "--quick", "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entry = read_results(tmp_path / "results.json")["quick"]
+    assert entry["failed"] == {}
+    assert [len(row["tried"]) for row in entry["methods"].values()] == [2, 2]
+    assert [row["seeds"] for row in entry["methods"].values()] == [[0, 1], [0, 1]]
+    rate = entry["methods"]["grpo"]["lr"]
+    run = tmp_path / "quick" / "runs" / f"grpo-lr{rate:g}-s1"
+    iterations = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()) + 1
+    method = rated("grpo", DECLARED.quick["quick"].methods["grpo"], rate)
+    alone = method.overridden(*DECLARED.settings("quick"), "run.seed=1", f"run.root={tmp_path}", "run.name=alone")
+    command = [sys.executable, "-m", "creditgraph", "train", *alone, f"run.iterations={iterations}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = f"checkpoints/{iterations - 1:06d}/tensors.safetensors"
+    assert (run / last).read_bytes() == (tmp_path / "alone" / last).read_bytes()
