@@ -53,7 +53,8 @@ class Task(ABC):
             if a simulator has to judge the response (`verifier.steps`).
         recoverable: whether a policy can undo a wrong or useless step and still solve the problem.
         difficulty: frozen keyword-only dataclass of settings; its `__post_init__` raises ValueError.
-        warm_up: difficulty of the problems that the small model is taught; None: the defaults.
+        warm_up: difficulties of the problems that the small model is taught, one after the other in equal parts of its
+            training; None: the defaults.
     """
 
     name: ClassVar[str]
@@ -61,7 +62,7 @@ class Task(ABC):
     answer_kind: ClassVar[Literal["value", "steps"]] = "value"
     recoverable: ClassVar[bool] = False
     difficulty: ClassVar[type]
-    warm_up: ClassVar[Any] = None
+    warm_up: ClassVar[tuple[Any, ...]] = (None,)
 
     @abstractmethod
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
@@ -119,9 +120,12 @@ class Task(ABC):
                 return problem
         raise DataError(f"{self.name}: no problem of {difficulty} in {MAX_DRAWS} draws. Widen the difficulty.")
 
-    def lesson(self, seed: int, index: int) -> Problem:
-        """Problem `index` of those that the small model is taught, none of them of a held-out split."""
-        return self.generate(seed, index, self.warm_up)
+    def lesson(self, seed: int, index: int, progress: float = 0.0) -> Problem:
+        """Problem `index` of those that the small model is taught, none of them of a held-out split.
+
+        `progress`, from 0 to below 1, is the share of its training that is over; it chooses among `warm_up`.
+        """
+        return self.generate(seed, index, self.warm_up[int(progress * len(self.warm_up))])
 
     def accepts(self, problem: Problem, thoughts: Sequence[str], boxed: str | None) -> bool:
         """Whether a response is right; by default, whether it boxes the answer.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.tasks.base import THOUGHT_END, Draw, Problem, Task, step_labels, words_of
+from components.tasks.base import Draw, Problem, Task, step_labels, words_of
 from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, thought, true_facts
 from pipeline.core.streams import key_of
 
@@ -78,7 +78,8 @@ class ChainsReset(Task):
     answer_kind = "steps"
     recoverable = True
     difficulty = Difficulty
-    warm_up = Difficulty(steps=(12, 24), hard=(1, 3), hard_after=0.5)
+    # Short chains first: they teach the facts at a third of the cost.
+    warm_up = (Difficulty(steps=(4, 8), hard=(0, 2), hard_after=0), Difficulty(hard=(1, 3), hard_after=0.5))
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem:
         """Draws the places of the hard steps, then at every step a fact of its kind for the value at hand."""

@@ -5,9 +5,9 @@ their number. So with p(thought | so far) from the policy,
 
     V(so far) = Σ p(thought) · [1 if it reaches the goal, else V(so far + thought)],   V = 0 without moves left,
 
-where the sum is over right thoughts; the rest of the probability loses. A policy that looks only at state and moves left
-needs one value per pair of them (`markov_values`); a language model reads its whole response, so `history_values` goes
-over all sequences of right thoughts.
+where the sum is over right thoughts; the rest of the probability loses. A policy that looks only at state and moves
+left needs one value per pair of them (`markov_values`); a language model reads its whole response, so `history_values`
+goes over all sequences of right thoughts.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Hanoi(MoveTask):
     model = "tiny_hanoi"
     difficulty = Difficulty
     sure = 0.45
-    warm_up = Difficulty(distance=(1, 7), slack=(0, 3))
+    warm_up = (Difficulty(distance=(1, 7), slack=(0, 3)),)
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
         """Two random positions; None unless they are as far apart as the difficulty says."""

@@ -40,7 +40,7 @@ class Jugs(MoveTask):
     model = "tiny_jugs"
     difficulty = Difficulty
     sure = 0.4
-    warm_up = Difficulty(distance=(1, 5), slack=(0, 3))
+    warm_up = (Difficulty(distance=(1, 5), slack=(0, 3)),)
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
         """Random jugs, contents and target; None unless it is as far away as the difficulty says."""

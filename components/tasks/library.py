@@ -41,9 +41,9 @@ class LibraryTask(Task):
             )
         return dict(problems[index])
 
-    def lesson(self, seed: int, index: int) -> Problem:
+    def lesson(self, seed: int, index: int, progress: float = 0.0) -> Problem:
         """Problem `index` of the endless list that `draw` makes, none of them of a held-out split."""
-        return super().generate(seed, index, self.warm_up)
+        return super().generate(seed, index, self.warm_up[int(progress * len(self.warm_up))])
 
     def problems(self, difficulty: Any) -> list[Problem]:
         """The problems of all rows of a difficulty, in the order of the file."""
