@@ -28,12 +28,16 @@ SETUP_PAGES = {"dapo_paper": "dapo", "reset_paper": "srpo"}
 # Recipes that another one's settings made, and graphs that share a page.
 RECIPE_PAGES = {"entropy_8020_qwen3_4b": "entropy_8020"}
 GRAPH_PAGES = {
+    "gigpo": "turns",
+    "igpo": "turns",
+    "mt_grpo": "turns",
     "p_trace": "trace",
     "ppo": "vapo",
     "rlsd": "self_teacher",
     "rrpo": "srpo",
     "s_trace": "trace",
     "sdpo": "self_teacher",
+    "srpo_turns": "turns",
 }
 CLAUSE = re.compile(rf"({'|'.join(LABELS)})(?: \(([^)]*)\))?(?:: ([\w.]+(?:, [\w.]+)*))?\.?")
 

@@ -26,6 +26,7 @@ from components.text.templates import extract_answer
 from pipeline.core.component import ModelSpec
 from pipeline.core.streams import key_of
 
+TRAINED = "\n## Reinforcement learning\n"  # heading of the part of a card that is written by hand
 TRIES = 8  # attempts drawn until one is wrong
 
 
@@ -234,8 +235,11 @@ def make(args: argparse.Namespace) -> None:
     if args.held_out:
         spec = ModelSpec(path=str(args.out))
         model = load_causal_lm(spec)
-        text = card(args, model, task, measure(model, load_tokenizer(spec), task, args.held_out))
-        (args.out / "README.md").write_text(text, encoding="utf-8")
+        page = args.out / "README.md"
+        # What was measured of its training stays, when the rest is measured again.
+        _, heading, trained = (page.read_text(encoding="utf-8") if args.report_only else "").partition(TRAINED)
+        text = card(args, model, task, measure(model, load_tokenizer(spec), task, args.held_out)) + heading + trained
+        page.write_text(text, encoding="utf-8")
         print(text)
 
 

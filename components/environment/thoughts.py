@@ -65,8 +65,8 @@ class ThoughtTurns(EnvironmentComponent):
         """The reward."""
 
         reward: str = "answer"
-        """answer: 1 for the right answer in its last turn; steps: for each step 1/n as long as all are right, with n steps
-        in the reference solution"""
+        """answer: 1 for the right answer in its last turn; steps: 1/n for each step as long as all are right, where
+        the reference solution has n"""
 
         def __post_init__(self) -> None:
             if self.reward not in ("answer", "steps"):

@@ -11,7 +11,7 @@ from components.data.card import LOADING_METRICS
 from components.evaluator.held_out import HeldOut, HeldOutSettings
 from components.models.load import context_length
 from components.rollouts.episodes import EpisodeSettings, Table, episode_returns
-from components.rollouts.requests import keyed_seeds
+from components.rollouts.requests import keyed_seeds, length_metrics
 from components.rollouts.timed_calls import TimedCalls
 from pipeline.core.component import Context
 from pipeline.core.handles import Environments, Policy
@@ -37,6 +37,7 @@ class EpisodeAccuracy(HeldOut):
         Metric("return", "reward", "return of a held-out episode, mean, 0 for one with a fault"),
         Metric("faults", "episodes", "held-out episodes that a fault cut off"),
         Metric("problems", "problems", "held-out problems"),
+        Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
         *LOADING_METRICS,
     )
 
@@ -80,7 +81,8 @@ class EpisodeAccuracy(HeldOut):
             calls=self._calls,
         )
         seed = keyed_seeds(self.stream(), self.prompts.uid, 0, 1).reshape(-1)
-        turns = table.play(torch.arange(len(self.prompts)), seed).turns
+        played = table.play(torch.arange(len(self.prompts)), seed)
+        turns = played.turns
         value, first = episode_returns(turns)
         whole = first & torch.tensor([not fault for fault in turns.fault], dtype=torch.bool)
         sums = torch.stack(
@@ -95,5 +97,5 @@ class EpisodeAccuracy(HeldOut):
         metrics = {"accuracy": right / count, "return": returns / count, "problems": float(self.count)}
         # Summed already, so no Count.
         metrics["faults"] = faults
-        self.context.log(**metrics)
+        self.context.log(**metrics, sampled_tokens=length_metrics(played.trajectories)["sampled_tokens"])
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))

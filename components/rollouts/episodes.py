@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from components.rollouts.requests import SamplingSettings, sample_fresh
+from components.rollouts.requests import SamplingSettings, sample_fresh, unsampled
 from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.text.stops import ends_of_stop, token_texts
@@ -329,17 +329,21 @@ class Table:
         self.open = [episode for episode in self.open if episode not in episodes]
 
     def _played(self) -> Played:
-        if not self.parts:
-            reasons = Counter(str(episode.fault) for episode in self.episodes).most_common(1)
+        if not self.parts and self.episodes:
+            ((reason, _),) = Counter(str(episode.fault) for episode in self.episodes).most_common(1)
             raise RunError(
                 f"node '{self.context.node}': none of {len(self.episodes)} episodes got as far as a turn; most often: "
-                f"{reasons[0][0] if reasons else 'there was no prompt'}. Correct the environment (creditgraph check)."
+                f"{reason}. Correct the environment (creditgraph check)."
             )
         played = [episode for episode in self.episodes if episode.turns]
-        lengths = torch.tensor([len(episode.turns) for episode in played])
+        lengths = torch.tensor([len(episode.turns) for episode in played], dtype=torch.int64)
         rows = [turn for episode in played for turn in episode.turns]
         uid = self.context.uids(len(rows))
-        trajectories = Trajectories.concat(self.parts).select(torch.tensor([row[0] for row in rows]))
+        # A replica without a prompt has no part.
+        nothing = torch.zeros(0, dtype=torch.int64)
+        empty = unsampled(self.prompts, nothing, nothing, self.policy.version, self.sampling.temperature)
+        place = torch.tensor([row[0] for row in rows], dtype=torch.int64)
+        trajectories = Trajectories.concat([*self.parts, empty]).select(place)
         first = lengths.cumsum(0) - lengths
         begin = torch.tensor([episode.begin for episode in played])
         turns = Turns(

@@ -1,11 +1,12 @@
 """The family "gsm_symbolic": word problems whose thoughts are worked statements, one operation each.
 
 Problems are those of reasoning-gym's gsm_symbolic (templates of GSM-Symbolic, 2410.05229) whose worked solution is a
-chain of whole-number statements. The small model reads a problem as its template and its numbers, digit by digit, in
-the order of the text; the text itself stays in the problem as ``text``:
+chain of whole-number statements with numbers up to 99. The small model reads a problem as its template and its numbers
+in the order of the text, each as two digits, units first (so that a carry is known when the tens are written); the text
+itself stays in the problem as ``text``. With the numbers 5, 2 and 65, 65 / 5 = 13 and 2 * 13 = 26 are
 
-    question   t16 : 5 , 2 , 6 5
-    solution   6 5 / 5 = 1 3 </thought> 2 * 1 3 = 2 6 \\boxed{ 2 6 } </thought>
+    question   t16 : 5 0 , 2 0 , 5 6
+    solution   5 6 / 5 0 = 3 1 </thought> 2 0 * 3 1 = 6 2 \\boxed{ 6 2 } </thought>
 
 A wrong number is carried along by every later statement.
 """
@@ -23,8 +24,8 @@ from components.tasks.base import THOUGHT_END, Draw, Problem, step_labels, words
 from components.tasks.library import LibraryTask, load_rows
 from pipeline.core.streams import key_of
 
-TEMPLATES = (4, 7, 11, 12, 16, 43, 45, 54, 58, 59, 68)  # of the library, those that have rows
-LARGEST = 999  # that a teacher writes
+TEMPLATES = (4, 12, 16, 43, 45, 54, 58, 59)  # of the library, those that have rows
+LARGEST = 99
 SHARE_WRONG = 0.6  # of the statements of all templates, for which the teacher has a misconception
 RATES = (0.2, 0.7)  # how often it then takes another operator, uniform between statements
 _OTHER = {"+": "-", "-": "+", "*": "+", "/": "-"}
@@ -38,19 +39,19 @@ class Difficulty:
     """Difficulty of the problems.
 
     Attributes:
-        statements: fewest and most statements of the solution (2 to 7 exist).
-        largest: largest number in question and solution, at most 499.
+        statements: fewest and most statements of the solution (2 and 3 exist).
+        largest: largest number in question and solution, at most 99.
     """
 
-    statements: tuple[int, int] = (2, 7)
-    largest: int = 199
+    statements: tuple[int, int] = (2, 3)
+    largest: int = LARGEST
 
     def __post_init__(self) -> None:
         low, high = self.statements
-        if not 2 <= low <= high <= 7:
-            raise ValueError(f"statements: expected 2 ≤ fewest ≤ most ≤ 7, got [{low}, {high}].")
-        if not 20 <= self.largest <= 499:
-            raise ValueError(f"expected 20 ≤ largest ≤ 499, the largest number of the rows, got {self.largest}.")
+        if not 2 <= low <= high <= 3:
+            raise ValueError(f"statements: expected 2 ≤ fewest ≤ most ≤ 3, got [{low}, {high}].")
+        if not 20 <= self.largest <= LARGEST:
+            raise ValueError(f"expected 20 ≤ largest ≤ {LARGEST}, the largest number of the rows, got {self.largest}.")
 
 
 class GsmSymbolic(LibraryTask):
@@ -73,7 +74,7 @@ class GsmSymbolic(LibraryTask):
         return _problem(row["template"], row["numbers"], row["statements"]) | {"text": row["text"]}
 
     def draw(self, draw: Draw, difficulty: Difficulty) -> Problem | None:
-        """The statements of a row with other numbers, each of as many digits at most."""
+        """The statements of a row with other numbers of about the same size."""
         rows = self.problems(difficulty)
         row = rows[int(draw() * len(rows))]
         numbers = [1 + int(draw() * max(2 * n, 9)) for n in row["numbers"]]
@@ -98,7 +99,7 @@ class GsmSymbolic(LibraryTask):
         """The first statement that is wrong, not the solution's, made before, or boxed at another place than the last.
 
         >>> task, problem = GsmSymbolic(), _problem(16, [5, 2, 65], ["2/0", "1*3"])
-        >>> task.first_error(problem, ["6 5 / 5 = 1 3 </thought>", "1 3 * 2 = 2 6 \\\\boxed{ 2 6 } </thought>"])
+        >>> task.first_error(problem, ["5 6 / 5 0 = 3 1 </thought>", "3 1 * 2 0 = 6 2 \\\\boxed{ 6 2 } </thought>"])
         0
         """
         left = [_canonical(worked) for worked in work_out(problem["numbers"], problem["statements"])]
@@ -116,7 +117,7 @@ class GsmSymbolic(LibraryTask):
 
     def words(self) -> list[str]:
         """Templates, digits, operators and marks."""
-        return [*(f"t{i}" for i in TEMPLATES), *"0123456789:,+-*/=", *step_labels(7)]
+        return [*(f"t{i}" for i in TEMPLATES), *"0123456789:,+-*/=", *step_labels(3)]
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
         """Takes another operator at the rate of each misconception, and goes on with the result."""
@@ -176,18 +177,21 @@ def misconceptions() -> dict[tuple[int, int], tuple[str, float]]:
 
 
 def spaced(value: int) -> str:
-    """A number digit by digit."""
-    return " ".join(str(value))
+    """A number from 0 to 99 as two digits, units first.
+
+    >>> spaced(65), spaced(5)
+    ('5 6', '5 0')
+    """
+    return f"{value % 10} {value // 10}"
 
 
 def number(digits: str) -> int:
-    """The number of spaced digits; −1 where they are not as `spaced` writes them.
+    """The number of two digits as `spaced` writes them; −1 for other text.
 
-    >>> number("1 8 8"), number("18 8"), number("0 8")
-    (188, -1, -1)
+    >>> number("5 6"), number("5"), number("56")
+    (65, -1, -1)
     """
-    value = digits.replace(" ", "")
-    return int(value) if value and spaced(int(value)) == digits else -1
+    return int(digits[2] + digits[0]) if re.fullmatch(r"\d \d", digits) else -1
 
 
 def _problem(template: int, numbers: Sequence[int], statements: Sequence[str]) -> Problem:
@@ -217,7 +221,6 @@ def _forced(left: int, operator: str, right: int) -> Statement:
     if operator == "-" and left < right:
         left, right = right, left
     result = operate(left, operator, right)
-    if operator == "/" and result is None:
+    if result is None:
         result = left // max(right, 1)
-    assert result is not None
-    return left, operator, right, min(result, LARGEST)
+    return left, operator, right, result % (LARGEST + 1)

@@ -49,6 +49,8 @@ class Distill(Objective):
         Metric("teacher_kl", "nats", "reverse KL to the teacher per trained token, estimated by what is trained on"),
     )
 
+    needs_credit = False  # where the gap of the sampled token is 0, those of others need not be
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         """Bound of the correction."""

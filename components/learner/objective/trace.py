@@ -56,6 +56,7 @@ import torch
 from torch import Tensor
 
 from components.learner.objective.base import LossInputs, Objective
+from components.learner.objective.decay.trace_sum import Style, trace_sum
 from components.learner.objective.entropy_mask import IN_LOSS, IN_TRACE
 from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.ratio import (
@@ -68,7 +69,6 @@ from components.learner.objective.ratio import (
     safe_exp,
     surrogate,
 )
-from components.learner.objective.trace_sum import Style, trace_sum
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 

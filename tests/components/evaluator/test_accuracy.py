@@ -120,7 +120,7 @@ def test_a_missing_section_is_reported():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"every": -1}, "expected every, num_problems and samples ≥ 0, got -1, 200 and 0"),
+        ({"every": -1}, "expected every and num_problems ≥ 0, got -1 and 200"),
         ({"samples": 4, "temperature": 0.0}, "expected temperature > 0 with samples 4, got 0"),
     ],
 )

@@ -96,3 +96,19 @@ def test_errors():
         token_logprobs(
             torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Head(weight=torch.zeros(5, 4)), temperature=0
         )
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_several_targets_of_each_place(device, chunk):
+    hidden, weight, bias, _ = inputs(device=device)
+    targets = torch.randint(0, 37, (23, 4), generator=torch.Generator().manual_seed(2)).to(device)
+    factors = torch.linspace(-1, 1, 4).to(device)
+    head = Head(weight=weight, bias=bias)
+    together, entropies = token_logprobs(hidden, targets, head, 0.7, chunk)
+    apart = [token_logprobs(hidden, column, head, 0.7, chunk) for column in targets.T]
+    torch.testing.assert_close(together, torch.stack([logprobs for logprobs, _ in apart], 1))
+    assert torch.equal(entropies, apart[0][1])
+    fast = torch.autograd.grad((together * factors).sum() + entropies.sum(), [hidden, weight, bias])
+    slow = sum((logprobs * f).sum() for (logprobs, _), f in zip(apart, factors, strict=True)) + apart[0][1].sum()
+    for a, b in zip(fast, torch.autograd.grad(slow, [hidden, weight, bias]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -23,7 +23,9 @@ VOCAB = 42
 OPTIMIZER = OptimizerSettings(lr=3e-3, eps=1e-3, grad_clip=0.1, weight_decay=0.1, schedule="linear", warmup=2)
 
 
-def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0) -> tuple[Trajectories, Credit]:
+def make_batch(
+    seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: int = 0, candidates: int = 0
+) -> tuple[Trajectories, Credit]:
     """Rows of unequal length; rows share their prompt, and every third one a prefix of its sibling's response."""
     g = torch.Generator().manual_seed(seed)
 
@@ -65,7 +67,12 @@ def make_batch(seed: int = 0, prompts: int = 4, per_prompt: int = 3, version: in
     shaping = response.with_values(torch.where(noise > 0.5, 0.1, 0.0))
     gate = response.with_values((noise > 0.3).float())
     fresh = response.with_values(response.positions >= response.spread(trajectories.inherited).values)
-    return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns={"shaping": shaping, "gate": gate})
+    columns = {"shaping": shaping, "gate": gate}
+    for i in range(candidates):
+        ids = torch.randint(0, VOCAB, (len(noise),), generator=g, dtype=torch.int32)
+        columns[f"candidate_{i}"] = response.with_values(ids)
+        columns[f"teacher_logprob_{i}"] = response.with_values(-2.0 - torch.rand(len(noise), generator=g))
+    return trajectories, Credit(uid=uid, advantage=advantage, mask=fresh, columns=columns)
 
 
 def three_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, float]], Any]:
@@ -73,7 +80,8 @@ def three_steps(learner: Any, after_first: Any = None) -> tuple[list[dict[str, f
     out, said = [], None
     for seed in range(3):
         learner.context.iteration = seed
-        out.append(run_own(learner, *make_batch(seed, version=seed)).report.metrics)
+        batch = make_batch(seed, version=seed, candidates=2 * (learner.config.objective.use == "distill"))
+        out.append(run_own(learner, *batch).report.metrics)
         if seed == 0 and after_first is not None:
             said = after_first(learner)
     return out, said

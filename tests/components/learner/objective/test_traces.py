@@ -7,9 +7,9 @@ import torch
 from loss_inputs import by_hand, gradient, gspo, losses, make_inputs
 
 from components.learner.objective import EntropyMask, Meters, ObjectiveSettings, prepare
+from components.learner.objective.decay.trace_sum import trace_sum
 from components.learner.objective.ratio import safe_exp
 from components.learner.objective.trace import Trace
-from components.learner.objective.trace_sum import trace_sum
 from pipeline.core.jagged import Jagged
 
 STYLES = [("recent", 0.0), ("both", 0.0), ("weight_floor", 0.4)]

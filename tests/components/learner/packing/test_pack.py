@@ -149,3 +149,36 @@ def test_too_long_row_is_named():
 def test_empty_prompt_is_named():
     with pytest.raises(DataError, match="row 1 has an empty prompt"):
         check_rows(Jagged.from_rows([[1], []], torch.int32), Jagged.from_rows([[1], [2]], torch.int32), 6)
+
+
+def test_candidates_beside_the_response_tokens(model, device):
+    """With and without shared prefixes; each row keeps candidates of its own, and its own tokens come first."""
+    prompts = Jagged.from_rows([[5, 6, 7]] * 3, torch.int32).to(device)
+    responses = Jagged.from_rows([[8, 9, 3], [8, 9, 4, 1], [8]], torch.int32).to(device)
+    candidates = torch.arange(16, device=device).view(8, 2)
+    index = torch.arange(3, device=device)
+    learner = LearnerModel(model, slow_attention=True)
+    plain, entropies = learner.logprobs(pack(prompts, responses, index), 0.7)
+    for share in (False, True):
+        batch = pack(prompts, responses, index, share=share, candidates=candidates)
+        assert (batch.saved > 0) == share
+        logprobs, shared_entropies = learner.logprobs(batch, 0.7)
+        assert logprobs.lengths.tolist() == [9, 12, 3]
+        own, first, second = logprobs.values.view(8, 3).T
+        torch.testing.assert_close(own, plain.values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(shared_entropies.values, entropies.values, rtol=1e-5, atol=1e-5)
+        for which, values in enumerate((first, second)):
+            replaced = responses.with_values(candidates[:, which].int())
+            # Only a row's first token has the same context when the candidates stand in the response.
+            alone, _ = learner.logprobs(pack(prompts, replaced, index), 0.7)
+            at = responses.offsets[:-1]
+            torch.testing.assert_close(values[at], alone.values[at], rtol=1e-5, atol=1e-5)
+    (a, b) = (
+        torch.autograd.grad(
+            learner.logprobs(pack(prompts, responses, index, share=s, candidates=candidates), 1.0)[0].values.sum(),
+            list(learner.trainable().values()),
+        )
+        for s in (False, True)
+    )
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)

@@ -24,9 +24,11 @@ from pipeline.app.bench.curves import Curve, default_threshold, next_iterations,
 from pipeline.app.bench.methods import BASELINE, METHODS, Method, choose_methods
 from pipeline.app.bench.training_runs import Plan, train_all, train_one
 from pipeline.app.bench.warm import Warm
+from pipeline.app.cli import main
 from pipeline.core.errors import ConfigError
 from pipeline.run.compose.choices import list_choices, search_dirs
 from pipeline.run.compose.experiment import compose
+from pipeline.run.metrics import read_metrics
 
 
 def metric_rows():
@@ -303,3 +305,17 @@ def test_a_method_with_settings_in_its_name_composes(tmp_path):
     method = Method("vineppo,value.continuations=20", "toy_vineppo", ("value.continuations=20",))
     command = Plan(budget=10, folder=tmp_path).command(method, 0, 3)
     assert compose(command[1:])["run"]["name"] == "vineppo-value.continuations-20-s0"
+
+
+def test_the_tokens_of_a_run_do_not_depend_on_how_often_it_is_evaluated(tmp_path):
+    curves = []
+    settings = ["prompts.batch=2", "evaluator.num_problems=4", "run.iterations=2", "data.train.size=20"]
+    for every in (0, 1):
+        own = [f"run.root={tmp_path}", f"run.name=every-{every}", f"evaluator.every={every}", *settings]
+        assert main(["train", "recipe=toy_vineppo", *own]) == 0
+        rows = read_metrics(tmp_path / f"every-{every}" / "metrics.jsonl")
+        curves.append(read_curve(rows))
+        nodes = ("sampler", "value")
+        assert curves[-1].total_tokens == sum(r.get(f"{n}/sampled_tokens", 0) for r in rows for n in nodes)
+    assert curves[0].total_tokens == curves[1].total_tokens > 10_000
+    assert curves[1].tokens[1] > curves[1].tokens[0] == 0

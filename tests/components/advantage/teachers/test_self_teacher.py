@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from components.advantage.group import GroupAdvantage
-from components.advantage.self_teacher import SelfTeacher, magnitude
+from components.advantage.teachers.self_teacher import SelfTeacher, magnitude
 from pipeline.core.errors import GraphError
 from pipeline.core.handles import Scores
 from pipeline.run.compose.experiment import build_experiment, compose

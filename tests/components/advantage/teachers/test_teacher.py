@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from components.advantage.teacher import Teacher
+from components.advantage.teachers.teacher import Teacher
 from components.engine.local.engine import LocalEngine
 from components.models.load import resolve_model_path
 from components.sampler.chains import Chains
