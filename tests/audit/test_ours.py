@@ -17,7 +17,7 @@ from pipeline.app.commands import audit
 from pipeline.core.registry import load_class
 
 GRAPHS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/graph").glob("*.yaml"))
-NOT_MADE = {"ibpo": "revisions", "rredcot": "segments", "vineppo": "segments"}
+NOT_MADE = {"ibpo": "revisions", "ppo": "segments", "rredcot": "segments", "vapo": "segments", "vineppo": "segments"}
 BIASED = {"grpo_lambda", "p_trace", "s_trace"}
 
 

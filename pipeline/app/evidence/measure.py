@@ -167,12 +167,12 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
 
 
 def commit() -> str:
-    """The commit of the code, with "+" where files have changed since; "" outside a repository."""
-    here = Path(__file__).parent
-    result = subprocess.run(
-        ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=here, capture_output=True, text=True
-    )
-    return result.stdout.strip()
+    """The commit of the code, with "+" where code or settings have changed since; "" outside a repository."""
+    git = ["git", "-C", str(Path(__file__).parents[3])]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    code = ("pipeline", "components", "configs", "tools")
+    changed = subprocess.run([*git, "status", "--porcelain", "--", *code], capture_output=True, text=True).stdout
+    return head + ("+" if changed else "")
 
 
 def _beyond(known: Mapping[float, float], cell: Cell) -> list[float]:
