@@ -11,6 +11,7 @@ from typing import Any
 
 from components.data.sources import Source
 from components.data.store import RowStore
+from components.tasks import TASKS
 from pipeline.core.component import Context
 from pipeline.core.metric import Metric
 from pipeline.run.run_directory import write_json
@@ -72,7 +73,9 @@ class LoadedData:
     def card(self) -> dict[str, Any]:
         """Source, revision, filters, counts and hash as JSON values."""
         # Only settings that differ from the defaults, so that a card shows the user's choices.
-        default = asdict(Source(source=self.source.source, path="x", name="x"))
+        # The kind of answers stays, since a task family requires its own.
+        kind = {"answer_kind": self.source.answer_kind} if self.source.source in TASKS else {}
+        default = asdict(Source(source=self.source.source, path="x", name="x", **kind))
         settings = {
             name: value
             for name, value in asdict(self.source).items()

@@ -5,10 +5,12 @@ import random
 
 import pytest
 
+from components.data.loading import load_data
 from components.tasks import MODULES, TASKS
 from components.tasks.base import COMMON_WORDS, SPECIAL_WORDS, THOUGHT_END, split_thoughts
 from components.text.templates import extract_answer
-from pipeline.core.errors import DataError
+from pipeline.core.component import Context
+from pipeline.core.errors import ConfigError, DataError
 
 NAMES = list(MODULES)
 
@@ -93,3 +95,17 @@ def test_the_first_error_is_where_solutions_become_impossible(name):
             error = task.first_error(problem, thoughts)
             prefix = thoughts[: error - 1] if error else thoughts
             assert task.first_error(problem, prefix) in (0, len(prefix) + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_writes_the_card_of_its_problems(name, tmp_path):
+    task = TASKS[name]
+    entry = {"source": name, "size": 3, "answer_kind": task.answer_kind}
+    rows = load_data(entry, Context(run_dir=tmp_path)).rows
+    assert [row.metadata["task"] for row in rows] == [name] * 3
+    assert json.loads((tmp_path / "data_card.json").read_text())["data"]["source"] == f"task '{name}'"
+
+
+def test_answers_of_another_kind_are_refused():
+    with pytest.raises(ConfigError, match=r"set answer_kind: steps and verifier: verifier\.steps\."):
+        load_data({"source": "hanoi"}, Context())
