@@ -74,7 +74,7 @@ class LoadedData:
         """Source, revision, filters, counts and hash as JSON values."""
         # Only settings that differ from the defaults, so that a card shows the user's choices.
         # The kind of answers stays, since a task family requires its own.
-        kind = {"answer_kind": self.source.answer_kind} if self.source.source in TASKS else {}
+        kind: dict[str, Any] = {"answer_kind": self.source.answer_kind} if self.source.source in TASKS else {}
         default = asdict(Source(source=self.source.source, path="x", name="x", **kind))
         settings = {
             name: value

@@ -13,8 +13,8 @@ from components.advantage.gae import GAE
 from components.advantage.group import GroupAdvantage
 from components.advantage.redistribute import Redistribute
 from components.advantage.retry import RetryAdvantage
-from components.advantage.tree_paths import TreePaths
-from components.advantage.tree_siblings import TreeSiblings
+from components.advantage.trees.paths import TreePaths
+from components.advantage.trees.siblings import TreeSiblings
 from pipeline.core.component import Component
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments, SegmentValues

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from components.advantage.group import GroupAdvantage
-from components.advantage.tree import tree_of
-from components.advantage.tree_paths import TreePaths
-from components.advantage.tree_siblings import TreeSiblings
+from components.advantage.trees.paths import TreePaths
+from components.advantage.trees.siblings import TreeSiblings
+from components.advantage.trees.tree import tree_of
 from components.expander.tree import Tree
 from components.expander.tree_growth import SegmentRule, UncertainRule, most_uncertain, uncertainty
 from components.expander.tree_thoughts import closed_thoughts, with_whole_thoughts

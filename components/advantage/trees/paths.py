@@ -9,7 +9,14 @@ import torch
 
 from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
 from components.advantage.group import Outputs
-from components.advantage.tree import TreeAdvantage, node_values, once_mask, parent_values, path_advantage, tree_of
+from components.advantage.trees.tree import (
+    TreeAdvantage,
+    node_values,
+    once_mask,
+    parent_values,
+    path_advantage,
+    tree_of,
+)
 from pipeline.core.component import same_rows
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 

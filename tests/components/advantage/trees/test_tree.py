@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from components.advantage.group import group_advantage
-from components.advantage.tree import node_values, once_mask, parent_values, path_advantage, sibling_advantage, tree_of
-from components.advantage.tree_paths import TreePaths
-from components.advantage.tree_siblings import TreeSiblings
+from components.advantage.trees.paths import TreePaths
+from components.advantage.trees.siblings import TreeSiblings
+from components.advantage.trees.tree import (
+    node_values,
+    once_mask,
+    parent_values,
+    path_advantage,
+    sibling_advantage,
+    tree_of,
+)
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 

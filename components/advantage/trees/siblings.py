@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
 from components.advantage.group import EXACT_ZERO, Outputs
-from components.advantage.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
+from components.advantage.trees.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
 from pipeline.core.component import same_rows
 from pipeline.core.payloads import Rewards, Trajectories, check_aligned
 
