@@ -1,8 +1,9 @@
 """Two ways to grow trees of trajectories: by segments of fixed length (SPO-Tree) and at uncertain tokens (TreeRL).
 
-Both return leaves whose `parent` and `inherited` describe the tree (`components.advantage.trees.tree` reads it): `parent` is
-a leaf that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other. Every draw is
-keyed by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the other prompts.
+Both return leaves whose `parent` and `inherited` describe the tree (`components.advantage.trees.tree` reads it):
+`parent` is a leaf that shares the prefix, and the tokens after `inherited` were sampled in this row and in no other.
+Every draw is keyed by the prompt and the place of the branch in its tree, so a prompt's tree does not depend on the
+other prompts.
 """
 
 from __future__ import annotations
