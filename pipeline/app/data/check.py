@@ -135,10 +135,10 @@ def _refused(loaded: LoadedData, component: VerifierComponent) -> list[tuple[int
     refused = []
     for start in range(0, len(loaded.rows), _BATCH):
         rows = loaded.rows[start : start + _BATCH]
-        # A response that boxes the reference answer.
+        # A response that boxes the reference answer; where the steps decide, the reference solution.
         items = [
             Item(
-                text=f"The answer is \\boxed{{{row.answer}}}.",
+                text=row.solution if row.metadata.get("task") in TASKS else f"The answer is \\boxed{{{row.answer}}}.",
                 answer=row.answer,
                 metadata=row.metadata,
                 prompt=str(row.metadata["question"]),
