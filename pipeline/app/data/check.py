@@ -10,6 +10,7 @@ from typing import Any
 from components.data.card import LoadedData
 from components.data.loading import load_data
 from components.data.sources import parse_source
+from components.models.load import EMBEDDED
 from components.tasks import TASKS
 from components.text.code_tests import read_tests
 from components.verifier.base import Item, VerifierComponent
@@ -76,6 +77,7 @@ def check_entry(
         entry = {**entry, "skip": 0}  # of the first rows alone, it may leave none
     # The tokenizer of a task family's model is always available.
     own = TASKS[source.source].model if source.source in TASKS else "tiny"
+    own = own if own in EMBEDDED else "tiny"  # a family may have no model yet
     context = Context(node="check", model=ModelSpec(path=model or own))
     if model is None and source.source not in TASKS:
         tokenizer = WordTokenizer()
@@ -135,10 +137,10 @@ def _refused(loaded: LoadedData, component: VerifierComponent) -> list[tuple[int
     refused = []
     for start in range(0, len(loaded.rows), _BATCH):
         rows = loaded.rows[start : start + _BATCH]
-        # A response that boxes the reference answer.
+        # A response that boxes the reference answer; where the steps decide, the reference solution.
         items = [
             Item(
-                text=f"The answer is \\boxed{{{row.answer}}}.",
+                text=row.solution if row.metadata.get("task") in TASKS else f"The answer is \\boxed{{{row.answer}}}.",
                 answer=row.answer,
                 metadata=row.metadata,
                 prompt=str(row.metadata["question"]),
