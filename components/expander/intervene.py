@@ -208,12 +208,3 @@ def _scored(made: Trajectories, policy: Policy) -> Trajectories:
         return made
     scores = policy.score(made.prompt_tokens, made.response_tokens, made.temperature)
     return made.replace(engine_logprobs=scores.logprobs, entropies=scores.entropies)
-
-
-def reset_length_after(trajectories: Trajectories, step: Tensor) -> Tensor:
-    """int64 [N]: tokens in thoughts 1 … step of each row, all of a row without thoughts."""
-    ends = trajectories.thought_ends
-    length = trajectories.response_tokens.lengths.clone()
-    has = ends.lengths > 0
-    length[has] = ends.values[ends.offsets[:-1][has] + step[has] - 1].to(torch.int64)
-    return length

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import numbers
 from collections import Counter
 from collections.abc import Sequence
@@ -11,21 +10,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from components.rollouts.requests import SamplingSettings, sample_fresh, unsampled
 from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.timed_calls import Fault, TimedCalls
+from components.rollouts.turn_rows import episode_returns
 from components.text.stops import ends_of_stop, token_texts
 from components.text.templates import first_turn, later_turn, response_text
 from pipeline.core.component import Context, Count
-from pipeline.core.errors import RunError
+from pipeline.core.errors import RunError, raised_text
 from pipeline.core.handles import Environments, Policy, Sampling, Step
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories, Turns
 from pipeline.core.streams import Stream
+
+# Kinds of faults that end an episode; see the metric below.
+FAULTS = ("time", "raised", "reply", "reward", "reset", "turns", "context", "replay")
+LARGEST_REWARD = 1e30  # float32 can hold the sum of an episode's
 
 EPISODE_METRICS = (
     Metric("episodes", "episodes", "episodes that had a turn"),
@@ -136,15 +141,6 @@ class Played:
         }
 
 
-def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
-    """Sum of rewards of each row's episode, float64 [N], and which rows are the first of theirs, bool [N]."""
-    ids, place = torch.unique(turns.episode, return_inverse=True)
-    value = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, place, turns.reward.double())
-    rows = torch.arange(len(turns))
-    first = torch.full((len(ids),), len(turns)).scatter_reduce_(0, place, rows, "amin")
-    return value[place], first[place] == rows
-
-
 @dataclass(kw_only=True)
 class Table:
     """Plays episodes turn by turn, the turns of all episodes in one request batch.
@@ -227,11 +223,10 @@ class Table:
                 self._end(episode, reply)
             elif isinstance(reply, Step | tuple):
                 self._end(episode, Fault("reset", "reset returned a step, expected the first observation alone"))
-            elif not isinstance(reply, str) or not reply:
+            elif not is_text(reply) or not reply:
                 self._end(episode, Fault("reply", f"reset returned {shown(reply)}, expected a text"))
             else:
-                episode.observation = reply
-                episode.state = state_of(episode.environment)
+                self._observed(episode, reply)
 
     def _problem(self, episode: _Episode) -> dict[str, Any]:
         metadata, question = problem_of(self.prompts, episode.row)
@@ -295,8 +290,14 @@ class Table:
             self._end(episode, step)
             return
         episode.done = step.done
-        episode.observation = step.observation
-        episode.state = state_of(episode.environment)
+        self._observed(episode, step.observation)
+
+    def _observed(self, episode: _Episode, observation: str) -> None:
+        state = state_of(episode.environment)
+        if isinstance(state, Fault):
+            self._end(episode, state)
+        else:
+            episode.observation, episode.state = observation, state
 
     def _extend(self, episode: _Episode, number: int) -> None:
         """Brings the prompt to the observation; sampled tokens stay as they are."""
@@ -329,7 +330,8 @@ class Table:
         self.open = [episode for episode in self.open if episode not in episodes]
 
     def _played(self) -> Played:
-        if not self.parts and self.episodes:
+        # Episodes that repeat turns may all be lost: training goes on with those that were repeated.
+        if not self.parts and any(not episode.recorded for episode in self.episodes):
             ((reason, _),) = Counter(str(episode.fault) for episode in self.episodes).most_common(1)
             raise RunError(
                 f"node '{self.context.node}': none of {len(self.episodes)} episodes got as far as a turn; most often: "
@@ -343,9 +345,9 @@ class Table:
         nothing = torch.zeros(0, dtype=torch.int64)
         empty = unsampled(self.prompts, nothing, nothing, self.policy.version, self.sampling.temperature)
         place = torch.tensor([row[0] for row in rows], dtype=torch.int64)
-        trajectories = Trajectories.concat([*self.parts, empty]).select(place)
+        trajectories = Trajectories.concat([*self.parts, empty]).select(place).replace(uid=uid)
         first = lengths.cumsum(0) - lengths
-        begin = torch.tensor([episode.begin for episode in played])
+        begin = torch.tensor([episode.begin for episode in played], dtype=torch.int64)
         turns = Turns(
             uid=uid,
             episode=uid[first].repeat_interleave(lengths),
@@ -355,8 +357,9 @@ class Table:
             done=torch.tensor([row[3] for row in rows], dtype=torch.bool),
             fault=[str(episode.fault or "") for episode in played for _ in episode.turns],
         )
-        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns]).repeat_interleave(lengths)
-        return Played(trajectories=trajectories.replace(uid=uid), turns=turns, faults=self.faults, entry=entry)
+        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns], dtype=torch.int64)
+        entry = entry.repeat_interleave(lengths)
+        return Played(trajectories=trajectories, turns=turns, faults=self.faults, entry=entry)
 
 
 def read_step(reply: Any) -> Step | Fault:
@@ -367,16 +370,29 @@ def read_step(reply: Any) -> Step | Fault:
     if not isinstance(parts, tuple) or len(parts) != 3:
         return Fault("reply", f"step returned {shown(reply)}, expected (observation, reward, done)")
     observation, reward, done = parts
-    if not isinstance(observation, str):
+    if not is_text(observation):
         return Fault("reply", f"step returned {shown(observation)} as observation, expected a text")
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+    # NaN compares as false, and an int of any length compares without an overflow.
+    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_REWARD:
         return Fault("reward", f"step returned {shown(reward)} as reward, expected a finite number")
+    if not isinstance(done, bool | int | np.bool_):
+        return Fault("reply", f"step returned {shown(done)} as done, expected true or false")
     return Step(observation=observation, reward=float(reward), done=bool(done))
 
 
-def state_of(environment: Any) -> str:
-    """The key of an environment's state, "" without one."""
-    return str(getattr(environment, "state", ""))
+def is_text(value: Any) -> bool:
+    """Whether it is a text that can be tokenised and written: one without halves of surrogate pairs."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def state_of(environment: Any) -> str | Fault:
+    """The key of an environment's state, "" without one; a fault where reading it raises."""
+    try:
+        state = getattr(environment, "state", None)
+        key = "" if state is None else str(state)
+    except Exception as error:
+        return Fault("raised", raised_text(error))
+    return key if is_text(key) else Fault("reply", f"the state is {shown(key)}, expected a text")
 
 
 def shown(value: Any) -> str:

@@ -152,9 +152,12 @@ class MoveTask(Task):
     def _misreported(self, thought: str, draw: Draw) -> str:
         """The thought with one word of its state replaced by another word of that state, if there is one."""
         words = thought.split()
-        place = words.index(":") + 1
-        end = next(i for i in range(place, len(words)) if words[i] in ("\\boxed{", THOUGHT_END))
-        words[place + int(draw() * (end - place))] = words[place + int(draw() * (end - place))]
+        begin = words.index(":") + 1
+        end = next(i for i in range(begin, len(words)) if words[i] in ("\\boxed{", THOUGHT_END))
+        place = begin + int(draw() * (end - begin))
+        others = sorted({word for word in words[begin:end] if word != words[place]})
+        if others:
+            words[place] = others[int(draw() * len(others))]
         return " ".join(words)
 
     def move_words(self) -> list[str]:

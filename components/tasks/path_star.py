@@ -136,8 +136,9 @@ def _problem(edges: Sequence[tuple[int, int]], start: int, goal: int, moves: int
 
 def _walk(problem: Problem, thoughts: Sequence[str]) -> tuple[int, bool]:
     """The first thought that is wrong, 0 without one, and whether the whole response is accepted."""
-    edges = {(a, b) for a, b in problem["edges"]}
-    start, goal = problem["start"], problem["goal"]
+    # As words: what a policy writes need be no number.
+    edges = {(str(a), str(b)) for a, b in problem["edges"]}
+    start, goal = str(problem["start"]), str(problem["goal"])
     ahead = {goal}  # nodes from which the goal can still be reached
     for _ in edges:
         ahead |= {a for a, b in edges if b in ahead and a != start}
@@ -145,7 +146,7 @@ def _walk(problem: Problem, thoughts: Sequence[str]) -> tuple[int, bool]:
     for i, thought in enumerate(thoughts, 1):
         said = words_of(thought)
         boxed = f"\\boxed{{ {goal} }}".split()
-        pair = tuple(int(n) for n in said[:2]) if all(n.isdigit() for n in said[:2]) else ()
+        pair = tuple(said[:2])
         if said == ["back", THOUGHT_END] and node != start:
             right, node = node not in ahead, start
         elif pair in edges and pair[0] == node and said[2:] == [THOUGHT_END]:

@@ -61,8 +61,11 @@ class _Episode:
             reply = read_step(self._timed(partial(self._environment.step, text)))
         if isinstance(reply, Fault):
             self.fault = reply
+            return
+        state = state_of(self._environment)
+        if isinstance(state, Fault):
+            self.fault = state
         else:
-            state = state_of(self._environment)
             self.transcript.append((reply.observation, reply.reward, reply.done, state))
 
     def close(self) -> None:

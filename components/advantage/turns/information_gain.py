@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from components.advantage.explanations import signed
 from components.advantage.group import Outputs, group_advantage
-from components.advantage.turns.base import NormalizeSettings, TurnAdvantage
+from components.advantage.turns.base import TURN_METRICS, UNVALUED, NormalizeSettings, TurnAdvantage, finite_episodes
+from components.advantage.turns.turn_gae import start_values
 from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
 from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 LOWEST_LOG = -100.0  # nats; the log of a likelihood of 0 would make gains infinite
@@ -41,9 +43,12 @@ class InformationGain(TurnAdvantage):
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
     adds −m E[T]: with m > 0 shorter episodes are preferred.
+
+    An episode with a value that is not finite gets zero credit.
     """
 
     paper = "2510.14967"
+    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(NormalizeSettings):
@@ -73,26 +78,33 @@ class InformationGain(TurnAdvantage):
         """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
         check_aligned(trajectories, values)
         episodes = self.episodes(trajectories, turns, rewards)
+        valid = rewards.valid & self.valued(trajectories, episodes, self._values(values))
         _, normalised = self._rewards(trajectories, turns, values, rewards)
         advantage = returns_to_go(episodes.with_values(normalised), self.config.gamma).values
-        return self.outputs(trajectories, episodes, advantage.where(rewards.valid, 0.0))
+        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
+
+    def _values(self, values: SegmentValues) -> Tensor:
+        """The value, or its log, at the start of each row, float64 [N]."""
+        value = start_values(values)
+        if self.config.gain == "probability":
+            return value
+        logs = value.log() if values.logs is None else values.logs.values[values.values.offsets[:-1]].double()
+        return logs.clamp(min=LOWEST_LOG)
 
     def _rewards(
         self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         episodes = by_episode(trajectories, turns)
-        first = values.values.offsets[:-1]
-        value = values.values.values[first].double()
-        if config.gain == "log":
-            value = (value.log() if values.logs is None else values.logs.values[first]).clamp(min=LOWEST_LOG)
+        value = self._values(values)
         raw = gains(value, rewards.value, episodes)
         if config.compare == "none":
             return raw, raw
         group = trajectories.group
         if config.compare == "separate":
             group = torch.unique(group, return_inverse=True)[1] * 2 + last_turns(episodes)
-        return raw, group_advantage(raw, group, rewards.valid, normalize=config.normalize, eps=config.eps).double()
+        valid = rewards.valid & finite_episodes(value, episodes)
+        return raw, group_advantage(raw, group, valid, normalize=config.normalize, eps=config.eps).double()
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The gain (or outcome) of each turn, and what it is after normalisation."""

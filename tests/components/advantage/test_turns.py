@@ -388,3 +388,37 @@ def test_explanations_give_the_credit(batch, toolbox, kind):
     texts = component.explain({"credit": credit}, **batch)
     assert len(texts) == len(batch["turns"])
     assert sum("invalid" in text for text in texts) == int((~batch["rewards"].valid).sum())
+
+
+@pytest.mark.parametrize("compare", ["gae", "joint", "separate", "none"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_episode_with_an_unknown_value_alone_has_no_credit(batch, toolbox, compare, bad):
+    kind, settings = (TurnGAE, {}) if compare == "gae" else (InformationGain, {"compare": compare})
+    rows = torch.rand(len(batch["turns"]), 2, generator=torch.Generator().manual_seed(0))
+    lost = batch["turns"].episode == batch["turns"].episode[-1]
+    clean = SegmentValues(uid=batch["turns"].uid, values=Jagged.from_rows(list(rows)))
+    rows = rows.clone()
+    rows[-1, 0] = bad
+    node = toolbox.start(kind, **settings)
+    got = node.run(**batch, values=SegmentValues(uid=batch["turns"].uid, values=Jagged.from_rows(list(rows)))).credit
+    # As if that episode's reward were invalid.
+    rewards = batch["rewards"].replace(valid=batch["rewards"].valid & ~lost)
+    expected = toolbox.start(kind, **settings).run(**{**batch, "rewards": rewards}, values=clean).credit
+    assert got.advantage.equal(expected.advantage)
+    assert node.context.metrics["unvalued"] == 1
+    assert [r["row"]["uid"] for r in node.context.rejected] == [int(batch["turns"].episode[-1])]
+
+
+def test_rewards_that_differ_within_an_episode_are_refused_by_the_group_too(batch, toolbox):
+    value = batch["rewards"].value.clone()
+    value[0] += 1
+    with pytest.raises(AlignmentError, match="expected one reward per episode"):
+        toolbox.start(GroupAdvantage).run(**{**batch, "rewards": batch["rewards"].replace(value=value)})
+
+
+def test_the_value_of_a_lone_episode_is_0(toolbox):
+    trajectories = toolbox.trajectories(["a", "a"], group=[0, 0])
+    turns = turns_of(trajectories, [2], [3.0, 1.0], ["", ""])
+    rewards = toolbox.rewards(trajectories.uid, [4.0, 4.0])
+    values = toolbox.start(StateMean).run(trajectories=trajectories, turns=turns, rewards=rewards).values
+    assert values.values.to_lists() == [[0, 0], [0, 0]]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from components.rollouts.episodes import state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.sampler.environment import EnvironmentSampler
 from pipeline.core.errors import RunError
@@ -41,13 +42,17 @@ class Count:
 
     @property
     def state(self):
+        if self.fault == "state" and self.turn == self.at:
+            raise KeyError("state")
         return f"{self.problem['prompt']}{self.turn}"
 
     def step(self, text):
         self.turn += 1
         self.fail(self.turn)
-        if self.turn == self.at and self.fault == "nan":
-            return "x", math.nan, False
+        odd = {"nan": ("x", math.nan, False), "huge": ("x", 10**400, False), "half": ("\ud800", 0.0, False)}
+        odd["done"] = ("x", 0.0, None)
+        if self.turn == self.at and self.fault in odd:
+            return odd[self.fault]
         if self.turn == self.at and self.fault == "no text":
             return None, 0.0, False
         if self.turn == self.at and self.fault == "gym":
@@ -131,6 +136,11 @@ FAULTS = [
     ({"fault": "hang", "at": 2}, 2, "time: no reply in 1.5 s"),
     ({"fault": "hang", "at": 0}, 0, "time: no reply in 1.5 s"),
     ({"fault": "nan"}, 1, "reward: step returned nan (float) as reward, expected a finite number"),
+    ({"fault": "huge"}, 1, "reward: step returned 1000"),
+    ({"fault": "half"}, 1, "reply: step returned '\\ud800' (str) as observation, expected a text"),
+    ({"fault": "done"}, 1, "reply: step returned None as done, expected true or false"),
+    ({"fault": "state", "at": 0}, 0, "raised: KeyError: 'state'"),
+    ({"fault": "state", "at": 1}, 1, "raised: KeyError: 'state'"),
     ({"fault": "no text"}, 1, "reply: step returned None as observation, expected a text"),
     ({"fault": "no text", "at": 0}, 0, "reply: reset returned '' (str), expected a text"),
     ({"fault": "gym"}, 1, "reply: step returned ('x', 0.0, False, False, {}) (tuple), expected (observation, "),
@@ -158,6 +168,11 @@ def test_a_fault_costs_only_its_episode(toolbox, row, rows, reason):
     assert rejected["row"]["prompt"] == 101
     # An environment that hangs is left alone; all others are closed.
     assert ("Q" in Count.closed) == (kind != "time")
+
+
+def test_no_state_is_an_unknown_one():
+    assert state_of(SimpleNamespace(state=None)) == state_of(object()) == ""
+    assert state_of(SimpleNamespace(state=3)) == "3"
 
 
 def test_an_async_step_that_hangs_is_cancelled(toolbox):

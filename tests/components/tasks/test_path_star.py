@@ -60,3 +60,8 @@ def test_difficulty_bounds_arms_and_length():
     arms = {sum(a == p["start"] for a, _ in p["edges"]) for p in problems}
     assert arms == {2, 3}
     assert {len(p["edges"]) for p in problems} == {6, 8, 9, 12}
+
+
+@pytest.mark.parametrize("node", ["²", "9" * 5000, "x"])
+def test_a_move_to_no_node_is_wrong_whatever_it_is(node):
+    assert TASK.first_error(PROBLEM, [f"7 {node} </thought>"]) == 1
