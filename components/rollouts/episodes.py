@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-import numbers
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from components.models.load import context_length
+from components.rollouts.replies import is_text, read_step, shown, state_of
 from components.rollouts.requests import SamplingSettings, sample_fresh, unsampled
 from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.rollouts.turn_rows import episode_returns
 from components.text.stops import ends_of_stop, token_texts
 from components.text.templates import first_turn, later_turn, response_text
-from pipeline.core.component import Context, Count
-from pipeline.core.errors import RunError, raised_text
+from pipeline.core.component import Component, Context, Count
+from pipeline.core.errors import RunError
 from pipeline.core.handles import Environments, Policy, Sampling, Step
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -30,7 +30,6 @@ from pipeline.core.streams import Stream
 
 # Kinds of faults that end an episode; see the metric below.
 FAULTS = ("time", "raised", "reply", "reward", "reset", "turns", "context", "replay")
-LARGEST_REWARD = 1e30  # float32 can hold the sum of an episode's
 
 EPISODE_METRICS = (
     Metric("episodes", "episodes", "episodes that had a turn"),
@@ -362,39 +361,33 @@ class Table:
         return Played(trajectories=trajectories, turns=turns, faults=self.faults, entry=entry)
 
 
-def read_step(reply: Any) -> Step | Fault:
-    """What `step` returned as a `Step` with plain values, or the fault that it is."""
-    if isinstance(reply, Fault):
-        return reply
-    parts: Any = (reply.observation, reply.reward, reply.done) if isinstance(reply, Step) else reply
-    if not isinstance(parts, tuple) or len(parts) != 3:
-        return Fault("reply", f"step returned {shown(reply)}, expected (observation, reward, done)")
-    observation, reward, done = parts
-    if not is_text(observation):
-        return Fault("reply", f"step returned {shown(observation)} as observation, expected a text")
-    # NaN compares as false, and an int of any length compares without an overflow.
-    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_REWARD:
-        return Fault("reward", f"step returned {shown(reward)} as reward, expected a finite number")
-    if not isinstance(done, bool | int | np.bool_):
-        return Fault("reply", f"step returned {shown(done)} as done, expected true or false")
-    return Step(observation=observation, reward=float(reward), done=bool(done))
+class EpisodePlayer(Component):
+    """Base of components that play episodes, whose settings are `EpisodeSettings`."""
 
+    config: Any
 
-def is_text(value: Any) -> bool:
-    """Whether it is a text that can be tokenised and written: one without halves of surrogate pairs."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    def setup(self, context: Context) -> None:
+        """Reads how long rows may be."""
+        super().setup(context)
+        self._room = context_length(context.model)
+        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
 
+    def close(self) -> None:
+        """Ends the event loop of async environments."""
+        if hasattr(self, "_calls"):
+            self._calls.close()
 
-def state_of(environment: Any) -> str | Fault:
-    """The key of an environment's state, "" without one; a fault where reading it raises."""
-    try:
-        state = getattr(environment, "state", None)
-        key = "" if state is None else str(state)
-    except Exception as error:
-        return Fault("raised", raised_text(error))
-    return key if is_text(key) else Fault("reply", f"the state is {shown(key)}, expected a text")
-
-
-def shown(value: Any) -> str:
-    """A value in a sentence, with its type."""
-    return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"
+    def table(
+        self, prompts: Prompts, policy: Policy, environments: Environments, sampling: Sampling | None = None
+    ) -> Table:
+        """Where episodes of these prompts are played, by default with the node's sampling."""
+        return Table(
+            context=self.context,
+            policy=policy,
+            environments=environments,
+            prompts=prompts,
+            settings=self.config,
+            sampling=sampling or self.config.sampling(),
+            room=self._room,
+            calls=self._calls,
+        )

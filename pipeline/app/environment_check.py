@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from components.rollouts.episodes import read_step, shown, state_of
+from components.rollouts.replies import read_step, shown, state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.tasks import TASKS
 from pipeline.core.errors import ConfigError

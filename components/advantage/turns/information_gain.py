@@ -18,8 +18,6 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
-LOWEST_LOG = -100.0  # nats; the log of a likelihood of 0 would make gains infinite
-
 
 def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
     """r_t = v(s_{t+1}) − v(s_t) for each turn but an episode's last, whose r is the episode's outcome; float64 [N].
@@ -38,7 +36,7 @@ class InformationGain(TurnAdvantage):
 
     A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
     value.answer_likelihood scores it) from its start to the next one's; the last turn has the outcome instead.
-    Source: 2510.14967; `separate` and the log are the release's, second-hand.
+    Source: 2510.14967; `separate` is the release's, second-hand.
 
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
@@ -56,8 +54,6 @@ class InformationGain(TurnAdvantage):
 
         compare: Literal["joint", "separate", "none"] = "joint"
         """normalise gains and outcomes of a group together, each on their own, or not at all"""
-        gain: Literal["probability", "log"] = "probability"
-        """difference of the likelihoods, or of their logs (at least −100 nats)"""
         gamma: float = 1.0
         """γ, discount per turn"""
 
@@ -78,25 +74,17 @@ class InformationGain(TurnAdvantage):
         """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
         check_aligned(trajectories, values)
         episodes = self.episodes(trajectories, turns, rewards)
-        valid = rewards.valid & self.valued(trajectories, episodes, self._values(values))
+        valid = rewards.valid & self.valued(trajectories, episodes, start_values(values))
         _, normalised = self._rewards(trajectories, turns, values, rewards)
         advantage = returns_to_go(episodes.with_values(normalised), self.config.gamma).values
         return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
-
-    def _values(self, values: SegmentValues) -> Tensor:
-        """The value, or its log, at the start of each row, float64 [N]."""
-        value = start_values(values)
-        if self.config.gain == "probability":
-            return value
-        logs = value.log() if values.logs is None else values.logs.values[values.values.offsets[:-1]].double()
-        return logs.clamp(min=LOWEST_LOG)
 
     def _rewards(
         self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         episodes = by_episode(trajectories, turns)
-        value = self._values(values)
+        value = start_values(values)
         raw = gains(value, rewards.value, episodes)
         if config.compare == "none":
             return raw, raw

@@ -126,24 +126,9 @@ def test_information_gain_by_hand(toolbox, advantage):
     }
     run = lambda **settings: per_turn(advantage(InformationGain, **settings)(**given))  # noqa: E731
     assert run(compare="none", gamma=0.5) == pytest.approx([0.3 + 0.5, 1, 0])
-    assert run(compare="none", gain="log") == pytest.approx([1.3862944 + 1, 1, 0])  # log(.4/.1) = log 4
     # Joint: the mean of .3, 1, 0 is 13/30. Separate: one gain alone has 0, outcomes 1 and 0 have ±.5.
     assert run(normalize="mean") == pytest.approx([1.3 - 26 / 30, 1 - 13 / 30, -13 / 30])
     assert run(normalize="mean", compare="separate") == pytest.approx([0.5, 0.5, -0.5])
-
-
-def test_a_likelihood_of_zero_gives_a_finite_log_gain(toolbox, advantage):
-    trajectories = toolbox.trajectories(["x"] * 2)
-    values = SegmentValues(
-        uid=trajectories.uid,
-        values=Jagged.from_rows([[0.0, 0.0], [1.0, 0.0]], torch.float32),
-        logs=Jagged.from_rows([[-float("inf"), 0.0], [0.0, 0.0]], torch.float64),
-    )
-    given = {"turns": turns_of(trajectories, [2], [0.0, 1.0], "ab"), "values": values}
-    credit = advantage(InformationGain, compare="none", gain="log")(
-        trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, [1, 1]), **given
-    )
-    assert per_turn(credit) == [101, 1]
 
 
 def test_state_mean_by_hand(toolbox):

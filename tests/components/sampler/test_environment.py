@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.rollouts.episodes import state_of
+from components.rollouts.replies import state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.sampler.environment import EnvironmentSampler
 from pipeline.core.errors import RunError
