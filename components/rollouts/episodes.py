@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -198,6 +198,9 @@ class Table:
             self._close(list(self.open))
         return self._played()
 
+    def _call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return self.calls.run(calls, self.environments.at_once)
+
     def _live(self) -> list[_Episode]:
         return [episode for episode in self.episodes if episode.live]
 
@@ -216,7 +219,7 @@ class Table:
             return episode.environment.reset(self._problem(episode))
 
         self.open = list(self.episodes)
-        replies = self.calls.run([partial(begun, episode) for episode in self.episodes])
+        replies = self._call([partial(begun, episode) for episode in self.episodes])
         for episode, reply in zip(self.episodes, replies, strict=True):
             if isinstance(reply, Fault):
                 self._end(episode, reply)
@@ -260,7 +263,7 @@ class Table:
         self.parts.append(part)
         calls = [partial(e.environment.step, response_text(t)) for e, t in zip(live, part.text, strict=True)]
         responses = part.response_tokens.to_lists()
-        for i, (episode, reply) in enumerate(zip(live, self.calls.run(calls), strict=True)):
+        for i, (episode, reply) in enumerate(zip(live, self._call(calls), strict=True)):
             episode.last = responses[i]
             self._answered(episode, first + i, reply)
 
@@ -273,7 +276,7 @@ class Table:
     def _repeat(self, episodes: list[_Episode], number: int) -> None:
         """Has the recorded turn of these episodes answered again."""
         calls = [partial(e.environment.step, response_text(e.recorded[number].text)) for e in episodes]
-        for episode, reply in zip(episodes, self.calls.run(calls), strict=True):
+        for episode, reply in zip(episodes, self._call(calls), strict=True):
             episode.last = episode.recorded[number].response
             self._answered(episode, None, reply)
             if episode.done:
@@ -323,7 +326,7 @@ class Table:
     def _close(self, episodes: list[_Episode]) -> None:
         """Closes environments, but those that hang."""
         ended = [e for e in episodes if e.environment is not None and not (e.fault and e.fault.kind == "time")]
-        for episode, reply in zip(ended, self.calls.run([e.environment.close for e in ended]), strict=True):
+        for episode, reply in zip(ended, self._call([e.environment.close for e in ended]), strict=True):
             if isinstance(reply, Fault):
                 self._count(episode, Fault("close", reply.reason))
         self.open = [episode for episode in self.open if episode not in episodes]

@@ -80,14 +80,15 @@ class AsyncCount(Count):
 
 
 class Made(Environments):
-    def __init__(self, kind):
+    def __init__(self, kind, limit=None):
         self.kind = kind
+        self.at_once = limit
 
     def make(self):
         return self.kind()
 
 
-def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, **settings):
+def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, limit=None, **settings):
     texts = texts or [chr(ord("P") + i) for i in range(len(metadata))]
     prompts = toolbox.prompts(texts, metadata=[{"template": "plain", **row} for row in metadata])
     hangs = any(row.get("fault") == "hang" for row in metadata)
@@ -96,7 +97,7 @@ def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=No
     Count.closed = []
     policy = toolbox.policy(script)
     try:
-        out = sampler.run(prompts=prompts, policy=policy, environments=Made(kind))
+        out = sampler.run(prompts=prompts, policy=policy, environments=Made(kind, limit))
     finally:
         sampler.close()
     return SimpleNamespace(out=out, t=out.trajectories, turns=out.turns, context=sampler.context, policy=policy)
@@ -220,6 +221,23 @@ def test_earlier_thoughts_are_dropped_from_later_prompts_only(toolbox):
     got = play(toolbox, [{}], script=lambda context, n: "q</t>a", max_tokens=9, drop_until="</t>")
     assert [text_of(r) for r in got.t.prompt_tokens.to_lists()] == ["P", "Pa[1]", "Pa[1]a[2]"]
     assert got.t.text == ["q</t>a"] * 3
+
+
+def test_calls_wait_for_what_can_run_at_once(toolbox):
+    class Slow(Count):
+        running = most = 0
+
+        def step(self, text):
+            Slow.running += 1
+            Slow.most = max(Slow.most, Slow.running)
+            time.sleep(0.05)
+            Slow.running -= 1
+            return super().step(text)
+
+    for limit in (1, 2):
+        Slow.most = 0
+        play(toolbox, [{}] * 4, Slow, limit=limit)
+        assert Slow.most == limit
 
 
 def test_random_numbers_depend_on_the_episode_and_turn_alone(toolbox):
