@@ -62,6 +62,6 @@ def test_difficulty_bounds_arms_and_length():
     assert {len(p["edges"]) for p in problems} == {6, 8, 9, 12}
 
 
-@pytest.mark.parametrize("node", ["²", "9" * 5000, "x"])
+@pytest.mark.parametrize("node", ["²", "9" * 5000, "x"], ids=["superscript", "long", "word"])
 def test_a_move_to_no_node_is_wrong_whatever_it_is(node):
     assert TASK.first_error(PROBLEM, [f"7 {node} </thought>"]) == 1
