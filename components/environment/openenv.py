@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,9 @@ from pipeline.core.handles import Step
 class OpenEnvEpisode:
     """One episode, which is one session; see `OpenEnv`."""
 
-    def __init__(self, config: OpenEnv.Config, connect: Any) -> None:
+    def __init__(self, config: OpenEnv.Config, websockets: Any) -> None:
         self._config = config
-        self._connect = connect
+        self._websockets = websockets
         self._socket: Any = None
         self.state = ""
 
@@ -29,7 +30,7 @@ class OpenEnvEpisode:
                 f"problem without '{missing[0]}', which environment.reset names; expected a field of the data"
             )
         url = f"ws{self._config.url.rstrip('/').removeprefix('http')}/ws"
-        self._socket = await self._connect(url, max_size=None, additional_headers=self._config.headers)
+        self._socket = await self._websockets.connect(url, max_size=None, additional_headers=self._config.headers)
         step = await self._ask("reset", {name: problem[source] for name, source in self._config.reset.items()})
         return step if step.done else step.observation
 
@@ -44,11 +45,13 @@ class OpenEnvEpisode:
     async def close(self) -> None:
         """Ends the session, and with it the environment on the server."""
         if self._socket is not None:
-            await self._socket.send('{"type": "close"}')
+            with contextlib.suppress(self._websockets.ConnectionClosed):
+                await self._socket.send('{"type": "close"}')
             await self._socket.close()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Step:
-        await self._socket.send(json.dumps({"type": kind, "data": data}))
+        with contextlib.suppress(self._websockets.ConnectionClosed):  # a server without room has sent why, and closed
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(await self._socket.recv())
         found = reply.get("data", {})
         if reply.get("type") != "observation":
@@ -97,9 +100,9 @@ class OpenEnv(EnvironmentComponent):
         """Imports the client; nothing is sent yet."""
         super().setup(context)
         with extra("openenv", "environment.openenv"):
-            from websockets.asyncio.client import connect
-        self._connect = connect
+            import websockets
+        self._websockets = websockets
 
     def make(self) -> OpenEnvEpisode:
         """A new episode."""
-        return OpenEnvEpisode(self.config, self._connect)
+        return OpenEnvEpisode(self.config, self._websockets)

@@ -34,7 +34,8 @@ class VerifiersEpisode:
 
     async def reset(self, problem: dict[str, Any]) -> str | Step:
         """Starts the rollout; what it says before the first response."""
-        return await self._owner.call(self._begin(problem))
+        event: str | Step = await self._owner.call(self._begin(problem))
+        return event
 
     async def step(self, text: str) -> Step:
         """Answers the model call; the next one, or the end with the reward of the trace."""
@@ -185,7 +186,10 @@ class Verifiers(EnvironmentComponent):
         name = self.config.index
         index = problem.get(name)
         if not isinstance(index, int) or index < 0:
-            raise ValueError(f"problem with {name} {index!r}, expected the number of its task; keep {name} in the data")
+            raise ValueError(
+                f"problem with {name} {index!r}, expected the number of its task; set metadata={{{name}: COLUMN}} "
+                "in the data"
+            )
         while len(self._tasks) <= index:
             task = next(self._further, None)
             if task is None:

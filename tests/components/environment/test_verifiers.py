@@ -33,13 +33,13 @@ class Data(vf.TaskData):
 class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
     @vf.reward(weight=2.0)
     async def right(self, task, trace) -> float:
-        return float(trace.root_reply.strip() == task.answer)
+        return float(trace.last_reply.strip() == task.answer)
 
     @vf.reward(weight=0.5)
     async def short(self, task, trace) -> float:
-        if "crash" in trace.root_reply:
+        if "crash" in trace.last_reply:
             raise ValueError("cannot score this")
-        return float(len(trace.root_reply) < 3)
+        return float(len(trace.last_reply) < 3)
 
 
 class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
@@ -171,7 +171,7 @@ def test_limits_of_verifiers_end_the_episode(made):
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ({}, r"problem with index None, expected the number of its task; keep index in the data"),
+        ({}, r"problem with index None, expected the number of its task; set metadata=\{index: COLUMN\} in the data"),
         ({"index": 3}, r"problem with index 3, but the taskset ends after 3 tasks"),
     ],
 )
