@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import Coroutine
@@ -146,6 +147,7 @@ class Verifiers(EnvironmentComponent):
         from components.environment import verifiers_harness
 
         sys.modules[_HARNESS] = verifiers_harness
+        logging.getLogger("verifiers").setLevel(logging.WARNING)  # else two lines per episode
         given = {**self.config.arguments, "taskset": {**self.config.arguments.get("taskset", {})}}
         given["taskset"]["id"] = self.config.taskset
         agents = list(agent_config_fields(vf.resolve_env_config(given)))
