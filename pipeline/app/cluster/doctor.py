@@ -52,6 +52,8 @@ USES = {
     "plots": "curve.png, reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",
     "wandb": "run.wandb.mode",
+    "openenv": "environment.openenv",
+    "verifiers": "environment.verifiers",
 }  # extra → what needs it; those for developers are left out
 
 
