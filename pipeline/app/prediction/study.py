@@ -119,7 +119,9 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
             if not known:
                 continue
             directions[name].append(1 if sum(known) >= 0 else -1)
-            held[name] += [(c, directions[name][-1] * x, y) for c in tested for x, y in [_pair(c, name)] if len(x) >= FEWEST]
+            held[name] += [
+                (c, directions[name][-1] * x, y) for c in tested for x, y in [_pair(c, name)] if len(x) >= FEWEST
+            ]
     result = {name: _foretold(name, parts, tuple(directions[name])) for name, parts in held.items() if parts}
     return dict(sorted(result.items(), key=lambda item: -item[1].tau if math.isfinite(item[1].tau) else math.inf))
 

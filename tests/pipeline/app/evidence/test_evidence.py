@@ -206,7 +206,8 @@ def test_runs_of_another_declaration_are_not_taken_for_those_of_this(tmp_path):
     count = len(runs.trained)
     measured(tmp_path, runs, set=("prompts.batch=4",))
     assert len(runs.trained) == 2 * count
-    methods = {"grpo": entry(), "good": entry(baseline="grpo", set=("prompts.batch=8",)), "same": entry(baseline="grpo")}
+    changed = entry(baseline="grpo", set=("prompts.batch=8",))
+    methods = {"grpo": entry(), "good": changed, "same": entry(baseline="grpo")}
     measured(tmp_path, runs, methods=methods)
     assert {plain(run).partition("-")[0] for run in runs.trained[2 * count :]} == {"good"}
 
