@@ -72,8 +72,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("prompts.batch=-1", "prompts: expected batch of 1 to 65,536 problems per iteration, got -1."),
     ("prompts.shufle=true", "prompts.shufle: unknown setting. Did you mean 'shuffle'?"),
     ("prompts.shuffle=3", "prompts.shuffle: expected bool, got 3 (int)."),
-    ("evaluator.every=-1", "evaluator: expected every, num_problems and samples ≥ 0, got -1, 500 and 0."),
-    ("evaluator.num_problems=-2", "evaluator: expected every, num_problems and samples ≥ 0, got 20, -2 and 0."),
+    ("evaluator.every=-1", "evaluator: expected every and num_problems ≥ 0, got -1 and 500."),
+    ("evaluator.num_problems=-2", "evaluator: expected every and num_problems ≥ 0, got 20 and -2."),
     (
         "advantage.normalize=stdd",
         "advantage.normalize: expected 'std' or 'mean' or 'std_exact' or 'over_mean', got 'stdd' …",
@@ -265,7 +265,7 @@ MISTAKES: list[tuple[str, str]] = [
     ("prompts.shuffle=perhaps", "prompts.shuffle: expected bool, got 'perhaps' (str)."),
     ("prompts.seed=abc", "prompts.seed: unknown setting. Known: …"),
     ("evaluator.every=abc", "evaluator.every: expected int, got 'abc' (str)."),
-    ("evaluator.samples=-1", "evaluator: expected every, num_problems and samples ≥ 0, got 20, 500 and -1."),
+    ("evaluator.samples=-1", "evaluator: expected samples ≥ 0, got -1."),
     ("evaluator.temperature=-1", "evaluator: expected temperature ≥ 0 (0 is greedy), got -1.0."),
     ("evaluator.num_problems=all", "evaluator.num_problems: expected int, got 'all' (str)."),
     (
@@ -324,7 +324,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("data.eval=3", "data: expected one mapping per split, such as data.train and data.eval, got {'train': …"),
     ("data.eval.size=abc", "data.eval.size: expected int, got 'abc' (str)."),
     ("nodes.engine.in.weights=3", "engine.weights: expected a wire, 'node.output' or 'node.output@k', got 3."),
-    ("nodes.engine.in.weights=null", "engine.weights: not wired; engine.local needs this Weights. Outputs that fit: …"),
+    (
+        "nodes.engine.in.weights=null",
+        "engine.weights: not wired; engine.local needs Weights, such as …, or a model of its own. …",
+    ),
     ("nodes.engine.in.weights=learner@1", "engine.weights: expected a wire, 'node.output' or 'node.output@k', got …"),
     ("nodes.engine.in.weights=learner.weights@1.5", "engine.weights: expected a wire, 'node.output' or …"),
     ("nodes.engine.in.weights=learner.weights@@1", "engine.weights: expected a wire, 'node.output' or …"),
@@ -334,7 +337,10 @@ MISTAKES: list[tuple[str, str]] = [
     ("nodes.sampler.in.prompts=engine.engine", "sampler.prompts: wire 'engine.engine': engine (engine.local) has no …"),
     ("nodes.advantage.in.trajectories=nothing.here", "advantage.trajectories: wire 'nothing.here' starts at an …"),
     ("nodes.x={}", "x.use: expected a component name or 'package.module:Class', got None."),
-    ("nodes.x={use: engine.local}", "x.weights: not wired; engine.local needs this Weights. Outputs that fit: …"),
+    (
+        "nodes.x={use: engine.local}",
+        "x.weights: not wired; engine.local needs Weights, such as …, or a model of its own. …",
+    ),
     ("nodes.x=3", "x: expected a mapping with 'use' and, where needed, 'in' and 'config', got 3."),
     ("nodes.x.use=engine.loacl", "x.use: unknown component 'engine.loacl'; expected a registered name or …"),
     ("~nodes.engine", "sampler.policy, evaluator.policy: wire 'engine.policy' starts at an unknown node 'engine'. …"),
