@@ -86,6 +86,21 @@ def respond(model: nn.Module, tokenizer: Any, prompts: list[str], temperature: f
     return [tokenizer.decode(row[inputs["input_ids"].shape[1] :]) for row in out]
 
 
+@torch.no_grad()
+def take_over(model: nn.Module, words: list[str], path: str) -> None:
+    """Copies the weights of another model of the same shape; of its embeddings, those of shared words."""
+    spec = ModelSpec(path=path)
+    other, known = load_causal_lm(spec), load_tokenizer(spec).get_vocab()
+    own = model.get_input_embeddings().weight.clone()
+    pairs = [(i, known[w]) for i, word in enumerate(words) for w in (word, f" {word}") if w in known]
+    for mine, theirs in pairs:
+        own[mine] = other.get_input_embeddings().weight[theirs]
+    state = other.state_dict()
+    model.load_state_dict({name: own if value.shape == own.shape or "embed" in name or "lm_head" in name
+                           else state[name] for name, value in model.state_dict().items()})
+    print(f"{len(pairs)} of {len(words)} words from {path}", flush=True)
+
+
 def share(values: list[bool] | list[float]) -> float:
     return sum(values) / max(len(values), 1)
 
@@ -226,6 +241,8 @@ def make(args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         words = vocabulary(task)
         tokenizer, model = make_tokenizer(words), make_model(len(words), args)
+        if args.start:
+            take_over(model, words, args.start)
         train(model.train(), task, words, args)
         args.out.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(args.out)
