@@ -6,6 +6,8 @@ What a model of a family learns, each from `Task.attempt` and the truth about it
 - to name the first wrong step of a failed attempt: "c1 ok c2 ok c3 bad", then the step in a box. With chance 1 − skill
   the named step is another one, drawn uniformly, so that the accuracy of localisation is a setting;
 - to revise: the solution in a share of `skill` of the examples, else another attempt.
+
+With --start it begins with the weights of another model, whose words it shares, and so learns in fewer steps.
 """
 
 from __future__ import annotations
@@ -91,14 +93,14 @@ def take_over(model: nn.Module, words: list[str], path: str) -> None:
     """Copies the weights of another model of the same shape; of its embeddings, those of shared words."""
     spec = ModelSpec(path=path)
     other, known = load_causal_lm(spec), load_tokenizer(spec).get_vocab()
-    own = model.get_input_embeddings().weight.clone()
-    pairs = [(i, known[w]) for i, word in enumerate(words) for w in (word, f" {word}") if w in known]
-    for mine, theirs in pairs:
-        own[mine] = other.get_input_embeddings().weight[theirs]
-    state = other.state_dict()
-    model.load_state_dict({name: own if value.shape == own.shape or "embed" in name or "lm_head" in name
-                           else state[name] for name, value in model.state_dict().items()})
-    print(f"{len(pairs)} of {len(words)} words from {path}", flush=True)
+    own, weights = model.get_input_embeddings().weight, dict(other.named_parameters())
+    for name, weight in model.named_parameters():
+        if weight is not own:
+            weight.copy_(weights[name])
+    places = {i: known.get(word, known.get(f" {word}")) for i, word in enumerate(words)}
+    shared = {i: place for i, place in places.items() if place is not None}
+    own[list(shared)] = other.get_input_embeddings().weight[list(shared.values())]
+    print(f"{len(shared)} of {len(words)} words from {path}", flush=True)
 
 
 def share(values: list[bool] | list[float]) -> float:
