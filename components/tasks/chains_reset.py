@@ -1,10 +1,10 @@
 """Long chains with few hard steps near their end, where resets should pay: most of a failure is sound.
 
 A problem is a chain as in `chains` (value modulo 13, one thought per step) of 16 steps, of which two or three late ones
-are hard: their fact is a misconception of the model `tiny`, with which the training of this family's model begins, and
-which gets it wrong 7 times of 10. (16 steps and three repairs fit in the 128 tokens of the toy recipes.) The whole chain
-is judged, so that an error stays one even if a second one cancels it. A wrong step can be repaired at once, and only
-then, by a thought that states it again:
+are hard: their fact is a misconception of the model `tiny`, with which the training of this family's model begins. Its
+teacher gets it wrong 7 times of 10. (16 steps and three repairs fit in the 128 tokens of the toy recipes.) The whole
+chain is judged, so that an error stays one even if a second one cancels it. A wrong step can be repaired at once, and
+only then, by a thought that states it again:
 
     question   7 s1 * 4 s2 + 3 s3 - 9
     response   s1 7 * 4 2 </thought> s2 2 + 3 6 </thought> fix s2 2 + 3 5 </thought> s3 5 - 9 9 \\boxed{ 9 } </thought>
