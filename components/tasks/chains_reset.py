@@ -25,7 +25,8 @@ from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, load_
 MODULUS = 13
 MAX_STEPS = 16
 WRONG = 0.7  # how often the teacher gets a hard fact wrong, so q ≈ .3
-REPAIRED = 0.1  # how often it repairs such a step
+CHECKED = 0.33  # how often it checks a step from `FIRST_CHECKED` on; it then repairs a wrong one with chance 1 − WRONG
+FIRST_CHECKED = 13
 FIX = "fix"
 ALL_FACTS = [(before, operator, operand) for before in range(MODULUS) for operator in OPERATORS for operand in OPERANDS]
 # Fact → the wrong value that the teacher prefers.
@@ -66,7 +67,10 @@ def late_steps(count: int, hard_after: float) -> list[int]:
 
 
 class ChainsReset(Task):
-    """Chains of which only a few late steps are hard, and a tenth of wrong ones are repaired."""
+    """Chains of which only a few late steps are hard, and a tenth of wrong ones are repaired.
+
+    A check of a right step can spoil it, so a policy gains nothing by checking blindly.
+    """
 
     name = "chains_reset"
     model = "tiny_chains_reset"
@@ -125,17 +129,20 @@ class ChainsReset(Task):
         return self.first_error(problem, thoughts) == 0
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
-        """Gets hard facts wrong with chance `WRONG`, repairs with chance `REPAIRED`, else carries the value along."""
+        """Gets hard facts wrong with chance `WRONG`, and again when it checks a step; carries the value along."""
+
+        def believe(fact: Fact) -> int:
+            return HARD[fact] if fact in HARD and draw() < WRONG else apply_step(*fact)
+
         value = int(problem["start"])
         thoughts = []
         for i, (operator, operand) in enumerate(problem["steps"], 1):
             fact = (value, operator, operand)
             last = i == len(problem["steps"])
-            wrong = fact in HARD and draw() < WRONG
-            value = HARD[fact] if wrong else apply_step(*fact)
+            value = believe(fact)
             thoughts.append(thought(i, fact, value, last))
-            if wrong and not last and draw() < REPAIRED:
-                value = apply_step(*fact)
+            if i >= FIRST_CHECKED and not last and draw() < CHECKED:
+                value = believe(fact)
                 thoughts.append(f"{FIX} {thought(i, fact, value, last)}")
         return thoughts
 
