@@ -77,8 +77,7 @@ class ChainsReset(Task):
     answer_kind = "steps"
     recoverable = True
     difficulty = Difficulty
-    # Shorter chains first: they teach the facts and the repairs at a lower cost.
-    warm_up = (Difficulty(steps=(8, 16), hard=(0, 3), hard_after=0.5), Difficulty(hard=(1, 3), hard_after=0.5))
+    warm_up = (Difficulty(hard=(1, 3), hard_after=0.5),)
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem:
         """Draws the places of the hard steps, then at every step a fact of its kind for the value at hand."""
