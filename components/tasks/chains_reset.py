@@ -25,8 +25,7 @@ from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, load_
 MODULUS = 13
 MAX_STEPS = 16
 WRONG = 0.7  # how often the teacher gets a hard fact wrong, so q ≈ .3
-CHECKED = 0.33  # how often it checks a step from `FIRST_CHECKED` on; it then repairs a wrong one with chance 1 − WRONG
-FIRST_CHECKED = 13
+REPAIRED = 0.1  # how often it repairs such a step
 FIX = "fix"
 ALL_FACTS = [(before, operator, operand) for before in range(MODULUS) for operator in OPERATORS for operand in OPERANDS]
 # Fact → the wrong value that the teacher prefers.
@@ -67,17 +66,15 @@ def late_steps(count: int, hard_after: float) -> list[int]:
 
 
 class ChainsReset(Task):
-    """Chains of which only a few late steps are hard, and a tenth of wrong ones are repaired.
-
-    A check of a right step can spoil it, so a policy gains nothing by checking blindly.
-    """
+    """Chains of which only a few late steps are hard, and a tenth of wrong ones are repaired."""
 
     name = "chains_reset"
     model = "tiny_chains_reset"
     answer_kind = "steps"
     recoverable = True
     difficulty = Difficulty
-    warm_up = (Difficulty(hard=(1, 3), hard_after=0.5),)
+    # Shorter chains first: they teach the facts and the repairs at a lower cost.
+    warm_up = (Difficulty(steps=(8, 16), hard=(0, 3), hard_after=0.5), Difficulty(hard=(1, 3), hard_after=0.5))
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem:
         """Draws the places of the hard steps, then at every step a fact of its kind for the value at hand."""
@@ -128,20 +125,17 @@ class ChainsReset(Task):
         return self.first_error(problem, thoughts) == 0
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
-        """Gets hard facts wrong with chance `WRONG`, and again when it checks a step; carries the value along."""
-
-        def believe(fact: Fact) -> int:
-            return HARD[fact] if fact in HARD and draw() < WRONG else apply_step(*fact)
-
+        """Gets hard facts wrong with chance `WRONG`, repairs with chance `REPAIRED`, else carries the value along."""
         value = int(problem["start"])
         thoughts = []
         for i, (operator, operand) in enumerate(problem["steps"], 1):
             fact = (value, operator, operand)
             last = i == len(problem["steps"])
-            value = believe(fact)
+            wrong = fact in HARD and draw() < WRONG
+            value = HARD[fact] if wrong else apply_step(*fact)
             thoughts.append(thought(i, fact, value, last))
-            if i >= FIRST_CHECKED and not last and draw() < CHECKED:
-                value = believe(fact)
+            if wrong and not last and draw() < REPAIRED:
+                value = apply_step(*fact)
                 thoughts.append(f"{FIX} {thought(i, fact, value, last)}")
         return thoughts
 

@@ -24,7 +24,7 @@ class Difficulty(MoveDifficulty):
         disks: number of disks, 1 to 4 (the shipped model was trained with 3).
     """
 
-    distance: tuple[int, int] = (2, 5)
+    distance: tuple[int, int] = (3, 7)
     disks: int = 3
 
     def __post_init__(self) -> None:
@@ -70,9 +70,9 @@ class Hanoi(MoveTask):
 
     def state_words(self, state: State) -> str:
         """The peg of each disk, smallest disk first."""
-        return " ".join(f"{PEGS[peg]}{disk}" for disk, peg in enumerate(state, 1))
+        return " ".join(PEGS[peg] for peg in state)
 
     def words(self) -> list[str]:
-        """Pegs, disks, disks on pegs and numbers of moves."""
-        numbers = range(1, MAX_DISKS + 1)
-        return [*PEGS, *(f"d{i}" for i in numbers), *(f"{peg}{i}" for peg in PEGS for i in numbers), *self.move_words()]
+        """Pegs, disks and numbers of moves."""
+        disks = [f"d{i}" for i in range(1, MAX_DISKS + 1)]
+        return [*PEGS, *disks, *self.move_words()]

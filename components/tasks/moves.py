@@ -1,6 +1,6 @@
 """Tasks whose thoughts are moves: a simulator, distances to the goal, and the first error where moves can be undone.
 
-A thought is one move with the state after it, ``d1 c : c1 a2 b3 </thought>``; the move that reaches the goal boxes
+A thought is one move with the state after it, ``d1 c : c a b </thought>``; the move that reaches the goal boxes
 *done* and ends the response. A move that does not apply, another state than the simulator's, a missing or early box,
 and words in between make a thought wrong and the response lost. A useless move does not: it can be undone as long as
 the budget of moves lasts. So the first error of a response is the first thought

@@ -36,7 +36,6 @@ WRONG, REPAIR = "s2 2 + 3 6 </thought>", f"fix {SECOND}"
         ([FIRST, SECOND], 3),
         ([FIRST, SECOND, "s3 5 - 9 8 \\boxed{ 8 } </thought>"], 3),
         ([FIRST, SECOND, LAST, FIRST], 4),
-        ([FIRST, SECOND, f"fix {WRONG}", LAST], 3),  # a check that spoils a right step
         ([REPAIR, FIRST, SECOND, LAST], 1),
         ([], 1),
     ],
@@ -64,28 +63,14 @@ def test_every_value_has_hard_and_easy_facts_and_hard_ones_a_wrong_value():
 
 
 def test_the_teacher_solves_as_often_as_its_rates_say():
-    """A hard step is passed with chance .3, checked or not, so two are passed with .09 and three with .027."""
-    for count, expected in ((2, 0.3**2), (3, 0.3**3)):
+    """A hard step is passed with chance .3 + .7 · .1 = .37, so two are passed with .137 and three with .051."""
+    for count, expected in ((2, 0.37**2), (3, 0.37**3)):
         draw, right, total = random.Random(count).random, 0, 3000
         problems = [TASK.generate(1, i, Difficulty(hard=(count, count))) for i in range(30)]
         for i in range(total):
             problem = problems[i % 30]
             right += TASK.first_error(problem, TASK.attempt(problem, draw)) == 0
         assert abs(right / total - expected) < 4 * (expected * (1 - expected) / total) ** 0.5
-
-
-def test_the_teacher_repairs_a_tenth_of_wrong_steps():
-    """It checks a step with chance .33 and is right then with chance .3."""
-    draw, wrong, repaired = random.Random(0).random, 0, 0
-    problems = [TASK.generate(1, i) for i in range(30)]
-    for problem in problems * 100:
-        thoughts, place = TASK.attempt(problem, draw), problem["hard_steps"][0] - 1
-        expected = TASK.solution(problem)[place]
-        checked = [text.split()[0] for text in thoughts[:place]].count("fix")
-        if thoughts[place + checked] != expected:
-            wrong += 1
-            repaired += thoughts[place + checked + 1] == f"fix {expected}"
-    assert abs(repaired / wrong - 0.099) < 4 * (0.099 * 0.901 / wrong) ** 0.5
 
 
 @pytest.mark.parametrize(

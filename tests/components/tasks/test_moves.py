@@ -20,9 +20,9 @@ from pipeline.core.jagged import Jagged
 
 HANOI, JUGS = TASKS["hanoi"], TASKS["jugs"]
 # Two disks from peg a to peg b: d1 c, d2 b, d1 b is the only way in three moves; four are allowed, so one may be lost.
-TOWER = {"task": "hanoi", "question": "a1 a2 to b1 b2 in 4", "start": [0, 0], "goal": [1, 1], "moves": 4}
-RIGHT = ["d1 c : c1 a2 </thought>", "d2 b : c1 b2 </thought>", "d1 b : b1 b2 \\boxed{ done } </thought>"]
-WASTED = "d1 b : b1 a2 </thought>"
+TOWER = {"task": "hanoi", "question": "a a to b b in 4", "start": [0, 0], "goal": [1, 1], "moves": 4}
+RIGHT = ["d1 c : c a </thought>", "d2 b : c b </thought>", "d1 b : b b \\boxed{ done } </thought>"]
+WASTED = "d1 b : b a </thought>"
 # 3 and 5 litres to 4: fill b, pour b a, empty a, pour b a, fill b, pour b a.
 DIE_HARD = {"task": "jugs", "question": "3 5 : 0 0 to 4 in 6", "capacity": [3, 5], "start": [0, 0], "target": 4} | {
     "moves": 6
@@ -45,17 +45,17 @@ def test_solutions_by_hand():
     ("thoughts", "error"),
     [
         (RIGHT, 0),
-        ([WASTED, "d1 c : c1 a2 </thought>", *RIGHT[1:]], 0),  # one useless move, undone within the budget
-        ([WASTED, "d1 a : a1 a2 </thought>", *RIGHT], 2),  # after the second one, three moves are needed and two remain
-        (["d2 b : a1 b2 </thought>"], 1),  # the small disk lies on it
-        ([RIGHT[0], "d2 c : c1 c2 </thought>"], 2),  # onto a smaller disk
-        ([RIGHT[0], "d2 b : c1 a2 </thought>"], 2),  # the state is misreported
-        ([RIGHT[0], "d2 b : c1 b2 \\boxed{ done } </thought>"], 2),  # boxed before the goal
-        ([*RIGHT[:2], "d1 b : b1 b2 </thought>"], 3),  # not boxed at the goal
+        ([WASTED, "d1 c : c a </thought>", *RIGHT[1:]], 0),  # one useless move, undone within the budget
+        ([WASTED, "d1 a : a a </thought>", *RIGHT], 2),  # after the second one, three moves are needed and two remain
+        (["d2 b : a b </thought>"], 1),  # the small disk lies on it
+        ([RIGHT[0], "d2 c : c c </thought>"], 2),  # onto a smaller disk
+        ([RIGHT[0], "d2 b : c a </thought>"], 2),  # the state is misreported
+        ([RIGHT[0], "d2 b : c b \\boxed{ done } </thought>"], 2),  # boxed before the goal
+        ([*RIGHT[:2], "d1 b : b b </thought>"], 3),  # not boxed at the goal
         (RIGHT[:2], 3),  # ends too early
         ([], 1),
         ([*RIGHT, WASTED], 4),  # goes on
-        (["d1  c : c1 a2</thought>", *RIGHT[1:2], RIGHT[2] + " <eos>"], 0),  # white space does not matter
+        (["d1  c : c a</thought>", *RIGHT[1:2], RIGHT[2] + " <eos>"], 0),  # white space does not matter
     ],
 )
 def test_first_errors_by_hand(thoughts, error):
@@ -151,7 +151,7 @@ def uniform_policy(task, problem, share=0.9):
 
 def test_markov_values_by_hand():
     """One disk from a to b in two moves: directly (1/2), or over c and then to b (1/2 · 1/2)."""
-    problem = {"task": "hanoi", "question": "a1 to b1 in 2", "start": [0], "goal": [1], "moves": 2}
+    problem = {"task": "hanoi", "question": "a to b in 2", "start": [0], "goal": [1], "moves": 2}
     values = markov_values(HANOI, problem, uniform_policy(HANOI, problem, 1.0))
     assert values == {((0,), 2): 0.75, ((2,), 1): 0.5}
 
