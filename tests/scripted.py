@@ -92,7 +92,7 @@ class ScriptedPolicy(Policy):
             ends = [e for e in ends if e < budget] + [budget]
         return text, ends, reason
 
-    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0) -> Scores:
+    def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         raise NotImplementedError
 
 

@@ -13,8 +13,10 @@ With --start it begins with the weights of another model, whose words it shares,
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from pipeline.core.component import ModelSpec
 from pipeline.core.streams import key_of
 
 TRAINED = "\n## Reinforcement learning\n"  # heading of the part of a card that is written by hand
+KINDS = 3  # of examples, each with the same weight
 TRIES = 8  # attempts drawn until one is wrong
 
 
@@ -150,27 +153,25 @@ class Teacher:
         return prompt, f"{' '.join(revised)} <eos>"
 
 
-def train(model: nn.Module, task: Task, words: list[str], args: argparse.Namespace) -> None:
+def train(
+    model: nn.Module, lessons: Callable[[float], Iterator[list[tuple[str, str]]]], words: list[str], args: Any
+) -> None:
+    """Trains on `args.steps` batches; `lessons(progress in [0, 1))` yields the examples of each kind, as texts."""
     ids = {word: i for i, word in enumerate(words)}
-    teacher = Teacher(task, random.Random(key_of("teacher", args.seed)).random, args.skill)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * max(0.02, 1 - step / args.steps)
     )
-    kinds = ((teacher.solve, args.batch), (teacher.localize, args.batch // 2), (teacher.revise, args.batch // 4))
-    index, started = 0, time.process_time()
+    started = time.process_time()
     for step in range(args.steps):
         losses = []
-        for write, count in kinds:
-            problems = [task.lesson(args.seed + 1_000_003, index + i, step / args.steps) for i in range(count)]
-            index += count
-            examples = [example for example in map(write, problems) if example]
+        for examples in lessons(step / args.steps):
             if not examples:
                 continue
             tokens, labels = batch_of(examples, ids)
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-            (loss / len(kinds)).backward()
+            (loss / KINDS).backward()
             losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -179,6 +180,27 @@ def train(model: nn.Module, task: Task, words: list[str], args: argparse.Namespa
         if step % 100 == 0 or step == args.steps - 1:
             shown = " ".join(f"{loss:.3f}" for loss in losses)
             print(f"step {step} loss {shown} cpu {time.process_time() - started:.0f} s", flush=True)
+
+
+def family_lessons(task: Task, args: Any) -> Callable[[float], Iterator[list[tuple[str, str]]]]:
+    """What `train` takes, of a family: to solve, to localise and to revise."""
+    teacher = Teacher(task, random.Random(key_of("teacher", args.seed)).random, args.skill)
+    number = itertools.count()
+
+    def lessons(progress: float) -> Iterator[list[tuple[str, str]]]:
+        counts = (args.batch, args.batch // 2, args.batch // 4)
+        for write, count in zip((teacher.solve, teacher.localize, teacher.revise), counts, strict=True):
+            problems = [task.lesson(args.seed + 1_000_003, next(number), progress) for _ in range(count)]
+            yield [example for example in map(write, problems) if example]
+
+    return lessons
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save_pretrained(folder)
 
 
 def measure(model: nn.Module, tokenizer: Any, task: Task, count: int) -> dict[str, float]:
@@ -245,11 +267,8 @@ def make(args: argparse.Namespace) -> None:
         tokenizer, model = make_tokenizer(words), make_model(len(words), args)
         if args.start:
             take_over(model, words, args.start)
-        train(model.train(), task, words, args)
-        args.out.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(args.out)
-        (args.out / "model.safetensors").chmod(0o644)
-        tokenizer.save_pretrained(args.out)
+        train(model.train(), family_lessons(task, args), words, args)
+        save(model, tokenizer, args.out)
         print(f"made in {time.process_time() - started:.0f} CPU-seconds", flush=True)
     if args.held_out:
         spec = ModelSpec(path=str(args.out))

@@ -31,9 +31,10 @@ def adaptive_lambda(steps: Tensor, alpha: float) -> Tensor:
 
 
 def imitation_weights(mask: Jagged, chosen: Tensor, all_sum: Callable[[Tensor], Tensor] = identity_sum) -> Jagged:
-    """Weights of the tokens of the `chosen` rows (bool [N]), float32: trained tokens of the batch over those of them.
+    """Weights of the tokens of the `chosen` rows (bool [N]), float32: tokens of the mask over those of them.
 
-    With aggregate "token_mean" their weighted sum is then the mean over the tokens of the chosen rows.
+    With aggregate "token_mean", which divides by the tokens of the mask, their weighted sum is then the mean over the
+    tokens of the chosen rows.
     """
     kept = mask.values & chosen[mask.row_ids]
     total, of_chosen = all_sum(torch.stack([mask.values.sum(), kept.sum()]).double())
@@ -129,7 +130,7 @@ class GAE(Component):
             advantage = whitened(advantage, trained, self.context.all_sum)
         columns = {}
         if config.imitation:
-            weights = imitation_weights(trained, rewards.correct, self.context.all_sum)
+            weights = imitation_weights(mask, rewards.correct & valid, self.context.all_sum)
             columns["imitation"] = weights.with_values(config.imitation * weights.values)
         size = per_segment.values[finite[per_segment.row_ids]].abs()
         self.context.log(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from components.advantage.explanations import INVALID, decimal, minus, rewards_of_groups, signed
+from components.rollouts.turn_rows import check_episode_rewards, episode_rows
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -196,6 +197,12 @@ class GroupAdvantage(Component):
 
     config: Config
 
+    def __init__(self, config: Config | None = None) -> None:
+        super().__init__(config)
+        if self.config.normalize == "over_mean":
+            reason = "MaxRL divides by the mean of the group, the share of correct responses where rewards are 0 and 1"
+            self.audit_declares = {"reward_shift": reason, "monotone": reason}
+
     def run(
         self,
         *,
@@ -206,7 +213,7 @@ class GroupAdvantage(Component):
         """Spreads each trajectory's, or episode's, advantage over its tokens."""
         check_aligned(trajectories, rewards)
         settings = self.config
-        rows, place = episode_rows(trajectories, turns)
+        rows, place = compared_rows(trajectories, turns, rewards)
         compared = rewards.select(rows)
         group = trajectories.group[rows]
         advantage = group_advantage(compared.value, group, compared.valid, **self._form())
@@ -219,7 +226,7 @@ class GroupAdvantage(Component):
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """(r − mean)/std with its numbers, and the rewards of the group."""
-        rows, place = episode_rows(inputs["trajectories"], inputs.get("turns"))
+        rows, place = compared_rows(inputs["trajectories"], inputs.get("turns"), inputs["rewards"])
         rewards: Rewards = inputs["rewards"].select(rows)
         texts = group_explanation(rewards.value, inputs["trajectories"].group[rows], rewards.valid, **self._form())
         return [texts[i] for i in place.tolist()]
@@ -229,14 +236,14 @@ class GroupAdvantage(Component):
         return {"normalize": settings.normalize, "unbiased": settings.unbiased, "eps": settings.eps}
 
 
-def episode_rows(trajectories: Trajectories, turns: Turns | None) -> tuple[Tensor, Tensor]:
-    """One row per episode, int64 [E], and the episode of each row, int64 [N]; without turns every row is one."""
-    rows = torch.arange(len(trajectories))
+def compared_rows(trajectories: Trajectories, turns: Turns | None, rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """As `episode_rows`; without turns every row is an episode."""
     if turns is None:
+        rows = torch.arange(len(trajectories))
         return rows, rows
     check_aligned(trajectories, turns)
-    ids, place = torch.unique(turns.episode, return_inverse=True)
-    return torch.full((len(ids),), len(rows)).scatter_reduce_(0, place, rows, "amin"), place
+    check_episode_rewards(rewards, turns)
+    return episode_rows(turns)
 
 
 def group_metrics(rewards: Rewards, group: Tensor, silent: Tensor) -> dict[str, float]:

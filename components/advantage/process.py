@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from components.advantage.explanations import lines_of_segments, signed
-from components.advantage.group import Outputs, group_sum, training_mask
+from components.advantage.group import Outputs, training_mask
 from components.rollouts.segments import check_segments, segment_of_token, segment_starts
+from components.rollouts.turn_rows import mean_of_others
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
@@ -47,16 +48,6 @@ def step_rewards(scores: Jagged, form: Form, temperature: float) -> Jagged:
 def sum_of_later(rewards: Jagged) -> Jagged:
     """Σ_{j ≥ k} r_j of each entry."""
     return rewards.with_values(rewards.sum()[rewards.row_ids] - rewards.cumsum().values + rewards.values)
-
-
-def mean_of_others(total: Tensor, count: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Σ total / Σ count over the other valid rows of each row's group, float64 [N]; 0 without any."""
-    total = torch.where(valid, total.double(), 0.0)
-    count = torch.where(valid, count.double(), 0.0)
-    totals, place = group_sum(total, group)
-    counts, _ = group_sum(count, group)
-    others = counts[place] - count
-    return torch.where(others > 0, (totals[place] - total) / others.clamp(min=1), 0.0)
 
 
 class ProcessAdvantage(Component):
@@ -138,16 +129,16 @@ class ProcessAdvantage(Component):
         sizes = segments.ends.values - segment_starts(segments.ends).values
         if config.baseline == "step":
             mean = reward.sum() / reward.lengths.clamp(min=1)
-            base = mean_of_others(mean, torch.ones_like(mean), trajectories.group, valid)[reward.row_ids]
+            base = mean_of_others(mean, torch.ones_like(mean), trajectories.group, valid)[0][reward.row_ids]
         elif config.baseline == "token":
             lengths = trajectories.response_tokens.lengths
-            base = mean_of_others(reward.sum(), lengths, trajectories.group, valid)[reward.row_ids] * sizes
+            base = mean_of_others(reward.sum(), lengths, trajectories.group, valid)[0][reward.row_ids] * sizes
         else:
             base = torch.zeros_like(reward.values)
         out = reward.values - base
         if rewards is not None and config.outcome:
             value = torch.where(valid, rewards.value.double(), 0.0)
-            ahead = value - mean_of_others(value, torch.ones_like(value), trajectories.group, valid)
+            ahead = value - mean_of_others(value, torch.ones_like(value), trajectories.group, valid)[0]
             last = reward.positions == (reward.lengths - 1)[reward.row_ids]
             out = out + torch.where(last, config.outcome * ahead[reward.row_ids], 0.0)
         # NaN of a row would spread through sums over the batch.

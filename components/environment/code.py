@@ -100,7 +100,8 @@ class CodeFeedback(EnvironmentComponent):
         super().setup(context)
         isolate = no_isolation if self.config.allow_unsandboxed else find_isolation
         self._isolation = isolate("", ())
-        self._slots = make_slots(self.config.workers or min(len(os.sched_getaffinity(0)), 8))
+        self.at_once = self.config.workers or min(len(os.sched_getaffinity(0)), 8)
+        self._slots = make_slots(self.at_once)
 
     def make(self) -> CodeEpisode:
         """A new episode."""

@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 
 from components.environment.base import EnvironmentComponent
+from components.http import check_url, post
 from pipeline.core.component import Context
+
+_LONGEST = 3600.0  # seconds of a request
 
 
 class RemoteEpisode:
@@ -18,7 +21,7 @@ class RemoteEpisode:
         self._client = client
         self._url = url
         self._id: Any = None
-        self.state = ""
+        self.state: Any = None
 
     def reset(self, problem: dict[str, Any]) -> Any:
         """The first observation."""
@@ -37,13 +40,14 @@ class RemoteEpisode:
             self._post("close", {"id": self._id})
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = self._client.post(f"{self._url}/{path}", json=body)
-        if response.status_code != 200:
-            raise RuntimeError(f"{self._url}/{path}: HTTP {response.status_code} {response.text[:80]}".strip())
+        # Longer than any sampler waits; a request that it has given up ends with it.
+        response = post(self._client, f"{self._url}/{path}", body, headers={}, seconds=_LONGEST, retries=0)
+        if isinstance(response, str):
+            raise RuntimeError(response)
         reply = response.json()
         if not isinstance(reply, dict):
             raise TypeError(f"{self._url}/{path}: the reply is no JSON object")
-        self.state = str(reply.get("state", ""))
+        self.state = reply.get("state")
         return reply
 
 
@@ -65,16 +69,14 @@ class Remote(EnvironmentComponent):
         """sent with every request"""
 
         def __post_init__(self) -> None:
-            if not self.url.startswith(("http://", "https://")):
-                raise ValueError(f"url: expected http://… or https://…, got '{self.url}'.")
+            check_url(self.url)
 
     config: Config
 
     def setup(self, context: Context) -> None:
         """Makes the client; nothing is sent yet."""
         super().setup(context)
-        unlimited = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(headers=self.config.headers, limits=unlimited, timeout=None)
+        self._client = httpx.Client(headers=self.config.headers, limits=httpx.Limits(max_connections=None))
 
     def close(self) -> None:
         """Closes the connections."""

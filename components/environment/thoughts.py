@@ -22,9 +22,9 @@ class ThoughtEpisode:
 
     @property
     def state(self) -> str:
-        """Number of thoughts, whether all were right, and the last one, which holds what the next starts from."""
-        last = " ".join(self._thoughts[-1].split()) if self._thoughts else ""
-        return f"{len(self._thoughts)} {'right' if self._right else 'wrong'} {last}"
+        """Number of thoughts, whether all were right, and what of them the next one starts from."""
+        right = "right" if self._right else "wrong"
+        return f"{len(self._thoughts)} {right} {self._task.state(self._thoughts)}".strip()
 
     def reset(self, problem: dict[str, Any]) -> str:
         """The prompt as the data section made it."""
@@ -33,6 +33,7 @@ class ThoughtEpisode:
         self._problem = problem
         self._task = TASKS[problem["task"]]
         self._count = len(self._task.solution(problem))
+        self._most = int(problem.get("moves", self._count * (2 if self._task.recoverable else 1)))
         return str(problem["prompt"])
 
     def step(self, text: str) -> Step:
@@ -41,8 +42,7 @@ class ThoughtEpisode:
         error = self._task.first_error(self._problem, self._thoughts)
         self._right = error == 0 or error > len(self._thoughts)
         answer = extract_answer(text)
-        most = self._count * (2 if self._task.recoverable else 1)
-        done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == most
+        done = answer is not None or THOUGHT_END not in text or len(self._thoughts) == self._most
         if self._config.reward == "steps":
             reward = self._right / self._count
         else:
@@ -56,8 +56,8 @@ class ThoughtEpisode:
 class ThoughtTurns(EnvironmentComponent):
     """A family with checkable steps, a thought per turn: the sampler stops at </thought>, and each thought is checked.
 
-    An episode ends with a thought that boxes an answer, with one that is not closed, and after as many thoughts as the
-    solution has, twice as many where steps can be undone.
+    An episode ends with a thought that boxes an answer, with one that is not closed, and when the problem's moves are
+    used up; without such a budget, after as many thoughts as the solution has, twice as many where steps can be undone.
     """
 
     @dataclass(frozen=True, kw_only=True)

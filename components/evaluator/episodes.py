@@ -9,11 +9,9 @@ import torch
 
 from components.data.card import LOADING_METRICS
 from components.evaluator.held_out import HeldOut, HeldOutSettings
-from components.models.load import context_length
-from components.rollouts.episodes import EpisodeSettings, Table, episode_returns
+from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
 from components.rollouts.requests import keyed_seeds, length_metrics
-from components.rollouts.timed_calls import TimedCalls
-from pipeline.core.component import Context
+from components.rollouts.turn_rows import episode_returns
 from pipeline.core.handles import Environments, Policy
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import TrainReport
@@ -26,7 +24,7 @@ class Outputs:
     report: TrainReport
 
 
-class EpisodeAccuracy(HeldOut):
+class EpisodeAccuracy(EpisodePlayer, HeldOut):
     """Plays a greedy episode per held-out problem before training, every `every` iterations, and after training.
 
     Problems and random numbers are the same at every evaluation. An episode with a fault fails.
@@ -52,17 +50,6 @@ class EpisodeAccuracy(HeldOut):
 
     config: Config
 
-    def setup(self, context: Context) -> None:
-        """Loads the held-out problems."""
-        super().setup(context)
-        self._room = context_length(context.model)
-        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
-
-    def close(self) -> None:
-        """Ends the event loop of async environments."""
-        if hasattr(self, "_calls"):
-            self._calls.close()
-
     def run(self, *, policy: Policy, environments: Environments) -> Outputs:
         """Evaluates when due."""
         if not self.due():
@@ -70,16 +57,9 @@ class EpisodeAccuracy(HeldOut):
         start = time.perf_counter()
         settings = self.config
         sampling = settings.sampling()
-        table = Table(
-            context=self.context,
-            policy=policy,
-            environments=environments,
-            prompts=self.prompts,
-            settings=settings,
-            sampling=replace(sampling, temperature=0.0) if settings.greedy else sampling,
-            room=self._room,
-            calls=self._calls,
-        )
+        if settings.greedy:
+            sampling = replace(sampling, temperature=0.0)
+        table = self.table(self.prompts, policy, environments, sampling)
         seed = keyed_seeds(self.stream(), self.prompts.uid, 0, 1).reshape(-1)
         played = table.play(torch.arange(len(self.prompts)), seed)
         turns = played.turns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,8 @@ class Outputs:
 class Intervene(Component):
     """Replaces the localised step h* of each failure; the prefix and the new step are supervised, nothing after them.
 
-    - `policy`: the policy proposes the step itself. It continues the failure's thoughts 1 … h*−1 by one thought, being
-      shown the whole attempt and the problem's reference solution (without one, the attempt alone) by the revising
-      prompt.
-    - `solution`: the step is number h* of the reference solution, word for word.
+    The policy proposes the step itself. It continues the failure's thoughts 1 … h*−1 by one thought, being shown the
+    whole attempt and the problem's reference solution (without one, the attempt alone) by the revising prompt.
 
     The result stands under the problem's own prompt, with log-probs scored there. A replacement that equals the wrong
     step or is empty is dropped, and so is one after which none of `continuations` responses is correct: the wrong step
@@ -62,10 +60,6 @@ class Intervene(Component):
 
         mode: Mode = "thought"
         """a step is a thought"""
-        replacement: Literal["policy", "solution"] = "policy"
-        """who writes the new step"""
-        train_prefix: bool = True
-        """learn the steps before it too; false learns the new step alone"""
         continuations: int = 4
         """responses after the new step of which one must be correct; 0 keeps every new step"""
 
@@ -81,7 +75,7 @@ class Intervene(Component):
     @classmethod
     def shown_responses(cls, config: Any) -> int:
         """The attempt and the reference solution, before a proposed step."""
-        return 2 if config.replacement == "policy" else 0
+        return 2
 
     def run(
         self,
@@ -97,8 +91,7 @@ class Intervene(Component):
         prefix_length = reset_length(failures.thought_ends, errors.step)
         place = torch.minimum(errors.step, num_thoughts(failures)).clamp(min=1)
         wrong = failures.response_tokens.slice_rows(prefix_length, reset_length_after(failures, place))
-        write = self._propose if self.config.replacement == "policy" else self._copy
-        steps = write(prompts, failures, place, prefix_length, policy) if len(failures) else wrong
+        steps = self._propose(prompts, failures, prefix_length, policy) if len(failures) else wrong
         pairs = zip(steps.to_lists(), wrong.to_lists(), strict=True)
         changed = torch.tensor([bool(new) and new != old for new, old in pairs], dtype=torch.bool)
         tried = self._assemble(failures.select(changed), prefix_length[changed], steps.select(changed), policy)
@@ -107,7 +100,7 @@ class Intervene(Component):
         tokens = made.response_tokens
         new = tokens.positions >= made.inherited[tokens.row_ids]
         self.context.log(
-            sampled_tokens=Count(tested + (len(steps.values) if self.config.replacement == "policy" else 0)),
+            sampled_tokens=Count(tested + len(steps.values)),
             interventions=Count(len(made)),
             unchanged=Count(len(failures) - len(tried)),
             failed=Count(len(tried) - len(made)),
@@ -116,13 +109,11 @@ class Intervene(Component):
         credit = Credit(
             uid=made.uid,
             advantage=tokens.with_values(torch.ones(len(tokens.values))),
-            mask=tokens.with_values(new | self.config.train_prefix),
+            mask=tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool)),
         )
         return Outputs(trajectories=made, credit=credit)
 
-    def _propose(
-        self, prompts: Prompts, failures: Trajectories, place: Tensor, prefix_length: Tensor, policy: Policy
-    ) -> Jagged:
+    def _propose(self, prompts: Prompts, failures: Trajectories, prefix_length: Tensor, policy: Policy) -> Jagged:
         attempts = thought_texts(failures, policy.tokenizer)
         texts = []
         for row, attempt in zip(prompts.index_of(failures.prompt_uid).tolist(), attempts, strict=True):
@@ -141,19 +132,6 @@ class Intervene(Component):
             prompt_uid=failures.prompt_uid,
         )
         return generate_where_room(policy, requests).tokens
-
-    def _copy(
-        self, prompts: Prompts, failures: Trajectories, place: Tensor, prefix_length: Tensor, policy: Policy
-    ) -> Jagged:
-        steps = []
-        rows = prompts.index_of(failures.prompt_uid).tolist()
-        for row, step, attempt in zip(rows, place.tolist(), thought_texts(failures, policy.tokenizer), strict=True):
-            solution = steps_of(prompts.solution[row])
-            replaced = attempt[step - 1]
-            # A tokenizer may join the white space before a step to its first word.
-            lead = replaced[: len(replaced) - len(replaced.lstrip())]
-            steps.append(lead + solution[step - 1].strip() if step <= len(solution) else "")
-        return encoded(policy.tokenizer, steps)
 
     def _assemble(self, parents: Trajectories, prefix_length: Tensor, steps: Jagged, policy: Policy) -> Trajectories:
         """Rows of prefix and step, under the problem's prompt; their log-probs are not known yet."""

@@ -8,12 +8,10 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from components.models.load import context_length
-from components.rollouts.episodes import EPISODE_METRICS, EpisodeSettings, RecordedTurn, Table
+from components.rollouts.episodes import EPISODE_METRICS, EpisodePlayer, EpisodeSettings, RecordedTurn
 from components.rollouts.requests import LENGTH_METRICS, SAMPLING_NAMES, keyed_seeds, length_metrics
-from components.rollouts.timed_calls import TimedCalls
 from components.rollouts.turn_rows import by_episode
-from pipeline.core.component import Component, Context, Count, same_rows
+from pipeline.core.component import Count, same_rows
 from pipeline.core.handles import Environments, Policy
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, StepErrors, Trajectories, Turns, check_aligned
@@ -28,7 +26,7 @@ class Outputs:
     turns: Annotated[Turns, same_rows("trajectories")]
 
 
-class TurnReset(Component):
+class TurnReset(EpisodePlayer):
     """Plays `suffixes` episodes per failure from the start of its localised turn h*, the turns before it repeated.
 
     A fresh environment answers the recorded texts of turns 1 … h*−1 again; where it then shows another prompt or state
@@ -61,17 +59,6 @@ class TurnReset(Component):
 
     config: Config
 
-    def setup(self, context: Context) -> None:
-        """Reads how long rows may be."""
-        super().setup(context)
-        self._room = context_length(context.model)
-        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
-
-    def close(self) -> None:
-        """Ends the event loop of async environments."""
-        if hasattr(self, "_calls"):
-            self._calls.close()
-
     def run(
         self,
         *,
@@ -91,19 +78,10 @@ class TurnReset(Component):
             none = torch.zeros(0, dtype=torch.int64)
             return Outputs(trajectories=episodes.select(none), turns=turns.select(none))
         settings = self.config
-        table = Table(
-            context=self.context,
-            policy=policy,
-            environments=environments,
-            prompts=prompts,
-            settings=settings,
-            sampling=settings.sampling(),
-            room=self._room,
-            calls=self._calls,
-        )
         owner = torch.arange(len(failures)).repeat_interleave(settings.suffixes)
         seed = keyed_seeds(self.context.rng(), keys_within(failures.prompt_uid), 0, settings.suffixes).reshape(-1)
         rows = prompts.index_of(failures.prompt_uid)[owner]
+        table = self.table(prompts, policy, environments)
         played = table.play(rows, seed, [recorded[i] for i in owner.tolist()])
         group = failures.uid[owner[played.entry]]
         self.context.log(**played.metrics(), **length_metrics(played.trajectories))

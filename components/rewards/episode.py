@@ -7,7 +7,8 @@ from typing import Annotated
 
 import torch
 
-from components.rollouts.episodes import episode_returns
+from components.rollouts.episodes import FAULTS
+from components.rollouts.turn_rows import episode_returns
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, Turns
@@ -41,6 +42,11 @@ class EpisodeRewards(Component):
         """returns from here on count as correct"""
         keep: tuple[str, ...] = ()
         """kinds of faults, such as turns and context, after which the return so far counts"""
+
+        def __post_init__(self) -> None:
+            unknown = [kind for kind in self.keep if kind not in FAULTS]
+            if unknown:
+                raise ValueError(f"keep: expected kinds of {', '.join(FAULTS)}, got {', '.join(unknown)}.")
 
     config: Config
 

@@ -116,7 +116,7 @@ class Continuing(Policy):
 
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
         """That of the policy."""
-        return self._policy.score(context, tokens, temperature)
+        return self._policy.score(context, tokens, temperature, top)
 
     def score_branches(
         self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0

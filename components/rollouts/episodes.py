@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
-import numbers
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -14,18 +12,24 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from components.models.load import context_length
+from components.rollouts.replies import is_text, read_step, shown, state_of
 from components.rollouts.requests import SamplingSettings, sample_fresh, unsampled
 from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.timed_calls import Fault, TimedCalls
+from components.rollouts.turn_rows import episode_returns
 from components.text.stops import ends_of_stop, token_texts
 from components.text.templates import first_turn, later_turn, response_text
-from pipeline.core.component import Context, Count
+from pipeline.core.component import Component, Context, Count
 from pipeline.core.errors import RunError
 from pipeline.core.handles import Environments, Policy, Sampling, Step
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories, Turns
 from pipeline.core.streams import Stream
+
+# Kinds of faults that end an episode; see the metric below.
+FAULTS = ("time", "raised", "reply", "reward", "reset", "turns", "context", "replay")
 
 EPISODE_METRICS = (
     Metric("episodes", "episodes", "episodes that had a turn"),
@@ -136,15 +140,6 @@ class Played:
         }
 
 
-def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
-    """Sum of rewards of each row's episode, float64 [N], and which rows are the first of theirs, bool [N]."""
-    ids, place = torch.unique(turns.episode, return_inverse=True)
-    value = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, place, turns.reward.double())
-    rows = torch.arange(len(turns))
-    first = torch.full((len(ids),), len(turns)).scatter_reduce_(0, place, rows, "amin")
-    return value[place], first[place] == rows
-
-
 @dataclass(kw_only=True)
 class Table:
     """Plays episodes turn by turn, the turns of all episodes in one request batch.
@@ -203,6 +198,9 @@ class Table:
             self._close(list(self.open))
         return self._played()
 
+    def _call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return self.calls.run(calls, self.environments.at_once)
+
     def _live(self) -> list[_Episode]:
         return [episode for episode in self.episodes if episode.live]
 
@@ -221,17 +219,16 @@ class Table:
             return episode.environment.reset(self._problem(episode))
 
         self.open = list(self.episodes)
-        replies = self.calls.run([partial(begun, episode) for episode in self.episodes])
+        replies = self._call([partial(begun, episode) for episode in self.episodes])
         for episode, reply in zip(self.episodes, replies, strict=True):
             if isinstance(reply, Fault):
                 self._end(episode, reply)
             elif isinstance(reply, Step | tuple):
                 self._end(episode, Fault("reset", "reset returned a step, expected the first observation alone"))
-            elif not isinstance(reply, str) or not reply:
+            elif not is_text(reply) or not reply:
                 self._end(episode, Fault("reply", f"reset returned {shown(reply)}, expected a text"))
             else:
-                episode.observation = reply
-                episode.state = state_of(episode.environment)
+                self._observed(episode, reply)
 
     def _problem(self, episode: _Episode) -> dict[str, Any]:
         metadata, question = problem_of(self.prompts, episode.row)
@@ -266,7 +263,7 @@ class Table:
         self.parts.append(part)
         calls = [partial(e.environment.step, response_text(t)) for e, t in zip(live, part.text, strict=True)]
         responses = part.response_tokens.to_lists()
-        for i, (episode, reply) in enumerate(zip(live, self.calls.run(calls), strict=True)):
+        for i, (episode, reply) in enumerate(zip(live, self._call(calls), strict=True)):
             episode.last = responses[i]
             self._answered(episode, first + i, reply)
 
@@ -279,7 +276,7 @@ class Table:
     def _repeat(self, episodes: list[_Episode], number: int) -> None:
         """Has the recorded turn of these episodes answered again."""
         calls = [partial(e.environment.step, response_text(e.recorded[number].text)) for e in episodes]
-        for episode, reply in zip(episodes, self.calls.run(calls), strict=True):
+        for episode, reply in zip(episodes, self._call(calls), strict=True):
             episode.last = episode.recorded[number].response
             self._answered(episode, None, reply)
             if episode.done:
@@ -295,8 +292,14 @@ class Table:
             self._end(episode, step)
             return
         episode.done = step.done
-        episode.observation = step.observation
-        episode.state = state_of(episode.environment)
+        self._observed(episode, step.observation)
+
+    def _observed(self, episode: _Episode, observation: str) -> None:
+        state = state_of(episode.environment)
+        if isinstance(state, Fault):
+            self._end(episode, state)
+        else:
+            episode.observation, episode.state = observation, state
 
     def _extend(self, episode: _Episode, number: int) -> None:
         """Brings the prompt to the observation; sampled tokens stay as they are."""
@@ -323,13 +326,14 @@ class Table:
     def _close(self, episodes: list[_Episode]) -> None:
         """Closes environments, but those that hang."""
         ended = [e for e in episodes if e.environment is not None and not (e.fault and e.fault.kind == "time")]
-        for episode, reply in zip(ended, self.calls.run([e.environment.close for e in ended]), strict=True):
+        for episode, reply in zip(ended, self._call([e.environment.close for e in ended]), strict=True):
             if isinstance(reply, Fault):
                 self._count(episode, Fault("close", reply.reason))
         self.open = [episode for episode in self.open if episode not in episodes]
 
     def _played(self) -> Played:
-        if not self.parts and self.episodes:
+        # Episodes that repeat turns may all be lost: training goes on with those that were repeated.
+        if not self.parts and any(not episode.recorded for episode in self.episodes):
             ((reason, _),) = Counter(str(episode.fault) for episode in self.episodes).most_common(1)
             raise RunError(
                 f"node '{self.context.node}': none of {len(self.episodes)} episodes got as far as a turn; most often: "
@@ -343,9 +347,9 @@ class Table:
         nothing = torch.zeros(0, dtype=torch.int64)
         empty = unsampled(self.prompts, nothing, nothing, self.policy.version, self.sampling.temperature)
         place = torch.tensor([row[0] for row in rows], dtype=torch.int64)
-        trajectories = Trajectories.concat([*self.parts, empty]).select(place)
+        trajectories = Trajectories.concat([*self.parts, empty]).select(place).replace(uid=uid)
         first = lengths.cumsum(0) - lengths
-        begin = torch.tensor([episode.begin for episode in played])
+        begin = torch.tensor([episode.begin for episode in played], dtype=torch.int64)
         turns = Turns(
             uid=uid,
             episode=uid[first].repeat_interleave(lengths),
@@ -355,30 +359,38 @@ class Table:
             done=torch.tensor([row[3] for row in rows], dtype=torch.bool),
             fault=[str(episode.fault or "") for episode in played for _ in episode.turns],
         )
-        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns]).repeat_interleave(lengths)
-        return Played(trajectories=trajectories.replace(uid=uid), turns=turns, faults=self.faults, entry=entry)
+        entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns], dtype=torch.int64)
+        entry = entry.repeat_interleave(lengths)
+        return Played(trajectories=trajectories, turns=turns, faults=self.faults, entry=entry)
 
 
-def read_step(reply: Any) -> Step | Fault:
-    """What `step` returned as a `Step` with plain values, or the fault that it is."""
-    if isinstance(reply, Fault):
-        return reply
-    parts: Any = (reply.observation, reply.reward, reply.done) if isinstance(reply, Step) else reply
-    if not isinstance(parts, tuple) or len(parts) != 3:
-        return Fault("reply", f"step returned {shown(reply)}, expected (observation, reward, done)")
-    observation, reward, done = parts
-    if not isinstance(observation, str):
-        return Fault("reply", f"step returned {shown(observation)} as observation, expected a text")
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        return Fault("reward", f"step returned {shown(reward)} as reward, expected a finite number")
-    return Step(observation=observation, reward=float(reward), done=bool(done))
+class EpisodePlayer(Component):
+    """Base of components that play episodes, whose settings are `EpisodeSettings`."""
 
+    config: Any
 
-def state_of(environment: Any) -> str:
-    """The key of an environment's state, "" without one."""
-    return str(getattr(environment, "state", ""))
+    def setup(self, context: Context) -> None:
+        """Reads how long rows may be."""
+        super().setup(context)
+        self._room = context_length(context.model)
+        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
 
+    def close(self) -> None:
+        """Ends the event loop of async environments."""
+        if hasattr(self, "_calls"):
+            self._calls.close()
 
-def shown(value: Any) -> str:
-    """A value in a sentence, with its type."""
-    return "None" if value is None else f"{repr(value)[:60]} ({type(value).__name__})"
+    def table(
+        self, prompts: Prompts, policy: Policy, environments: Environments, sampling: Sampling | None = None
+    ) -> Table:
+        """Where episodes of these prompts are played, by default with the node's sampling."""
+        return Table(
+            context=self.context,
+            policy=policy,
+            environments=environments,
+            prompts=prompts,
+            settings=self.config,
+            sampling=sampling or self.config.sampling(),
+            room=self._room,
+            calls=self._calls,
+        )

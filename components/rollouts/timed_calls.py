@@ -44,15 +44,16 @@ class TimedCalls:
         self._at_once = at_once
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What each call returned, or a `Fault` of kind "time" or "raised", in order."""
+    def run(self, calls: Sequence[Callable[[], Any]], at_once: int | None = None) -> list[Any]:
+        """What each call returned, or a `Fault` of kind "time" or "raised", in order; fewer `at_once` if given."""
+        at_once = min(at_once or self._at_once, self._at_once)
         results: list[Any] = [Fault("time", "the event loop was blocked by an async method that does not await")] * len(
             calls
         )
         loop = self._running()
-        waiting = asyncio.run_coroutine_threadsafe(self._all(calls, results), loop)
+        waiting = asyncio.run_coroutine_threadsafe(self._all(calls, results, at_once), loop)
         try:
-            waiting.result(math.ceil(len(calls) / self._at_once) * self._seconds + _GRACE)
+            waiting.result(math.ceil(len(calls) / at_once) * self._seconds + _GRACE)
         except NoReply:
             self._loop = None  # its thread is left behind, as that of a plain method would be
         return results
@@ -69,8 +70,8 @@ class TimedCalls:
             threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
         return self._loop
 
-    async def _all(self, calls: Sequence[Callable[[], Any]], results: list[Any]) -> None:
-        gate = asyncio.Semaphore(self._at_once)
+    async def _all(self, calls: Sequence[Callable[[], Any]], results: list[Any], at_once: int) -> None:
+        gate = asyncio.Semaphore(at_once)
 
         async def one(place: int) -> None:
             async with gate:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
-from pipeline.core.payloads import Trajectories, Turns, check_aligned
+from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
 def by_episode(trajectories: Trajectories, turns: Turns) -> Jagged:
@@ -29,6 +29,42 @@ def by_episode(trajectories: Trajectories, turns: Turns) -> Jagged:
         )
     first = starts.nonzero(as_tuple=True)[0]
     return Jagged.from_lengths(turns.reward.double(), torch.diff(first, append=torch.tensor([len(turns)])))
+
+
+def episode_rows(turns: Turns) -> tuple[Tensor, Tensor]:
+    """The first row of each episode, int64 [E], and the episode of each row, int64 [N]; rows may be in any order."""
+    ids, place = torch.unique(turns.episode, return_inverse=True)
+    first = torch.full((len(ids),), len(turns)).scatter_reduce_(0, place, torch.arange(len(turns)), "amin")
+    return first, place
+
+
+def episode_returns(turns: Turns) -> tuple[Tensor, Tensor]:
+    """Sum of rewards of each row's episode, float64 [N], and which rows are the first of theirs, bool [N]."""
+    first, place = episode_rows(turns)
+    value = torch.zeros(len(first), dtype=torch.float64).index_add_(0, place, turns.reward.double())
+    return value[place], first[place] == torch.arange(len(turns))
+
+
+def mean_of_others(
+    total: Tensor, count: Tensor, group: Tensor, valid: Tensor, episode: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Σ total / Σ count over the other valid rows of each row's group, float64 [N], and that Σ count; 0 without any.
+
+    Args:
+        total, count, group, valid: [N].
+        episode: [N], rows of which are left out together; each row is its own when None.
+    """
+    place = torch.unique(group, return_inverse=True)[1]
+    owner = torch.arange(len(place)) if episode is None else episode
+    own = torch.unique(torch.stack([place, owner], 1), dim=0, return_inverse=True)[1]
+
+    def others(value: Tensor) -> Tensor:
+        value = torch.where(valid, value.double(), 0.0)
+        sums = [value.new_zeros(len(value)).index_add_(0, ids, value)[ids] for ids in (place, own)]
+        return sums[0] - sums[1]
+
+    above, below = others(total), others(count)
+    return torch.where(below > 0, above / below.clamp(min=1), 0.0), below
 
 
 def last_turns(episodes: Jagged) -> Tensor:
@@ -55,14 +91,15 @@ def state_groups(group: Tensor, state: list[str]) -> Tensor:
     return torch.where(place < 0, len(ids) + torch.arange(len(place)), place)
 
 
-def check_episode_rewards(value: Tensor, valid: Tensor, episodes: Jagged, origin: str) -> None:
-    """Raises AlignmentError unless all turns of each episode have the same reward [N] and validity [N]."""
-    first = episodes.offsets[:-1][episodes.row_ids]
+def check_episode_rewards(rewards: Rewards, turns: Turns) -> None:
+    """Raises AlignmentError unless all turns of each episode have the same reward and validity."""
+    rows, place = episode_rows(turns)
+    first, value, valid = rows[place], rewards.value, rewards.valid
     differs = (valid != valid[first]) | (valid & (value != value[first]))
     if bool(differs.any()):
         row = int(differs.nonzero()[0])
         raise AlignmentError(
-            f"{origin or 'rewards'}: expected one reward per episode, the same on all of its turns; got "
+            f"{rewards.origin or 'rewards'}: expected one reward per episode, the same on all of its turns; got "
             f"{float(value[first[row]]):g} on its first turn and {float(value[row]):g} on turn "
-            f"{int(episodes.positions[row]) + 1}. Wire rewards.episode."
+            f"{int(turns.turn[row]) + 1}. Wire rewards.episode."
         )

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import torch
 
-from components.models.load import context_length
-from components.rollouts.episodes import EPISODE_METRICS, EpisodeSettings, Table
+from components.rollouts.episodes import EPISODE_METRICS, EpisodePlayer, EpisodeSettings
 from components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, keyed_seeds, length_metrics
-from components.rollouts.timed_calls import TimedCalls
-from pipeline.core.component import Component, Context, same_rows
+from pipeline.core.component import same_rows
 from pipeline.core.handles import Environments, Policy
 from pipeline.core.payloads import Prompts, Trajectories, Turns
 
@@ -25,7 +23,7 @@ class Outputs:
     prompts: Prompts
 
 
-class EnvironmentSampler(Component):
+class EnvironmentSampler(EpisodePlayer):
     """Plays `group_size` episodes per prompt; each turn is a row that keeps the exact tokens before it as its prompt.
 
     An episode depends on (seed, node, iteration, prompt uid, place in the group) and on nothing else in the batch. An
@@ -54,31 +52,11 @@ class EnvironmentSampler(Component):
         """The turns before the last, and as many observations, taken to be no longer."""
         return 2 * int(config.max_turns) - 1 if config.history == "all" else 0
 
-    def setup(self, context: Context) -> None:
-        """Reads how long rows may be."""
-        super().setup(context)
-        self._room = context_length(context.model)
-        self._calls = TimedCalls(self.config.seconds, self.config.at_once)
-
-    def close(self) -> None:
-        """Ends the event loop of async environments."""
-        if hasattr(self, "_calls"):
-            self._calls.close()
-
     def run(self, *, prompts: Prompts, policy: Policy, environments: Environments) -> Outputs:
         """Plays all episodes."""
         settings = self.config
-        table = Table(
-            context=self.context,
-            policy=policy,
-            environments=environments,
-            prompts=prompts,
-            settings=settings,
-            sampling=settings.sampling(),
-            room=self._room,
-            calls=self._calls,
-        )
         seed = keyed_seeds(self.context.rng(), prompts.uid, 0, settings.group_size).reshape(-1)
+        table = self.table(prompts, policy, environments)
         played = table.play(torch.arange(len(prompts)).repeat_interleave(settings.group_size), seed)
         self.context.log(**played.metrics(), **length_metrics(played.trajectories))
         return Outputs(trajectories=played.trajectories, turns=played.turns, prompts=prompts)

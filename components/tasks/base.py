@@ -137,6 +137,10 @@ class Task(ABC):
         """
         return boxed is not None and boxed.split() == self.answer(problem).split()
 
+    def state(self, thoughts: Sequence[str]) -> str:
+        """What the next thought starts from, as a key; equal ones are equal states if as many thoughts led to them."""
+        return " ".join(words_of(thoughts[-1])) if thoughts else ""
+
     def solve_prompt(self, question: str) -> str:
         """Prompt for a solution."""
         return f"<solve> {question} </problem>"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from components.tasks.base import Problem, Task, check_split, in_split
+from components.tasks.base import Problem, Task, check_split, in_split, words_of
 from pipeline.core.errors import DataError
 from pipeline.core.streams import key_of
 
@@ -44,6 +45,10 @@ class LibraryTask(Task):
     def lesson(self, seed: int, index: int, progress: float = 0.0) -> Problem:
         """Problem `index` of the endless list that `draw` makes, none of them of a held-out split."""
         return super().generate(seed, index, self.warm_up[int(progress * len(self.warm_up))])
+
+    def state(self, thoughts: Sequence[str]) -> str:
+        """All thoughts, whatever their order: no one of them says what the others did."""
+        return " ".join(sorted(" ".join(words_of(thought)) for thought in thoughts))
 
     def problems(self, difficulty: Any) -> list[Problem]:
         """The problems of all rows of a difficulty, in the order of the file."""

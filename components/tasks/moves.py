@@ -1,9 +1,9 @@
 """Tasks whose thoughts are moves: a simulator, distances to the goal, and the first error where moves can be undone.
 
-A thought is one move with the state after it, ``d1 c : c a b </thought>``; the move that reaches the goal boxes
-*done* and ends the response. A move that does not apply, another state than the simulator's, a missing or early box,
-and words in between make a thought wrong and the response lost. A useless move does not: it can be undone as long as
-the budget of moves lasts. So the first error of a response is the first thought
+A thought is one move with the state after it, ``d1 c : c a b </thought>``; the move that reaches the goal boxes *done*
+and ends the response. A move that does not apply, another state than the simulator's, a missing or early box, and
+words in between make a thought wrong and the response lost. A useless move does not: it can be undone as long as the
+budget of moves lasts. So the first error of a response is the first thought
 
 - that is no legal move, or misreports the state after it, or
 - after which not even an optimal continuation reaches the goal within the moves that remain
@@ -55,13 +55,13 @@ class MoveTask(Task):
 
     Class attributes:
         sure: chance that the teacher makes an optimal move; else it makes any legal one, useful or not.
-        slip: chance that the teacher misreports a state; two moves never lead to the same one.
+        slip: chance that the teacher misreports a state.
     """
 
     answer_kind = "steps"
     recoverable = True
     sure: ClassVar[float]
-    slip: ClassVar[float] = 0.015
+    slip: ClassVar[float] = 0.03
 
     @abstractmethod
     def legal(self, problem: Problem, state: State) -> dict[str, State]:
@@ -120,16 +120,14 @@ class MoveTask(Task):
         return self._walk(problem, lambda good, _: good[0])
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
-        """Optimal moves with chance `sure`, else any legal one; with chance `slip` it reports, and goes on from, the
-        state after another move than the one it names."""
+        """Optimal moves with chance `sure`, else any legal one; a misreported state with chance `slip`."""
 
         def choose(good: list[str], every: list[str]) -> str:
             moves = good if draw() < self.sure else every
             return moves[int(draw() * len(moves))]
 
-        def report(following: dict[str, State], move: str) -> State:
-            others = [after for other, after in following.items() if other != move]
-            return others[int(draw() * len(others))] if others and draw() < self.slip else following[move]
+        def report(thought: str) -> str:
+            return self._misreported(thought, draw) if draw() < self.slip else thought
 
         return self._walk(problem, choose, report)
 
@@ -137,7 +135,7 @@ class MoveTask(Task):
         self,
         problem: Problem,
         choose: Callable[[list[str], list[str]], str],
-        report: Callable[[dict[str, State], str], State] = lambda following, move: following[move],
+        report: Callable[[str], str] = lambda thought: thought,
     ) -> list[str]:
         state = tuple(problem["start"])
         thoughts: list[str] = []
@@ -147,9 +145,20 @@ class MoveTask(Task):
             nearest = min(far.get(after, MAX_MOVES) for after in following.values())
             good = [move for move, after in following.items() if far.get(after, MAX_MOVES) == nearest]
             move = choose(good, list(following))
-            state = report(following, move)
-            thoughts.append(self.thought(problem, move, state))
+            state = following[move]
+            thoughts.append(report(self.thought(problem, move, state)))
         return thoughts
+
+    def _misreported(self, thought: str, draw: Draw) -> str:
+        """The thought with one word of its state replaced by another word of that state, if there is one."""
+        words = thought.split()
+        begin = words.index(":") + 1
+        end = next(i for i in range(begin, len(words)) if words[i] in ("\\boxed{", THOUGHT_END))
+        place = begin + int(draw() * (end - begin))
+        others = sorted({word for word in words[begin:end] if word != words[place]})
+        if others:
+            words[place] = others[int(draw() * len(others))]
+        return " ".join(words)
 
     def move_words(self) -> list[str]:
         """The words that every task with moves needs."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
-from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go, state_groups
+from components.rollouts.turn_rows import by_episode, last_turns, mean_of_others, returns_to_go, state_groups
 from components.value.boundaries import VALUE_METRICS, Outputs
 from pipeline.core.component import Component, same_rows
 from pipeline.core.jagged import Jagged
@@ -15,26 +14,11 @@ from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 
-def mean_of_others(value: Tensor, group: Tensor, episode: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of `value` [N] over the valid rows of the same `group` [N] in other episodes [N], and their number [N].
-
-    float64 and int64; 0 where there is none.
-    """
-    value = torch.where(valid, value.double(), 0.0)
-    place = torch.unique(group, return_inverse=True)[1]
-    own = torch.unique(torch.stack([place, episode], 1), dim=0, return_inverse=True)[1]
-    total = value.new_zeros(len(value)).index_add_(0, place, value)[place]
-    count = value.new_zeros(len(value)).index_add_(0, place, valid.double())[place]
-    total = total - value.new_zeros(len(value)).index_add_(0, own, value)[own]
-    count = count - value.new_zeros(len(value)).index_add_(0, own, valid.double())[own]
-    return torch.where(count > 0, total / count.clamp(min=1), 0.0), count.long()
-
-
 class StateMean(Component):
     """v̂(s) = mean of Σ_{k ≥ t} r_k over the turns of the group's other episodes that start in the same state.
 
     Where no other episode was in the state, or it is unknown, the mean of their whole returns, without what the own
-    episode has received before; 0 in a group of one episode. No value depends on the own actions from s on, so
+    episode has received before; 0 without another valid episode. No value depends on the own actions from s on, so
     advantages Σ_{k ≥ t} r_k − v̂(s_t) are unbiased. The second value of a row is that of the next turn's start, 0 after
     the last turn.
     """
@@ -57,11 +41,12 @@ class StateMean(Component):
         returns = returns_to_go(episodes).values
         own, valid, group = episodes.row_ids, rewards.valid, trajectories.group
         states = state_groups(group, turns.state)
-        mean, others = mean_of_others(returns, states, own, valid)
+        each = torch.ones_like(returns)
+        mean, others = mean_of_others(returns, each, states, valid, own)
         first = valid & (episodes.positions == 0)
-        whole, _ = mean_of_others(returns, group, own, first)
+        whole, episodes_left = mean_of_others(returns, each, group, first, own)
         received = episodes.cumsum().values - episodes.values
-        value = torch.where(others > 0, mean, whole - received)
+        value = torch.where(others > 0, mean, torch.where(episodes_left > 0, whole - received, 0.0))
         following = torch.cat([value[1:], value[:1]]).where(~last_turns(episodes), 0.0)
         both = torch.stack([value, following], 1).float()
         self.context.log(

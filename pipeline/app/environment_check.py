@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from components.rollouts.episodes import read_step, shown, state_of
+from components.rollouts.replies import read_step, shown, state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.tasks import TASKS
 from pipeline.core.errors import ConfigError
@@ -61,8 +61,11 @@ class _Episode:
             reply = read_step(self._timed(partial(self._environment.step, text)))
         if isinstance(reply, Fault):
             self.fault = reply
+            return
+        state = state_of(self._environment)
+        if isinstance(state, Fault):
+            self.fault = state
         else:
-            state = state_of(self._environment)
             self.transcript.append((reply.observation, reply.reward, reply.done, state))
 
     def close(self) -> None:

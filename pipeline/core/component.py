@@ -275,7 +275,8 @@ class Component:
             `context.iteration == context.iterations`.
         remakes: outputs whose latest value `initial()` makes again, bit for bit, once the state of a checkpoint is
             loaded. Checkpoints do not hold it, only older values that `@2` wires and later ones still read.
-        audit_declares: check of `creditgraph audit` → why its failure is wanted.
+        audit_declares: check of `creditgraph audit` → why its failure is wanted, of the class or of one with its
+            settings.
     """
 
     paper: ClassVar[str] = ""
@@ -284,7 +285,7 @@ class Component:
     same_settings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     metrics: ClassVar[tuple[Metric, ...]] = ()
     remakes: ClassVar[frozenset[str]] = frozenset()
-    audit_declares: ClassVar[Mapping[str, str]] = {}
+    audit_declares: Mapping[str, str] = {}
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -226,7 +226,13 @@ class Environments(Handle, ABC):
     - `close()` releases what it holds.
 
     An attribute `state`, if it has one, is read after `reset` and `step`: a text, equal for equal states.
+
+    Attributes:
+        at_once: calls of all environments that can run at a time, None without a limit. The time limit of a call begins
+            when it runs, so that none is lost because others are slow.
     """
+
+    at_once: int | None = None
 
     @abstractmethod
     def make(self) -> Any:

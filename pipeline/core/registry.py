@@ -34,6 +34,8 @@ BUILTIN: dict[str, str] = {
     "environment.calculator": "components.environment.calculator:Calculator",
     "environment.code": "components.environment.code:CodeFeedback",
     "environment.http": "components.environment.http:Remote",
+    "environment.openenv": "components.environment.openenv:OpenEnv",
+    "environment.verifiers": "components.environment.verifiers:Verifiers",
     "environment.custom": "components.environment.custom:Custom",
     "sampler.chains": "components.sampler.chains:Chains",
     "sampler.failures": "components.sampler.failures:Failures",

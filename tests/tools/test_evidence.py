@@ -25,7 +25,8 @@ def test_every_method_composes_and_has_a_fair_baseline(name):
     cell = CELLS[name]
     learners = {}
     for method, entry in cell.methods.items():
-        overrides = rated(method, entry, 1e-4).overridden(*DECLARED.settings(name, sweep=True))
+        settings = DECLARED.settings(name, sweep=True)
+        overrides = rated(method, entry, 1e-4, settings).overridden(*settings)
         experiment = build_experiment(compose(overrides), method)
         (learners[method],) = [node for node in experiment.graph.nodes if node.name == "learner"]
         assert experiment.data["eval"]["split"] == "validation"
@@ -72,10 +73,11 @@ def test_quick_takes_every_stage_and_a_run_is_that_of_the_command(tmp_path):
     assert [len(row["tried"]) for row in entry["methods"].values()] == [2, 2]
     assert [row["seeds"] for row in entry["methods"].values()] == [[0, 1], [0, 1]]
     rate = entry["methods"]["grpo"]["lr"]
-    run = tmp_path / "quick" / "runs" / f"grpo-lr{rate:g}-s1"
+    settings = DECLARED.settings("quick")
+    method = rated("grpo", DECLARED.quick["quick"].methods["grpo"], rate, settings)
+    run = tmp_path / "quick" / "runs" / f"{method.name}-s1"
     iterations = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit()) + 1
-    method = rated("grpo", DECLARED.quick["quick"].methods["grpo"], rate)
-    alone = method.overridden(*DECLARED.settings("quick"), "run.seed=1", f"run.root={tmp_path}", "run.name=alone")
+    alone = method.overridden(*settings, "run.seed=1", f"run.root={tmp_path}", "run.name=alone")
     command = [sys.executable, "-m", "creditgraph", "train", *alone, f"run.iterations={iterations}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

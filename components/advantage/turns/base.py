@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from components.advantage.explanations import INVALID
@@ -21,6 +22,7 @@ TURN_METRICS = (
     Metric("advantage_size", "reward", "mean absolute advantage of a turn"),
     Metric("zero_share", "share", "turns whose advantage is 0"),
 )
+UNVALUED = Metric("unvalued", "episodes", "episodes with a value that is not finite, which get no credit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,11 @@ def outcome_advantage(
     return per_episode[episodes.row_ids]
 
 
+def finite_episodes(value: Tensor, episodes: Jagged) -> Tensor:
+    """bool [N]: whether the values [N] at the starts of all turns of the episode are finite."""
+    return (episodes.with_values(~torch.isfinite(value)).sum() == 0)[episodes.row_ids]
+
+
 class TurnAdvantage(Component):
     """Base of advantages with one number per turn, on all of its tokens. Invalid episodes get zero credit."""
 
@@ -61,8 +68,17 @@ class TurnAdvantage(Component):
         """Rewards of the turns by episode; raises AlignmentError where the inputs do not belong together."""
         check_aligned(trajectories, rewards)
         episodes = by_episode(trajectories, turns)
-        check_episode_rewards(rewards.value, rewards.valid, episodes, rewards.origin)
+        check_episode_rewards(rewards, turns)
         return episodes
+
+    def valued(self, trajectories: Trajectories, episodes: Jagged, value: Tensor) -> Tensor:
+        """As `finite_episodes`; other episodes are counted and rejected by the uid of their first turn."""
+        finite = finite_episodes(value, episodes)
+        lost = trajectories.uid[episodes.offsets[:-1]][~finite[episodes.offsets[:-1]]].tolist()
+        for uid in lost:
+            self.context.reject({"uid": uid}, "a value at the start of a turn of the episode is not finite")
+        self.context.log(unvalued=Count(len(lost)))
+        return finite
 
     def explained(self, rewards: Rewards, line: Callable[..., str], *columns: Tensor) -> list[str]:
         """`line` of the entries of each row of the columns [N]; rows of invalid episodes say so."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from components.advantage.explanations import signed
 from components.advantage.group import Outputs, group_advantage
-from components.advantage.turns.base import NormalizeSettings, TurnAdvantage
+from components.advantage.turns.base import TURN_METRICS, UNVALUED, NormalizeSettings, TurnAdvantage, finite_episodes
+from components.advantage.turns.turn_gae import start_values
 from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
 from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
-
-LOWEST_LOG = -100.0  # nats; the log of a likelihood of 0 would make gains infinite
 
 
 def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
@@ -36,14 +36,17 @@ class InformationGain(TurnAdvantage):
 
     A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
     value.answer_likelihood scores it) from its start to the next one's; the last turn has the outcome instead.
-    Source: 2510.14967; `separate` and the log are the release's, second-hand.
+    Source: 2510.14967; `separate` is the release's, second-hand.
 
     Bias: gains telescope, so with γ = 1 and no normalisation E[Σ A ∇log π] is the gradient of J + E[v(s_T)], v(s_T)
     being the likelihood at the start of the last turn: ∇J if that does not depend on the actions. Subtracting a mean m
     adds −m E[T]: with m > 0 shorter episodes are preferred.
+
+    An episode with a value that is not finite gets zero credit.
     """
 
     paper = "2510.14967"
+    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(NormalizeSettings):
@@ -51,8 +54,6 @@ class InformationGain(TurnAdvantage):
 
         compare: Literal["joint", "separate", "none"] = "joint"
         """normalise gains and outcomes of a group together, each on their own, or not at all"""
-        gain: Literal["probability", "log"] = "probability"
-        """difference of the likelihoods, or of their logs (at least −100 nats)"""
         gamma: float = 1.0
         """γ, discount per turn"""
 
@@ -73,26 +74,25 @@ class InformationGain(TurnAdvantage):
         """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
         check_aligned(trajectories, values)
         episodes = self.episodes(trajectories, turns, rewards)
+        valid = rewards.valid & self.valued(trajectories, episodes, start_values(values))
         _, normalised = self._rewards(trajectories, turns, values, rewards)
         advantage = returns_to_go(episodes.with_values(normalised), self.config.gamma).values
-        return self.outputs(trajectories, episodes, advantage.where(rewards.valid, 0.0))
+        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
 
     def _rewards(
         self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards
     ) -> tuple[Tensor, Tensor]:
         config = self.config
         episodes = by_episode(trajectories, turns)
-        first = values.values.offsets[:-1]
-        value = values.values.values[first].double()
-        if config.gain == "log":
-            value = (value.log() if values.logs is None else values.logs.values[first]).clamp(min=LOWEST_LOG)
+        value = start_values(values)
         raw = gains(value, rewards.value, episodes)
         if config.compare == "none":
             return raw, raw
         group = trajectories.group
         if config.compare == "separate":
             group = torch.unique(group, return_inverse=True)[1] * 2 + last_turns(episodes)
-        return raw, group_advantage(raw, group, rewards.valid, normalize=config.normalize, eps=config.eps).double()
+        valid = rewards.valid & finite_episodes(value, episodes)
+        return raw, group_advantage(raw, group, valid, normalize=config.normalize, eps=config.eps).double()
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The gain (or outcome) of each turn, and what it is after normalisation."""

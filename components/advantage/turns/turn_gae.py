@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from components.advantage.explanations import decimal, signed
 from components.advantage.group import Outputs
-from components.advantage.turns.base import TurnAdvantage
+from components.advantage.turns.base import TURN_METRICS, UNVALUED, TurnAdvantage
 from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
 from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 
@@ -42,10 +43,11 @@ class TurnGAE(TurnAdvantage):
     """Credits each turn with generalised advantages over turns, from the values at the turns' starts.
 
     The value at a turn's start is the first value of its row: from a critic, or the mean of other episodes
-    (value.state_mean).
+    (value.state_mean). An episode with a value that is not finite gets zero credit.
     """
 
     paper = "1506.02438"
+    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -73,8 +75,10 @@ class TurnGAE(TurnAdvantage):
         """Credits each turn; of `rewards` only their validity counts, the rewards being those of the turns."""
         check_aligned(trajectories, values)
         episodes = self.episodes(trajectories, turns, rewards)
-        advantage = turn_gae(episodes, start_values(values), self.config.gamma, self.config.lam)
-        return self.outputs(trajectories, episodes, advantage.where(rewards.valid, 0.0))
+        value = start_values(values)
+        valid = rewards.valid & self.valued(trajectories, episodes, value)
+        advantage = turn_gae(episodes, value, self.config.gamma, self.config.lam)
+        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The reward of each turn and the value at its start."""

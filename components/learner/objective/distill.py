@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ class Distill(Objective):
     Thinking Machines' notes of 2025 for the form on sampled tokens), second-hand.
     """
 
+    audit_declares: ClassVar[Mapping[str, str]] = {
+        "loss_gradient": "the weight of a sampled token is a constant of the gradient, as in any policy gradient"
+    }
     metrics = (
         Metric("ratio_overflow", "share", "tokens whose log ratio was clamped to keep exp finite"),
         Metric("teacher_kl", "nats", "reverse KL to the teacher per trained token, estimated by what is trained on"),

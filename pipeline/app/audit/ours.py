@@ -65,7 +65,7 @@ def component_target(cls: type[Component], name: str, settings: Mapping[str, Any
         name=name,
         call=call,
         reads=frozenset({"rewards", "groups", "valid"}),
-        declares=cls.audit_declares,
+        declares=cls(config).audit_declares,
     )
 
 

@@ -21,6 +21,7 @@ MOST_LINES = 7  # of a large panel
 PER_ROW = 7  # small panels
 NO_DIFFERENCE = "no significant difference"
 NOT_RANKED = "not ranked"
+NOT_TESTED = "not tested"
 # Black for the baseline, then blue, orange, green, magenta, violet, teal: no two are near-equal, also in print.
 COLORS = ("#000000", "#0b5cc4", "#b35900", "#008811", "#dd1177", "#aa00ff", "#00a0a0")
 
@@ -37,7 +38,8 @@ class Row:
         steps: seed → optimiser steps at the budget.
         against: paired differences from the baseline at the budget, None for the baseline.
         word: "above", "below" or `NO_DIFFERENCE`, by p-values that are corrected for the number of methods; "baseline",
-            or "not ranked" for a budget that ends before the second optimiser step of a run.
+            or "not ranked" for a budget that ends before the second optimiser step of a run, or "not tested" with
+            fewer than two seeds that reach the budget in both.
         reached: seed → tokens to the threshold (NaN: not within the budget).
         speed: tokens of the baseline divided by those of this method, means over seeds; NaN unless all seeds reach it.
         seconds: seed → wall time of training up to the budget.
@@ -87,6 +89,8 @@ def analyse(curves: Curves, budget: float, threshold: float | None = None) -> tu
 def _word(against: Paired, p: float, steps: Mapping[int, float]) -> str:
     if any(done < FEWEST_STEPS for done in steps.values()):
         return NOT_RANKED
+    if against.pairs < 2:
+        return NOT_TESTED
     if p > LEVEL:
         return NO_DIFFERENCE
     return "above" if against.difference > 0 else "below"
@@ -125,11 +129,12 @@ def sentences(rows: Mapping[str, Row]) -> list[str]:
         NO_DIFFERENCE: f"No significant difference from {baseline} with these seeds, so not shown to beat it",
         "below": f"Below {baseline}",
         NOT_RANKED: "Not ranked, since the budget ends before the second optimiser step of a run",
+        NOT_TESTED: f"Not tested, for want of two seeds that reach the budget as {baseline}'s do",
     }
     lines = []
     for word, text in texts.items():
         names = [n for n, r in rows.items() if r.word == word]
-        if names or word != NOT_RANKED:
+        if names or word not in (NOT_RANKED, NOT_TESTED):
             lines.append(f"{text}: {', '.join(names) or 'none'}.")
     return lines
 

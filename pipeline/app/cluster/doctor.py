@@ -52,6 +52,9 @@ USES = {
     "plots": "curve.png, reports, pictures of comparisons",
     "tensorboard": "run.tensorboard.enabled",
     "wandb": "run.wandb.mode",
+    "tasks": "tools/task_rows, which writes the rows of two task families anew",
+    "openenv": "environment.openenv",
+    "verifiers": "environment.verifiers",
 }  # extra → what needs it; those for developers are left out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -67,7 +67,7 @@ class Cell:
     """settings of all runs"""
     every: int = 5
     """iterations between evaluations"""
-    select: Axis = "tokens"
+    select: Literal["tokens", "steps"] = "tokens"
     """learning rates are chosen by the accuracy at the end of this axis"""
     rates: tuple[float, ...] = (5e-5, 1.5e-4, 4.5e-4)
     """learning rates swept for every method"""
@@ -85,6 +85,8 @@ class Cell:
     def __post_init__(self) -> None:
         if len(set(self.rates)) < 2 or not set(self.sweep_seeds).isdisjoint(range(self.seeds)) or self.seeds < 2:
             raise ValueError("expected two rates or more, two seeds or more, and none of them in sweep_seeds.")
+        if self.select == "steps" and not self.steps:
+            raise ValueError("select: expected steps above 0 with 'steps', because runs are to be compared at as many.")
         for name, entry in self.methods.items():
             known = [n for n, e in self.methods.items() if not e.baseline]
             if entry.baseline and entry.baseline not in known:
@@ -186,9 +188,20 @@ def read_declaration(path: Path) -> Declaration:
     return result  # type: ignore[no-any-return]
 
 
-def rated(name: str, entry: Entry, rate: float) -> Method:
-    """A method with its learning rate, as benchmarks train it; the name tells its runs apart."""
-    return Method(f"{name}-lr{rate:g}", entry.recipe, (*entry.set, f"learner.optimizer.lr={rate:g}"))
+def stem(name: str, entry: Entry, settings: Sequence[str]) -> str:
+    """The beginning of the names of a method's runs, with a mark of its settings and of the cell's.
+
+    So a run of another declaration is never taken for one of this.
+    """
+    form = json.dumps([entry.recipe, *entry.set, *settings])
+    return f"{name}-{hashlib.sha256(form.encode()).hexdigest()[:6]}-lr"
+
+
+def rated(name: str, entry: Entry, rate: float, settings: Sequence[str]) -> Method:
+    """A method with its learning rate, as benchmarks train it; `settings` are those of all runs of the cell."""
+    return Method(
+        f"{stem(name, entry, settings)}{rate:g}", entry.recipe, (*entry.set, f"learner.optimizer.lr={rate:g}")
+    )
 
 
 def chosen_cells(declaration: Declaration, names: list[str] | None) -> Mapping[str, Cell]:

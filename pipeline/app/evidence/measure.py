@@ -13,7 +13,7 @@ from pipeline.app.bench.curves import Axis, Curve
 from pipeline.app.bench.methods import Method
 from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.bench.training_runs import Plan, train_all
-from pipeline.app.evidence.declaration import Cell, Declaration, best_rate, rated, widened
+from pipeline.app.evidence.declaration import Cell, Declaration, best_rate, rated, stem, widened
 
 AXES: tuple[Axis, ...] = ("tokens", "steps", "trained")
 PLACES = 5  # of kept accuracies; those of 500 problems need three
@@ -56,7 +56,7 @@ class Lab:
         tried, failed = self._sweep(name)
         rates = {method: best_rate(accuracy) for method, accuracy in tried.items()}
         plan = self.plan(name, sweep=False)
-        frozen = {method: rated(method, entry, rates[method]) for method, entry in cell.methods.items()}
+        frozen = {m: rated(m, entry, rates[m], plan.overrides) for m, entry in cell.methods.items()}
         failed |= self.train(plan, list(frozen.values()), range(cell.seeds))
         curves = {n: {s: plan.curve(m, s) for s in range(cell.seeds)} for n, m in frozen.items()}
         finished = {n: {s: c for s, c in by.items() if plan.is_finished(c)} for n, by in curves.items()}
@@ -64,6 +64,7 @@ class Lab:
         for method, row in entry["methods"].items():
             row["lr"] = rates[method]
             row["tried"] = {f"{rate:g}": round(value, PLACES) for rate, value in sorted(tried[method].items())}
+        failed = {run: why.replace(f"{self.folder}/", "") for run, why in failed.items()}
         return {"digest": self.declaration.digest(name), "commit": commit(), **entry, "failed": failed}
 
     def _sweep(self, name: str) -> tuple[dict[str, dict[float, float]], dict[str, str]]:
@@ -77,7 +78,7 @@ class Lab:
             chosen = [(m, rate) for m, rates in missing.items() for rate in rates]
             if not chosen:
                 break
-            methods = [rated(m, cell.methods[m], rate) for m, rate in chosen]
+            methods = [rated(m, cell.methods[m], rate, plan.overrides) for m, rate in chosen]
             failed |= self.train(plan, methods, cell.sweep_seeds)
             for (m, rate), method in zip(chosen, methods, strict=True):
                 curves = [plan.curve(method, seed) for seed in cell.sweep_seeds]
@@ -88,6 +89,11 @@ class Lab:
 def trainer(jobs: int, launch: Callable[[list[str], Path], int], say: Callable[[str], None]) -> Train:
     """Trains by `creditgraph train`, so many runs at a time; finished runs are kept."""
     return lambda plan, methods, seeds: train_all(plan, methods, seeds, jobs, launch, say)
+
+
+def dated(entry: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """A cell's entry, or the one before if it says the same: numbers keep the commit at which they were measured."""
+    return before if before is not None and {**before, "commit": entry["commit"]} == entry else entry
 
 
 def forget(folder: Path, names: Sequence[str]) -> None:
@@ -104,10 +110,10 @@ def seconds_left(lab: Lab, names: Sequence[str]) -> dict[str, float]:
         sweep, fresh = lab.plan(name, sweep=True), lab.plan(name, sweep=False)
         total = 0.0
         for method, entry in cell.methods.items():
-            names_ = [rated(method, entry, rate) for rate in cell.rates]
+            names_ = [rated(method, entry, rate, sweep.overrides) for rate in cell.rates]
             open_ = sum(not sweep.is_finished(sweep.curve(m, s)) for m in names_ for s in cell.sweep_seeds)
             # Which rate is frozen may not be known yet: fresh runs of any rate count.
-            done = [fresh.is_finished(c) for c in fresh.curves_of(f"{method}-lr*-s*")]
+            done = [fresh.is_finished(c) for c in fresh.curves_of(f"{stem(method, entry, fresh.overrides)}*-s*")]
             total += (open_ + max(cell.seeds - sum(done), 0)) * (entry.seconds or cell.seconds)
         left[name] = total
     return left
@@ -127,7 +133,7 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
     Args:
         cell: the cell.
         curves: method → seed → curve of a finished run; methods without any are left out.
-        pairs: methods to compare.
+        pairs: methods to compare; those without two seeds in common are left out.
     """
     methods = {}
     for name, by_seed in curves.items():
@@ -140,8 +146,8 @@ def summary(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pairs: Sequen
                 "end": _rounded(c.accuracy[-1] for c in each),
                 "steps": _rounded(c.of("steps", cell.tokens) for c in each),
             }
-    compared = [_pair(cell, curves, pair, axis) for pair in pairs for axis in AXES if all(n in methods for n in pair)]
-    return {"methods": methods, "pairs": compared}
+    known = [(a, b) for a, b in pairs if len(curves[a].keys() & curves[b].keys()) > 1]
+    return {"methods": methods, "pairs": [_pair(cell, curves, pair, axis) for pair in known for axis in AXES]}
 
 
 def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str, str], axis: Axis) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
     better, worse = (curves[name] for name in pair)
     seeds = [seed for seed in better if seed in worse]
     runs = [by[seed] for by in (better, worse) for seed in seeds]
-    shortest = min((c.end(axis) for c in runs), default=0.0)
+    shortest = min(c.end(axis) for c in runs)
     asked = {"tokens": cell.tokens, "steps": float(cell.steps)}.get(axis, 0.0)
     at = min(asked, shortest) if asked else shortest
     return {
@@ -159,6 +165,7 @@ def _pair(cell: Cell, curves: Mapping[str, Mapping[int, Curve]], pair: tuple[str
         "at": round(at, 1),
         "seeds": seeds,
         "accuracies": [_rounded(by[seed].at(at, axis) for seed in seeds) for by in (better, worse)],
+        "fewest_steps": _rounded(min(by[seed].of("steps", at, axis) for seed in seeds) for by in (better, worse)),
         "took": {
             name: [round(mean_sd([by[seed].of(name, at, axis) for seed in seeds])[0], 1) for by in (better, worse)]
             for name in AXES

@@ -115,10 +115,11 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
     for method, row in measured["methods"].items():
         by_axis = {axis: results.pair(name, method, cell.baseline_of(method), axis) for axis in AXIS_NAMES}
         baseline, at_tokens = _against(cell, method, by_axis["tokens"])
+        tried = list(row["tried"])
         rows.append(
             [
                 f"`{method}`",
-                f"{row['lr']:g}",
+                f"{row['lr']:g}" + (" (edge)" if f"{row['lr']:g}" in (tried[0], tried[-1]) else ""),
                 _accuracy(row),
                 _steps(row),
                 baseline,

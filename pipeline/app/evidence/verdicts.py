@@ -75,9 +75,9 @@ class Results:
         if pair is None:
             failed = self.cells.get(claim.cell, {}).get("failed")
             return Verdict(word="not yet measured", reason="runs failed" if failed else "")
-        slow = [n for n, steps in zip((claim.better, claim.worse), pair["took"]["steps"], strict=True) if few(steps)]
+        slow = [n for n, steps in zip((claim.better, claim.worse), pair["fewest_steps"], strict=True) if few(steps)]
         if slow:
-            reason = f"the budget ends before the second optimiser step of {' and '.join(slow)}"
+            reason = f"the budget ends before the second optimiser step of a run of {' and '.join(slow)}"
             return Verdict(word="not testable here", reason=reason, pair=pair)
         return Verdict(word="undecided", pair=pair, result=differences(pair))
 

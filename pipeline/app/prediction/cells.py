@@ -17,6 +17,9 @@ from pipeline.core.errors import DataError
 CREDIT_SCORES = ("spearman", "pearson", "pearson_1", "pearson_2", "pearson_3", "sign", "error_share", "zero_share")
 
 
+OWN_DATA = "the recipes' own data"  # family of all cells whose scores were measured without data=…
+
+
 def read_cells(results: Sequence[Path], scores: Path) -> tuple[list[Cell], list[str]]:
     """The cells that have gains and scores, and notes on what is left out.
 
@@ -37,7 +40,7 @@ def read_cells(results: Sequence[Path], scores: Path) -> tuple[list[Cell], list[
             notes.append(f"{scores / name}: no scores, so the cell {name} is left out")
             continue
         table: dict[str, dict[str, float]] = {}
-        family = name
+        family = OWN_DATA
         for file in files:
             content = _read(file)
             state = "/".join(file.parent.relative_to(scores / name).parts)

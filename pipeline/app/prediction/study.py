@@ -114,11 +114,14 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
         for cell in tested:
             held[COMBINED].append((cell, _rank_table(cell, names) @ weights, _gains(cell, cell.methods)))
         for name in names:
-            known = [tau for cell in fitted if math.isfinite(tau := kendall(*_pair(cell, name)))]
+            pairs = [pair for cell in fitted if len((pair := _pair(cell, name))[0]) >= FEWEST]
+            known = [tau for pair in pairs if math.isfinite(tau := kendall(*pair))]
             if not known:
                 continue
             directions[name].append(1 if sum(known) >= 0 else -1)
-            held[name] += [(c, directions[name][-1] * x, y) for c in tested for x, y in [_pair(c, name)] if len(x) > 1]
+            held[name] += [
+                (c, directions[name][-1] * x, y) for c in tested for x, y in [_pair(c, name)] if len(x) >= FEWEST
+            ]
     result = {name: _foretold(name, parts, tuple(directions[name])) for name, parts in held.items() if parts}
     return dict(sorted(result.items(), key=lambda item: -item[1].tau if math.isfinite(item[1].tau) else math.inf))
 

@@ -90,9 +90,12 @@ def test_credit_is_zero_while_critics_warm_up(toolbox, case):
 
 
 def test_imitation_is_the_mean_over_the_tokens_of_correct_rows(toolbox, case):
+    # An invalid row counts in the mean over tokens that the loss is, but is not imitated.
+    right = case["rewards"].correct.nonzero()[0, 0]
+    case["rewards"].valid[right] = False
     credit = toolbox.start(GAE, imitation=0.1).run(**case).credit
     weights, mask = credit.columns["imitation"].values, credit.mask.values
-    chosen = mask & case["rewards"].correct[credit.mask.row_ids]
+    chosen = mask & (case["rewards"].correct & case["rewards"].valid)[credit.mask.row_ids]
     assert 0 < int(chosen.sum()) < int(mask.sum())
     assert not weights[~chosen].any()
     # 0.1 · mean over chosen tokens = Σ weight x / trained tokens.

@@ -126,24 +126,9 @@ def test_information_gain_by_hand(toolbox, advantage):
     }
     run = lambda **settings: per_turn(advantage(InformationGain, **settings)(**given))  # noqa: E731
     assert run(compare="none", gamma=0.5) == pytest.approx([0.3 + 0.5, 1, 0])
-    assert run(compare="none", gain="log") == pytest.approx([1.3862944 + 1, 1, 0])  # log(.4/.1) = log 4
     # Joint: the mean of .3, 1, 0 is 13/30. Separate: one gain alone has 0, outcomes 1 and 0 have ±.5.
     assert run(normalize="mean") == pytest.approx([1.3 - 26 / 30, 1 - 13 / 30, -13 / 30])
     assert run(normalize="mean", compare="separate") == pytest.approx([0.5, 0.5, -0.5])
-
-
-def test_a_likelihood_of_zero_gives_a_finite_log_gain(toolbox, advantage):
-    trajectories = toolbox.trajectories(["x"] * 2)
-    values = SegmentValues(
-        uid=trajectories.uid,
-        values=Jagged.from_rows([[0.0, 0.0], [1.0, 0.0]], torch.float32),
-        logs=Jagged.from_rows([[-float("inf"), 0.0], [0.0, 0.0]], torch.float64),
-    )
-    given = {"turns": turns_of(trajectories, [2], [0.0, 1.0], "ab"), "values": values}
-    credit = advantage(InformationGain, compare="none", gain="log")(
-        trajectories=trajectories, rewards=toolbox.rewards(trajectories.uid, [1, 1]), **given
-    )
-    assert per_turn(credit) == [101, 1]
 
 
 def test_state_mean_by_hand(toolbox):
@@ -388,3 +373,37 @@ def test_explanations_give_the_credit(batch, toolbox, kind):
     texts = component.explain({"credit": credit}, **batch)
     assert len(texts) == len(batch["turns"])
     assert sum("invalid" in text for text in texts) == int((~batch["rewards"].valid).sum())
+
+
+@pytest.mark.parametrize("compare", ["gae", "joint", "separate", "none"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_episode_with_an_unknown_value_alone_has_no_credit(batch, toolbox, compare, bad):
+    kind, settings = (TurnGAE, {}) if compare == "gae" else (InformationGain, {"compare": compare})
+    rows = torch.rand(len(batch["turns"]), 2, generator=torch.Generator().manual_seed(0))
+    lost = batch["turns"].episode == batch["turns"].episode[-1]
+    clean = SegmentValues(uid=batch["turns"].uid, values=Jagged.from_rows(list(rows)))
+    rows = rows.clone()
+    rows[-1, 0] = bad
+    node = toolbox.start(kind, **settings)
+    got = node.run(**batch, values=SegmentValues(uid=batch["turns"].uid, values=Jagged.from_rows(list(rows)))).credit
+    # As if that episode's reward were invalid.
+    rewards = batch["rewards"].replace(valid=batch["rewards"].valid & ~lost)
+    expected = toolbox.start(kind, **settings).run(**{**batch, "rewards": rewards}, values=clean).credit
+    assert got.advantage.equal(expected.advantage)
+    assert node.context.metrics["unvalued"] == 1
+    assert [r["row"]["uid"] for r in node.context.rejected] == [int(batch["turns"].episode[-1])]
+
+
+def test_rewards_that_differ_within_an_episode_are_refused_by_the_group_too(batch, toolbox):
+    value = batch["rewards"].value.clone()
+    value[0] += 1
+    with pytest.raises(AlignmentError, match="expected one reward per episode"):
+        toolbox.start(GroupAdvantage).run(**{**batch, "rewards": batch["rewards"].replace(value=value)})
+
+
+def test_the_value_of_a_lone_episode_is_0(toolbox):
+    trajectories = toolbox.trajectories(["a", "a"], group=[0, 0])
+    turns = turns_of(trajectories, [2], [3.0, 1.0], ["", ""])
+    rewards = toolbox.rewards(trajectories.uid, [4.0, 4.0])
+    values = toolbox.start(StateMean).run(trajectories=trajectories, turns=turns, rewards=rewards).values
+    assert values.values.to_lists() == [[0, 0], [0, 0]]

@@ -71,7 +71,7 @@ def test_thoughts_are_checked_one_by_one(reward):
     assert steps[0].reward == (0 if reward == "answer" else pytest.approx(1 / len(right)))
     environment = made(ThoughtTurns, reward=reward)
     environment.reset(row)
-    assert environment.state == "0 right "
+    assert environment.state == "0 right"
     wrong = [right[0], right[1].replace("s2", "s3"), *right[2:]]
     steps = [environment.step(text) for text in wrong]
     assert environment.state.startswith(f"{len(right)} wrong s{len(right)}")
@@ -91,6 +91,31 @@ def test_every_family_is_an_environment(family):
     environment = made(ThoughtTurns)
     environment.reset(row)
     assert [environment.step(text).reward for text in right][-1] == 1
+
+
+def test_a_budget_of_moves_bounds_the_turns():
+    row = {"task": "path_star", "edges": [[7, 3], [7, 5], [7, 9], [9, 4]], "start": 7, "goal": 4, "moves": 8}
+    environment = made(ThoughtTurns)
+    environment.reset(row | {"prompt": ""})
+    moves = ["7 3", "back", "7 5", "back", "7 9", "9 4 \\boxed{ 4 }"]  # three times the moves of the solution
+    steps = [environment.step(f"{move} </thought>") for move in moves]
+    assert [s.done for s in steps] == [False] * 5 + [True]
+    assert steps[-1].reward == 1
+
+
+def test_states_in_which_other_cells_are_filled_differ():
+    row = problem(family="mini_sudoku")
+    first, second, third = TASKS["mini_sudoku"].solution(row)[:3]
+
+    def state(*thoughts):
+        environment = made(ThoughtTurns)
+        environment.reset(row)
+        for thought in thoughts:
+            environment.step(thought)
+        return environment.state
+
+    assert state(first, third) == state(third, first)
+    assert state(first, third) != state(second, third)
 
 
 def test_a_problem_without_steps_is_a_fault():

@@ -62,11 +62,6 @@ def test_a_proposed_step_stands_under_the_problem(run):
     assert metrics["replacement_logprob"] == pytest.approx(-0.25)
 
 
-def test_the_new_step_alone_is_learned(run):
-    out, _, _ = run([BAD], [2], lambda context, n: "c</thought>", train_prefix=False, continuations=0)
-    assert out.credit.mask.to_lists() == [[False] * 11 + [True] * 11]
-
-
 def test_what_is_dropped(run):
     # The first failure's step comes again; after the second's new step nothing is right; the third's is the answer.
     def script(context, n):
@@ -80,17 +75,6 @@ def test_what_is_dropped(run):
     out, metrics, _ = run(texts, [2, 2, 2], script)
     assert out.trajectories.text == ["y</thought>\\boxed{1}</thought>"]
     assert [metrics[name] for name in ("interventions", "unchanged", "failed")] == [1, 1, 1]
-
-
-def test_the_step_of_the_solution(run):
-    out, metrics, policy = run(
-        [BAD, BAD], [2, 3], lambda context, n: "", solution="A</thought>C</thought>", replacement="solution",
-        continuations=0,
-    )  # fmt: skip
-    assert out.trajectories.text == ["a</thought>C</thought>"]
-    assert metrics["unchanged"] == 1  # the solution has no third step
-    assert metrics["sampled_tokens"] == 0
-    assert policy.calls == []
 
 
 def test_no_failures_and_settings(run):

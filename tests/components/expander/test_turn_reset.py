@@ -140,6 +140,14 @@ def test_an_environment_that_turns_do_not_determine_costs_its_episodes(toolbox, 
     assert "repeated turns led to another state" in str(component.context.rejected[0])
 
 
+def test_a_batch_whose_repeated_turns_are_all_lost_goes_on(toolbox, case):
+    made = case(({"random": True}, {"random": True}))
+    _, out, _, component = reset(toolbox, made, [2, 2, 2, 2])
+    assert len(out.trajectories) == len(out.turns) == 0
+    assert out.turns.turn.dtype == torch.int64
+    assert component.context.metrics["faults_replay"] == 8
+
+
 def test_without_failures_there_are_no_rows(toolbox, case):
     prompts, _, played, rewards, settings = case()
     rewards = rewards.replace(correct=torch.ones_like(rewards.correct))

@@ -36,6 +36,8 @@ def test_each_turn_has_the_return_of_its_episode(toolbox):
     kept = toolbox.start(EpisodeRewards, keep=("turns",)).run(turns=turns).rewards
     assert kept.value.tolist()[12:] == [0.0, 2.0, 2.0, 2.0]
     assert kept.valid.tolist() == [True] * 12 + [False] + [True] * 3
+    with pytest.raises(ValueError, match=r"keep: expected kinds of time, .* replay, got turn"):
+        EpisodeRewards.Config(keep=("turn",))
 
 
 @pytest.mark.parametrize("order", [list(range(6)), [5, 3, 0, 4, 2, 1]])

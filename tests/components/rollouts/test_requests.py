@@ -2,6 +2,7 @@
 
 import torch
 
+from components.rollouts.continuing import Continuing
 from components.rollouts.requests import keyed_seeds, sample_fresh, sample_groups, unended, unsampled
 from pipeline.core.component import Context
 from pipeline.core.handles import Sampling
@@ -43,3 +44,14 @@ def test_no_request_is_made_for_no_rows(toolbox):
 def test_rows_that_ran_out_of_budget(toolbox):
     rows = toolbox.trajectories(["a", "b", "c"], finish_reason=["eos", "length", "thoughts"])
     assert unended(rows).tolist() == [False, True, True]
+
+
+def test_a_policy_that_continues_requests_scores_the_most_likely_tokens_too():
+    class Scorer:
+        version, tokenizer = 0, None
+
+        def score(self, *given):
+            return given
+
+    policy = Continuing(Scorer(), None, 0, torch.zeros(0, dtype=torch.int64))
+    assert policy.score("context", "tokens", 0.5, top=3) == ("context", "tokens", 0.5, 3)

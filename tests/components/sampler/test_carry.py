@@ -43,7 +43,7 @@ class Letters(Policy):
             text=["".join(map(chr, r[0])) for r in rows],
         )
 
-    def score(self, context, tokens, temperature=1.0):
+    def score(self, context, tokens, temperature=1.0, top=0):
         self.scored += len(tokens)
         return Scores(
             logprobs=tokens.with_values(-self.version - tokens.positions / 100),

@@ -21,7 +21,7 @@ def _rule(text):
 
 def _scored(toolbox, script):
     class Scoring(toolbox.policy):
-        def score(self, context, tokens, temperature=1.0):
+        def score(self, context, tokens, temperature=1.0, top=0):
             self.scored = (decode_rows(self.tokenizer, context.to_lists()), temperature)
             return Scores(
                 logprobs=tokens.with_values(torch.full((len(tokens.values),), -9.0)),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from components.rollouts.replies import state_of
 from components.rollouts.timed_calls import Fault, TimedCalls
 from components.sampler.environment import EnvironmentSampler
 from pipeline.core.errors import RunError
@@ -41,13 +42,17 @@ class Count:
 
     @property
     def state(self):
+        if self.fault == "state" and self.turn == self.at:
+            raise KeyError("state")
         return f"{self.problem['prompt']}{self.turn}"
 
     def step(self, text):
         self.turn += 1
         self.fail(self.turn)
-        if self.turn == self.at and self.fault == "nan":
-            return "x", math.nan, False
+        odd = {"nan": ("x", math.nan, False), "huge": ("x", 10**400, False), "half": ("\ud800", 0.0, False)}
+        odd["done"] = ("x", 0.0, None)
+        if self.turn == self.at and self.fault in odd:
+            return odd[self.fault]
         if self.turn == self.at and self.fault == "no text":
             return None, 0.0, False
         if self.turn == self.at and self.fault == "gym":
@@ -75,14 +80,15 @@ class AsyncCount(Count):
 
 
 class Made(Environments):
-    def __init__(self, kind):
+    def __init__(self, kind, limit=None):
         self.kind = kind
+        self.at_once = limit
 
     def make(self):
         return self.kind()
 
 
-def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, **settings):
+def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, limit=None, **settings):
     texts = texts or [chr(ord("P") + i) for i in range(len(metadata))]
     prompts = toolbox.prompts(texts, metadata=[{"template": "plain", **row} for row in metadata])
     hangs = any(row.get("fault") == "hang" for row in metadata)
@@ -91,7 +97,7 @@ def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=No
     Count.closed = []
     policy = toolbox.policy(script)
     try:
-        out = sampler.run(prompts=prompts, policy=policy, environments=Made(kind))
+        out = sampler.run(prompts=prompts, policy=policy, environments=Made(kind, limit))
     finally:
         sampler.close()
     return SimpleNamespace(out=out, t=out.trajectories, turns=out.turns, context=sampler.context, policy=policy)
@@ -131,6 +137,11 @@ FAULTS = [
     ({"fault": "hang", "at": 2}, 2, "time: no reply in 1.5 s"),
     ({"fault": "hang", "at": 0}, 0, "time: no reply in 1.5 s"),
     ({"fault": "nan"}, 1, "reward: step returned nan (float) as reward, expected a finite number"),
+    ({"fault": "huge"}, 1, "reward: step returned 1000"),
+    ({"fault": "half"}, 1, "reply: step returned '\\ud800' (str) as observation, expected a text"),
+    ({"fault": "done"}, 1, "reply: step returned None as done, expected true or false"),
+    ({"fault": "state", "at": 0}, 0, "raised: KeyError: 'state'"),
+    ({"fault": "state", "at": 1}, 1, "raised: KeyError: 'state'"),
     ({"fault": "no text"}, 1, "reply: step returned None as observation, expected a text"),
     ({"fault": "no text", "at": 0}, 0, "reply: reset returned '' (str), expected a text"),
     ({"fault": "gym"}, 1, "reply: step returned ('x', 0.0, False, False, {}) (tuple), expected (observation, "),
@@ -158,6 +169,11 @@ def test_a_fault_costs_only_its_episode(toolbox, row, rows, reason):
     assert rejected["row"]["prompt"] == 101
     # An environment that hangs is left alone; all others are closed.
     assert ("Q" in Count.closed) == (kind != "time")
+
+
+def test_no_state_is_an_unknown_one():
+    assert state_of(SimpleNamespace(state=None)) == state_of(object()) == ""
+    assert state_of(SimpleNamespace(state=3)) == "3"
 
 
 def test_an_async_step_that_hangs_is_cancelled(toolbox):
@@ -205,6 +221,23 @@ def test_earlier_thoughts_are_dropped_from_later_prompts_only(toolbox):
     got = play(toolbox, [{}], script=lambda context, n: "q</t>a", max_tokens=9, drop_until="</t>")
     assert [text_of(r) for r in got.t.prompt_tokens.to_lists()] == ["P", "Pa[1]", "Pa[1]a[2]"]
     assert got.t.text == ["q</t>a"] * 3
+
+
+def test_calls_wait_for_what_can_run_at_once(toolbox):
+    class Slow(Count):
+        running = most = 0
+
+        def step(self, text):
+            Slow.running += 1
+            Slow.most = max(Slow.most, Slow.running)
+            time.sleep(0.05)
+            Slow.running -= 1
+            return super().step(text)
+
+    for limit in (1, 2):
+        Slow.most = 0
+        play(toolbox, [{}] * 4, Slow, limit=limit)
+        assert Slow.most == limit
 
 
 def test_random_numbers_depend_on_the_episode_and_turn_alone(toolbox):

@@ -43,8 +43,8 @@ def experiment(recipe, *overrides):
 def test_the_nearest_plan_composes_and_is_the_plan_of_what_it_composes(recipe):
     near = nearest(experiment(recipe), H100, 8)
     if near is None:
-        # learner.megatron shards experts only with this setting.
-        assert "a3b" in recipe
+        # learner.megatron shards experts only with a setting, and plans are of graphs with one trained model.
+        assert "a3b" in recipe or "vapo" in recipe
         return
     assert near.fits
     made = recipe_plan(experiment(recipe, *near.overrides), H100, near.learner.layout.world, near.engine_gpus)

@@ -71,6 +71,14 @@ def test_the_direction_is_not_fitted_on_what_is_tested():
     assert study_table(study(sides)).startswith("No score foretells")
 
 
+def test_two_methods_with_a_score_are_too_few():
+    cells = planted()
+    for cell in cells:
+        for method in ("m0", "m1"):
+            cell.scores[method]["rare"] = cell.gain[method]
+    assert "rare" not in study(cells)
+
+
 def test_one_family_is_not_enough():
     with pytest.raises(DataError, match=r"1 families have 3 methods .* expected at least two, one to fit"):
         study(planted(families=1))
@@ -109,6 +117,16 @@ def test_files(files):
     assert "credit_seconds" not in cells[1].scores["m1"]
     assert notes[0] == "one: no scores of m3"
     assert notes[2].endswith("no scores, so the cell three is left out")
+
+
+def test_cells_on_the_recipes_own_data_are_one_family(files):
+    # Else cells of the same problems could be on both sides of the split.
+    results, scores = files
+    for place in ("one/start", "one/after_20", "two"):
+        file = scores / place / "result.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": {"set": []}}))
+    first, second = read_cells([results], scores)[0]
+    assert first.family == second.family
 
 
 def test_folders_of_compare(tmp_path, files):
