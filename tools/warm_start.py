@@ -6,6 +6,8 @@ What a model of a family learns, each from `Task.attempt` and the truth about it
 - to name the first wrong step of a failed attempt: "c1 ok c2 ok c3 bad", then the step in a box. With chance 1 − skill
   the named step is another one, drawn uniformly, so that the accuracy of localisation is a setting;
 - to revise: the solution in a share of `skill` of the examples, else another attempt.
+
+With --start it begins with the weights of another model, whose words it shares, and so learns in fewer steps.
 """
 
 from __future__ import annotations
@@ -87,6 +89,21 @@ def respond(model: nn.Module, tokenizer: Any, prompts: list[str], temperature: f
     )
     out = model.generate(**inputs, **how, max_new_tokens=160, pad_token_id=0, eos_token_id=1)
     return [tokenizer.decode(row[inputs["input_ids"].shape[1] :]) for row in out]
+
+
+@torch.no_grad()
+def take_over(model: nn.Module, words: list[str], path: str) -> None:
+    """Copies the weights of another model of the same shape; of its embeddings, those of shared words."""
+    spec = ModelSpec(path=path)
+    other, known = load_causal_lm(spec), load_tokenizer(spec).get_vocab()
+    own, weights = model.get_input_embeddings().weight, dict(other.named_parameters())
+    for name, weight in model.named_parameters():
+        if weight is not own:
+            weight.copy_(weights[name])
+    places = {i: known.get(word, known.get(f" {word}")) for i, word in enumerate(words)}
+    shared = {i: place for i, place in places.items() if place is not None}
+    own[list(shared)] = other.get_input_embeddings().weight[list(shared.values())]
+    print(f"{len(shared)} of {len(words)} words from {path}", flush=True)
 
 
 def share(values: list[bool] | list[float]) -> float:
@@ -248,6 +265,8 @@ def make(args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         words = vocabulary(task)
         tokenizer, model = make_tokenizer(words), make_model(len(words), args)
+        if args.start:
+            take_over(model, words, args.start)
         train(model.train(), family_lessons(task, args), words, args)
         save(model, tokenizer, args.out)
         print(f"made in {time.process_time() - started:.0f} CPU-seconds", flush=True)

@@ -20,7 +20,6 @@ MODULES: dict[str, str] = {
     "jugs": "components.tasks.jugs:Jugs",
     "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
     "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",
-    "path_star": "components.tasks.path_star:PathStar",
 }
 
 

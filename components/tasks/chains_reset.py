@@ -1,9 +1,10 @@
 """Long chains with few hard steps near their end, where resets should pay: most of a failure is sound.
 
-A problem is a chain as in `chains` (value modulo 13, one thought per step) of 24 steps, of which two or three late ones
-are hard: their fact is one that the small model gets wrong 7 times of 10. The whole chain is judged, so that an error
-stays one even if a second one cancels it. A wrong step can be repaired at once, and only then, by a thought that states
-it again:
+A problem is a chain as in `chains` (value modulo 13, one thought per step) of 16 steps, of which two or three late ones
+are hard: their fact is a misconception of the model `tiny`, with which the training of this family's model begins. Its
+teacher gets it wrong 7 times of 10. (16 steps and three repairs fit in the 128 tokens of the toy recipes.) The whole
+chain is judged, so that an error stays one even if a second one cancels it. A wrong step can be repaired at once, and
+only then, by a thought that states it again:
 
     question   7 s1 * 4 s2 + 3 s3 - 9
     response   s1 7 * 4 2 </thought> s2 2 + 3 6 </thought> fix s2 2 + 3 5 </thought> s3 5 - 9 9 \\boxed{ 9 } </thought>
@@ -19,22 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.tasks.base import Draw, Problem, Task, step_labels, words_of
-from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, thought, true_facts
-from pipeline.core.streams import key_of
+from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, load_misconceptions, thought, true_facts
 
 MODULUS = 13
-MAX_STEPS = 24
-HARD_SHARE = 5  # one of 5 facts is hard
+MAX_STEPS = 16
 WRONG = 0.7  # how often the teacher gets a hard fact wrong, so q ≈ .3
 REPAIRED = 0.1  # how often it repairs such a step
 FIX = "fix"
 ALL_FACTS = [(before, operator, operand) for before in range(MODULUS) for operator in OPERATORS for operand in OPERANDS]
 # Fact → the wrong value that the teacher prefers.
-HARD: dict[Fact, int] = {
-    fact: (apply_step(*fact) + 1 + key_of("shift", *fact) % (MODULUS - 1)) % MODULUS
-    for fact in ALL_FACTS
-    if key_of("chains_reset", *fact) % HARD_SHARE == 0
-}
+HARD: dict[Fact, int] = {fact: wrong for fact, (wrong, _) in load_misconceptions().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +37,12 @@ class Difficulty:
     """Difficulty of the problems.
 
     Attributes:
-        steps: fewest and most steps of a chain, at most 24.
+        steps: fewest and most steps of a chain, at most 16.
         hard: fewest and most hard steps.
         hard_after: hard steps come only after this share of the chain, and never last, where no repair could follow.
     """
 
-    steps: tuple[int, int] = (24, 24)
+    steps: tuple[int, int] = (16, 16)
     hard: tuple[int, int] = (2, 3)
     hard_after: float = 0.75
 
@@ -78,8 +73,8 @@ class ChainsReset(Task):
     answer_kind = "steps"
     recoverable = True
     difficulty = Difficulty
-    # Short chains first: they teach the facts at a third of the cost.
-    warm_up = (Difficulty(steps=(4, 8), hard=(0, 2), hard_after=0), Difficulty(hard=(1, 3), hard_after=0.5))
+    # Shorter chains first: they teach the facts and the repairs at a lower cost.
+    warm_up = (Difficulty(steps=(8, 16), hard=(0, 3), hard_after=0.5), Difficulty(hard=(1, 3), hard_after=0.5))
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem:
         """Draws the places of the hard steps, then at every step a fact of its kind for the value at hand."""

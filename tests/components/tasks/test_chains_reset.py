@@ -51,8 +51,8 @@ def test_hard_steps_are_where_the_difficulty_says():
         facts = true_facts(problem)
         assert problem["hard_steps"] == [k for k, fact in enumerate(facts, 1) if fact in HARD]
         assert 2 <= len(problem["hard_steps"]) <= 3
-        assert all(18 < k < 24 for k in problem["hard_steps"])
-    assert late_steps(24, 0.75) == [19, 20, 21, 22, 23]
+        assert all(12 < k < 16 for k in problem["hard_steps"])
+    assert late_steps(16, 0.75) == [13, 14, 15]
 
 
 def test_every_value_has_hard_and_easy_facts_and_hard_ones_a_wrong_value():
@@ -76,9 +76,9 @@ def test_the_teacher_solves_as_often_as_its_rates_say():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"steps": (24, 25)}, "steps: expected 2 ≤ fewest ≤ most ≤ 24, got [24, 25]."),
+        ({"steps": (16, 17)}, "steps: expected 2 ≤ fewest ≤ most ≤ 16, got [16, 17]."),
         ({"hard_after": 1.0}, "expected 0 ≤ hard_after < 1, got 1.0."),
-        ({"hard": (2, 6)}, "hard: expected [fewest, most] with most ≤ 5, the steps after the first 75% of 24"),
+        ({"hard": (2, 4)}, "hard: expected [fewest, most] with most ≤ 3, the steps after the first 75% of 16"),
     ],
 )
 def test_impossible_difficulty_is_refused(settings, text):

@@ -9,7 +9,7 @@ from components.text.templates import extract_answer
 from pipeline.core.errors import DataError
 from tests.components.tasks.streams import uniform
 
-NAMES = ("gsm_symbolic", "mini_sudoku", "path_star")
+NAMES = ("gsm_symbolic", "mini_sudoku")
 
 
 def test_the_shipped_rows_are_small():
@@ -105,9 +105,6 @@ def test_a_missing_file_is_named():
         ("gsm_symbolic", {"largest": 100}, "largest ≤ 99"),
         ("mini_sudoku", {"empty": (4, 12)}, "4 ≤ fewest ≤ most ≤ 11"),
         ("mini_sudoku", {"hard_cells": (2, 1)}, "0 ≤ fewest ≤ most"),
-        ("path_star", {"arms": (1, 2)}, "arms: expected 2 ≤"),
-        ("path_star", {"length": (2, 5)}, "length: expected 2 ≤"),
-        ("path_star", {"tries": 0}, "1 ≤ tries ≤ 5, got 0"),
     ],
 )
 def test_a_difficulty_that_cannot_be_had_is_refused(name, settings, sentence):
