@@ -56,7 +56,7 @@ def test_a_longer_row_than_the_context_is_a_sentence():
     class Engine:
         context_length = 10
         vocab_size = 50
-        context = type("C", (), {"model": ModelSpec()})()
+        spec = ModelSpec()
         tokenizer = None
 
     rows = Jagged.from_rows([[5] * 8]), Jagged.from_rows([[6] * 3])
