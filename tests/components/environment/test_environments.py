@@ -94,12 +94,12 @@ def test_every_family_is_an_environment(family):
 
 
 def test_a_budget_of_moves_bounds_the_turns():
-    row = {"task": "path_star", "edges": [[7, 3], [7, 5], [7, 9], [9, 4]], "start": 7, "goal": 4, "moves": 8}
+    row = {"task": "hanoi", "question": "a to b in 5", "start": [0], "goal": [1], "moves": 5}
     environment = made(ThoughtTurns)
     environment.reset(row | {"prompt": ""})
-    moves = ["7 3", "back", "7 5", "back", "7 9", "9 4 \\boxed{ 4 }"]  # three times the moves of the solution
+    moves = ["d1 c : c", "d1 a : a", "d1 c : c", "d1 a : a", "d1 b : b \\boxed{ done }"]  # the solution has one
     steps = [environment.step(f"{move} </thought>") for move in moves]
-    assert [s.done for s in steps] == [False] * 5 + [True]
+    assert [s.done for s in steps] == [False] * 4 + [True]
     assert steps[-1].reward == 1
 
 
