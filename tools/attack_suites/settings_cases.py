@@ -380,7 +380,7 @@ STARTS: list[tuple[str, str]] = [
         "… all 4000 rows were rejected (4000 × prompt of N tokens; expected at most N…",
     ),
     ("data.train.split=nothing", "… chains: split 'nothing' does not exist. Known: eval, train, validation."),
-    ("data.train.skip=100000", "… the embedded task: skip left out all of its 4000 usable rows. …"),
+    ("data.train.skip=100000", "… task 'chains': skip left out all of its 4000 usable rows. …"),
     ("data.train={source: file, path: /nowhere.jsonl}", "… data file /nowhere.jsonl does not exist, expected one of …"),
     ("data.train={source: file, path: /etc/passwd}", "… data file /etc/passwd: expected one of .jsonl, .json, …"),
     ("prompts.max_tokens=1", "… all 4000 rows were rejected (4000 × prompt of N tokens; expected at most N…"),

@@ -34,7 +34,7 @@ if os.fork() == 0:
         open(name, "w").close()
         time.sleep(0.001)
 """
-    results = run(isolation, source, *"abcd")
+    results = run(isolation, source, *"wxyz")
     assert [(r.reason, r.out) for r in results] == [("", "[]\n")] * 4
 
 
