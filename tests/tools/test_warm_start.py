@@ -23,7 +23,7 @@ def teacher(skill):
 def settings(out):
     return argparse.Namespace(
         task="jugs", out=out, steps=2, batch=8, lr=1e-3, width=32, layers=1, seed=0, skill=0.9, held_out=0,
-        report_only=False, command="",
+        report_only=False, command="", start=None,
     )  # fmt: skip
 
 
