@@ -242,8 +242,9 @@ def card(args: argparse.Namespace, model: nn.Module, task: Task, figures: dict[s
         "problem, name the first wrong step of a failed attempt, revise it. It starts low on purpose: it was taught "
         "the flawed attempts of the family's teacher.",
         "",
-        f"Made on one CPU thread by `{args.command}`; the same command on the same machine and library versions gives "
-        "the same bytes. `--skill` sets the share of right examples of naming the error and of revising; 1 teaches the "
+        f"Made on one CPU thread by `{args.command}`; the same code, machine and library "
+        "versions give the same bytes (tested over two steps; these weights were made once). "
+        "`--skill` sets the share of right examples of naming the error and of revising; 1 teaches the "
         "truth.",
         "",
         f"Held-out figures, {args.held_out} problems of the default difficulty; localising and revising at T = 0.3 on "
