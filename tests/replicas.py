@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from pipeline.core.component import Ranks
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed.wire_format import pack, unpack
 
 

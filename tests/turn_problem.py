@@ -96,20 +96,29 @@ def per_state(weight):
     return torch.tensor([[weight(s)] for s in range(STATES)], dtype=torch.float64)
 
 
-def inputs(toolbox, groups):
-    """Trajectories, turns and rewards of groups of episodes, and (state, action) of each row; a token per turn."""
-    rows, group, first, number, total, done = [], [], [], [], [], []
+def inputs(toolbox, groups, lineage=None):
+    """Trajectories, turns and rewards of groups of episodes, and (state, action) of each row; a token per turn.
+
+    With `lineage` an episode has rows from its turn `begin` on, and continues that of its group at place `above`:
+    lineage[g][place] = (above, begin).
+    """
+    rows, group, first, number, total, done, parent = [], [], [], [], [], [], []
     for g, members in enumerate(groups):
-        for episode in members:
+        path = []  # of each episode of the group, the rows of all its turns
+        for place, episode in enumerate(members):
+            above, begin = lineage[g][place] if lineage else (-1, 0)
             start = 1000 + len(rows)
-            for t, step in enumerate(episode.steps):
+            path.append(path[above][:begin] if begin else [])
+            for t, step in enumerate(episode.steps[begin:], begin):
+                path[-1].append(len(rows))
                 rows.append(step)
                 group.append(g)
                 first.append(start)
                 number.append(t)
-                total.append(episode.total)
+                parent.append(1000 + path[-1][begin - 1] if t == begin and begin else -1)
+                total.append(sum(r for *_, r in episode.steps[begin:]))
                 done.append(t == len(episode.steps) - 1)
-    trajectories = toolbox.trajectories(["x"] * len(rows), group=group)
+    trajectories = toolbox.trajectories(["x"] * len(rows), group=group, parent=torch.tensor(parent))
     turns = Turns(
         uid=trajectories.uid,
         episode=torch.tensor(first),
@@ -121,6 +130,31 @@ def inputs(toolbox, groups):
     )
     rewards = toolbox.rewards(trajectories.uid, total)
     return {"trajectories": trajectories, "turns": turns, "rewards": rewards}, [(s, a) for s, a, _ in rows]
+
+
+def trees(size, branching, every=1):
+    """All trees of `size` episodes with branches at turn `every`, 2 `every`, …: (episodes, lineage, probability)."""
+    found = [
+        (list(m), [(-1, 0)] * size, math.prod(e.probability for e in m)) for m in itertools.product(ALL, repeat=size)
+    ]
+    for level, width in enumerate(branching, 1):
+        at = level * every
+        deeper = []
+        for members, lineage, p in found:
+            live = [i for i, e in enumerate(members) if len(e.steps) > at] * (width - 1)
+            ways = [episodes(members[i].steps[at][0], members[i].steps[:at]) for i in live]
+            for new in itertools.product(*ways):
+                chance = math.prod(e.probability for e in new)
+                deeper.append(([*members, *new], [*lineage, *((i, at) for i in live)], p * chance))
+        found = deeper
+    return found
+
+
+def expected_over_trees(toolbox, advantage, *shape):
+    """As `expected`, over all trees of this shape."""
+    groups, lineage, weight = zip(*trees(*shape), strict=True)
+    given, choices = inputs(toolbox, groups, lineage)
+    return _sum(advantage(**given), choices, torch.tensor(weight, dtype=torch.float64)[given["trajectories"].group])
 
 
 def expected(toolbox, advantage, size):

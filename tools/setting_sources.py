@@ -16,10 +16,13 @@ Text that does not begin with a label is prose.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
 
+# In C if PyYAML was built with it: these files are read many times.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 OURS = "ours"
 LABELS = ("from the paper's text", "from the authors' release", "second-hand", "our reading", OURS)
 DEFAULT = "# Unless a line says otherwise: ours."
@@ -38,6 +41,7 @@ GRAPH_PAGES = {
     "s_trace": "trace",
     "sdpo": "self_teacher",
     "srpo_turns": "turns",
+    "tree_turns": "turns",
 }
 CLAUSE = re.compile(rf"({'|'.join(LABELS)})(?: \(([^)]*)\))?(?:: ([\w.]+(?:, [\w.]+)*))?\.?")
 
@@ -89,7 +93,7 @@ def read_values(file: Path) -> list[Value]:
     default = [Clause(OURS, "", ())] if DEFAULT in lines else []
     used: set[Clause] = set()
     values = []
-    for path, node, opened in _leaves(yaml.compose("\n".join(lines)), (), ()):
+    for path, node, opened in _leaves(yaml.compose("\n".join(lines), LOADER), (), ()):
         setting = _setting(path, node)
         if setting is None:
             continue
@@ -125,11 +129,12 @@ def table(page: str, configs: Path) -> str:
     return "\n".join(rows)
 
 
+@cache
 def page_of(recipe: Path) -> str:
     """The page of a recipe's graph, through the recipes it starts from."""
     if recipe.stem in RECIPE_PAGES:
         return RECIPE_PAGES[recipe.stem]
-    for item in yaml.safe_load(recipe.read_text(encoding="utf-8")).get("defaults", []):
+    for item in yaml.load(recipe.read_text(encoding="utf-8"), LOADER).get("defaults", []):
         if isinstance(item, dict) and "/graph" in item:
             return GRAPH_PAGES.get(item["/graph"], item["/graph"])
         if isinstance(item, str):

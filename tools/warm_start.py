@@ -3,8 +3,9 @@
 What a model of a family learns, each from `Task.attempt` and the truth about it:
 
 - to solve, as the flawed teacher does, so that reinforcement learning has something to correct;
-- to name the first wrong step of a failed attempt: "c1 ok c2 ok c3 bad", then the step in a box. With chance 1 − skill
-  the named step is another one, drawn uniformly, so that the accuracy of localisation is a setting;
+- to name the first wrong step of a failed attempt: "c1 ok c2 ok c3 bad", then the step in a box; families may put a
+  remark before each verdict (`Task.remark`). With chance 1 − skill the named step is another one, drawn uniformly, so
+  that the accuracy of localisation is a setting;
 - to revise: the solution in a share of `skill` of the examples, else another attempt.
 
 With --start it begins with the weights of another model, whose words it shares, and so learns in fewer steps.
@@ -139,7 +140,10 @@ class Teacher:
         thoughts, named = failed
         if self.draw() >= self.skill and len(thoughts) > 1:
             named = 1 + (named + int(self.draw() * (len(thoughts) - 1))) % len(thoughts)
-        verdicts = " ".join([*(f"c{i} ok" for i in range(1, named)), f"c{named} bad"])
+        remarks = (self.task.remark(problem, thoughts[:i]) for i in range(1, named + 1))
+        verdicts = " ".join(
+            f"c{i} {remark} {'bad' if i == named else 'ok'}" for i, remark in enumerate(remarks, 1)
+        ).replace("  ", " ")
         prompt = self.task.localize_prompt(problem["question"], thoughts)
         return prompt, f"{verdicts} \\boxed{{ {named} }} <eos>"
 
@@ -264,6 +268,7 @@ def make(args: argparse.Namespace) -> None:
     if not args.report_only:
         started = time.process_time()
         torch.manual_seed(args.seed)
+        task.sure = task.sure if args.sure is None else args.sure
         words = vocabulary(task)
         tokenizer, model = make_tokenizer(words), make_model(len(words), args)
         if args.start:

@@ -23,7 +23,7 @@ ENGINE_METRICS = (
     Metric("scored_tokens", "tokens", "tokens of teacher-forced scoring, context included"),
     Metric("rows_without_room", "rows", "requests whose prompt fills the model's context; they get no tokens"),
     Metric("seconds_load", "s", "wall time of loading new weights"),
-    Metric("seconds_generate", "s", "wall time inside `generate`"),
+    Metric("seconds_generate", "s", "wall time inside `generate`, that of environments included where they overlap"),
     Metric("seconds_score", "s", "wall time inside `score`"),
 )
 

@@ -30,9 +30,10 @@ from components.engine.weight_files import (
     write_file,
 )
 from components.models.weights import read_file
-from pipeline.core.component import ModelSpec, same_device
+from pipeline.core.component import ModelSpec
 from pipeline.core.errors import RunError
 from pipeline.core.payloads import Adapter, Weights
+from pipeline.core.ranks import same_device
 
 PREFIX = "creditgraph-weights-"
 # Metadata of settings that may change when a run is continued: they determine where servers are and how they are

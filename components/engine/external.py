@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from components.engine.base import Engine, EnginePolicy, Outputs
-from components.engine.messages import ScoreRequest, ScoreResponse, group_of
+from components.engine.messages import RowRequest, RowResponse, ScoreRequest, ScoreResponse, group_of
 from components.engine.probe import Probe, probe_of, probe_request, reference_logprobs, skeleton
 from components.engine.rows import Rows
 from components.engine.served.dialect import Dialect, ServedModel
@@ -26,7 +26,7 @@ from components.models.load import check_context, check_weight_files, load_confi
 from components.text.stops import TokenText
 from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
-from pipeline.core.handles import Completions, Requests, Scores
+from pipeline.core.handles import Answer, Completions, Requests, Scores
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
 from pipeline.core.payloads import Weights
@@ -234,9 +234,7 @@ class ExternalPolicy(EnginePolicy):
         """Samples one completion per row."""
         engine = self.engine
         self._check_current()
-        self._check_tokens(requests.tokens, "request")
-        self._check_temperature(requests.sampling.temperature)
-        rows = Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size)
+        rows = self._rows(requests)
         for prompt in requests.tokens.to_lists():
             self._prompts.setdefault(len(prompt), set()).add(group_of(prompt))
         with self._timed("seconds_generate"):
@@ -246,14 +244,49 @@ class ExternalPolicy(EnginePolicy):
         engine.count(sampled_tokens=len(completions.tokens.values), **engine.active.take_counters())
         return completions
 
+    def converse(self, rows: int, answer: Answer) -> None:
+        """As `Policy.converse`; in servers each row goes on by itself, where its first prompt is cached."""
+        engine = self.engine
+        if not isinstance(engine.active, Servers):
+            return super().converse(rows, answer)
+        self._check_current()
+        running: dict[int, Rows] = {}
+        groups: dict[int, int] = {}
+        sampled: list[int] = []
+
+        def follow(row: int) -> RowRequest | None:
+            done = running[row].completions() if row in running else None
+            while True:
+                sampled.append(0 if done is None else len(done.tokens.values))
+                going, requests = answer([row], done)
+                if not going:
+                    return None
+                running[row] = self._rows(requests)
+                if started := running[row].start():
+                    if row not in groups:
+                        groups[row] = started[0].group
+                        self._prompts.setdefault(len(started[0].tokens), set()).add(groups[row])
+                    return dataclasses.replace(started[0], row=row, group=groups[row])
+                done = running[row].completions()  # empty: there was no room
+
+        def feed(row: int, part: RowResponse, last: bool) -> bool:
+            return running[row].feed(0, part, last)
+
+        with self._timed("seconds_generate"):
+            engine.active.pool.converse(rows, follow, feed, lambda row: running[row].reset(0))
+        self._check_current()
+        engine.count(sampled_tokens=sum(sampled), **engine.active.take_counters())
+        return None
+
+    def _rows(self, requests: Requests) -> Rows:
+        self._check_tokens(requests.tokens, "request")
+        self._check_temperature(requests.sampling.temperature)
+        engine = self.engine
+        return Rows(requests, self._limits(requests), engine.text, self.tokenizer, engine.vocab_size)
+
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
-        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced; no `top` tokens."""
-        if top:
-            raise CreditgraphError(
-                f"engine '{self.engine.context.node}': expected an engine that scores the {top} most likely tokens of "
-                "each place, which servers are not asked for. Use engine.local, or sampled tokens alone (top=0)."
-            )
-        return self._score(context, tokens, temperature, [self._group(row) for row in context.to_lists()])
+        """Log-probs and entropies of `tokens` given `context`, both Jagged int32, teacher-forced."""
+        return self._score(context, tokens, temperature, [self._group(row) for row in context.to_lists()], top)
 
     def score_branches(
         self, trunk: Jagged, row: Tensor, at: Tensor, tokens: Jagged, temperature: float = 1.0
@@ -278,8 +311,11 @@ class ExternalPolicy(EnginePolicy):
                 return group
         return group_of(tokens)
 
-    def _score(self, context: Jagged, tokens: Jagged, temperature: float, groups: Sequence[int]) -> Scores:
+    def _score(
+        self, context: Jagged, tokens: Jagged, temperature: float, groups: Sequence[int], top: int = 0
+    ) -> Scores:
         engine = self.engine
+        top = min(top, engine.vocab_size)
         self._check_current()
         self._check_scored(context, tokens)
         self._check_temperature(temperature)
@@ -290,6 +326,8 @@ class ExternalPolicy(EnginePolicy):
                 context=before,
                 tokens=after,
                 temperature=temperature or 1.0,
+                top=top,
+                vocab_size=engine.vocab_size,
             )
             for row, (before, after) in enumerate(zip(context.to_lists(), tokens.to_lists(), strict=True))
             if after
@@ -299,13 +337,23 @@ class ExternalPolicy(EnginePolicy):
         self._check_current()
         logprobs = torch.zeros(len(tokens.values))
         entropies = torch.zeros(len(tokens.values))
+        best = torch.zeros(len(tokens.values), top, dtype=torch.int64)
+        best_logprobs = torch.zeros(len(tokens.values), top)
         for request, response in zip(requests, responses, strict=True):
             row = slice(int(tokens.offsets[request.row]), int(tokens.offsets[request.row + 1]))
             logprobs[row] = torch.tensor(response.logprobs)
             entropies[row] = math.nan if response.entropies is None else torch.tensor(response.entropies)
+            if top:
+                best[row] = torch.tensor(response.top_tokens).view(-1, top)
+                best_logprobs[row] = torch.tensor(response.top_logprobs).view(-1, top)
         scored = sum(len(request.context) + len(request.tokens) for request in requests)
         engine.count(scored_tokens=scored, **engine.active.take_counters())
-        return Scores(logprobs=tokens.with_values(logprobs), entropies=tokens.with_values(entropies))
+        return Scores(
+            logprobs=tokens.with_values(logprobs),
+            entropies=tokens.with_values(entropies),
+            top_tokens=best if top else None,
+            top_logprobs=best_logprobs if top else None,
+        )
 
     def _check_temperature(self, temperature: float) -> None:
         low, high = self.engine.temperatures

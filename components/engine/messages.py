@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from components.engine.base import DIVERGED
@@ -78,7 +78,8 @@ class RowResponse:
 class ScoreRequest:
     """A row whose `tokens` are to be scored given `context`, at `temperature`.
 
-    `group` is `group_of` the prompt that the context begins with, or of a longer part of it.
+    `group` is `group_of` the prompt that the context begins with, or of a longer part of it. The `top` most likely
+    tokens in the place of each are scored too; their ids are below `vocab_size`.
     """
 
     row: int
@@ -86,6 +87,8 @@ class ScoreRequest:
     context: list[int]
     tokens: list[int]
     temperature: float
+    top: int = 0
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +96,14 @@ class ScoreResponse:
     """Log-probs [nats], one per token, and entropies or None where the engine gives none.
 
     Attributes:
+        top_tokens, top_logprobs: the most likely tokens in the place of each token, the first first, place after place.
         version: label of the weights that scored (`Update.label`), or None if the engine does not report it.
     """
 
     logprobs: list[float]
     entropies: list[float] | None
+    top_tokens: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
     version: str | None = None
 
 
@@ -107,6 +113,14 @@ def check_score(request: ScoreRequest, response: ScoreResponse) -> ScoreResponse
     check_lengths(place, len(request.tokens), response.logprobs, response.entropies)
     check_logprobs(place, response.logprobs, LOWEST_SCORE)
     check_entropies(place, response.entropies, LARGEST_ENTROPY)
+    wanted = len(request.tokens) * request.top
+    if not len(response.top_tokens) == len(response.top_logprobs) == wanted:
+        got = f"{len(response.top_tokens)} with {len(response.top_logprobs)} log-probs"
+        raise BadResponse(f"{place}: expected {wanted} most likely tokens, {request.top} in each place, got {got}.")
+    if not all(0 <= token < request.vocab_size for token in response.top_tokens):
+        raise BadResponse(f"{place}: expected most likely tokens of the vocabulary, ids below {request.vocab_size}.")
+    if any(math.isnan(value) or value > ROUNDING for value in response.top_logprobs):
+        raise BadResponse(f"{place}: expected log-probs of at most 0 of the most likely tokens, got others. {DIVERGED}")
     return response
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,13 @@ class Stop(EnvironmentComponent):
     def make(self) -> StopEpisode:
         """A new episode."""
         return StopEpisode(self.config)
+
+    def exact_values(self, chance: Callable[[str, Collection[str]], float]) -> dict[str, float]:
+        """`stop_values` of the policy, by turn."""
+        config = self.config
+        offers = [config.observation.format(turn=turn, reward=r) for turn, r in enumerate(config.rewards)]
+        stop = [chance(offer, config.stop) for offer in offers]
+        return {str(turn): v for turn, v in enumerate(stop_values(stop, config.rewards, config.end)[:-1])}
 
 
 def stop_values(stop: Sequence[float], rewards: Sequence[float], end: float = 0.0) -> list[float]:

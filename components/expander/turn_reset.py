@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from components.rollouts.episodes import EPISODE_METRICS, EpisodePlayer, EpisodeSettings, RecordedTurn
+from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
+from components.rollouts.played import EPISODE_METRICS
 from components.rollouts.requests import LENGTH_METRICS, SAMPLING_NAMES, keyed_seeds, length_metrics
-from components.rollouts.turn_rows import by_episode
+from components.rollouts.turn_rows import RecordedTurn, by_episode, recorded_turns
 from pipeline.core.component import Count, same_rows
 from pipeline.core.handles import Environments, Policy
 from pipeline.core.metric import Metric
@@ -20,7 +21,10 @@ from pipeline.core.streams import keys_within
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The new turns of `suffixes` episodes per failure, whose group is the failure; repeated turns have no row."""
+    """The new turns of `suffixes` episodes per failure, whose group is the failure; repeated turns have no row.
+
+    The `parent` of an episode's first row is that of the turn before it.
+    """
 
     trajectories: Trajectories
     turns: Annotated[Turns, same_rows("trajectories")]
@@ -31,8 +35,8 @@ class TurnReset(EpisodePlayer):
 
     A fresh environment answers the recorded texts of turns 1 … h*−1 again; where it then shows another prompt or state
     than was recorded, it is not determined by the turns, and the episode ends as a fault "replay". The return of a new
-    episode is that of its new turns; what the repeated ones gave is the same for its group. With failures of every
-    episode and a uniform localizer, it branches a tree over turns. Source: 2605.25507; over turns it is ours.
+    episode is that of its new turns; what the repeated ones gave is the same for its group. Source: 2605.25507; over
+    turns it is ours.
     """
 
     paper = "2605.25507"
@@ -83,9 +87,13 @@ class TurnReset(EpisodePlayer):
         rows = prompts.index_of(failures.prompt_uid)[owner]
         table = self.table(prompts, policy, environments)
         played = table.play(rows, seed, [recorded[i] for i in owner.tolist()])
-        group = failures.uid[owner[played.entry]]
+        entry = owner[played.entry]
+        begins = played.turns.episode == played.turns.uid
+        above = episodes.uid[episodes.index_of(failures.uid)[entry] + played.turns.turn - 1]
+        parent = torch.where(begins & (played.turns.turn > 0), above, -1)
         self.context.log(**played.metrics(), **length_metrics(played.trajectories))
-        return Outputs(trajectories=played.trajectories.replace(group=group), turns=played.turns)
+        grown = played.trajectories.replace(group=failures.uid[entry], parent=parent)
+        return Outputs(trajectories=grown, turns=played.turns)
 
     def _recorded(
         self, failures: Trajectories, errors: StepErrors, episodes: Trajectories, turns: Turns
@@ -95,17 +103,7 @@ class TurnReset(EpisodePlayer):
         first = lengths.cumsum(0) - lengths
         start = episodes.index_of(failures.uid)
         count = lengths[torch.searchsorted(first, start)]
-        recorded = []
-        for row, number in zip(start.tolist(), torch.minimum(errors.step, count).tolist(), strict=True):
-            recorded.append(
-                [
-                    RecordedTurn(
-                        episodes.prompt_tokens.row(i).tolist(),
-                        episodes.response_tokens.row(i).tolist(),
-                        episodes.text[i],
-                        turns.state[i],
-                    )
-                    for i in range(row, row + max(number, 1))
-                ]
-            )
-        return recorded
+        return [
+            recorded_turns(episodes, turns, range(row, row + max(number, 1)))
+            for row, number in zip(start.tolist(), torch.minimum(errors.step, count).tolist(), strict=True)
+        ]

@@ -33,15 +33,11 @@ class Compute:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-    """Settings of every learner."""
+class StepSettings:
+    """How a model is trained on a rollout batch, whatever its loss."""
 
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """loss per token and aggregation"""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     """AdamW, clipping, schedule"""
-    lora: Lora = field(default_factory=Lora)
-    """low-rank adapters"""
     micro_batch_tokens: int = 16384
     """token budget of one micro-batch, 0 for one micro-batch; lower it if memory runs out, the gradient stays the
     same. A pipeline of P stages needs several times P micro-batches per step to be efficient"""
@@ -49,6 +45,30 @@ class LearnerSettings:
     """optimiser steps per epoch; prompts are split evenly among them, all trajectories of a prompt together"""
     epochs: int = 1
     """passes over the rollout batch"""
+    compute: Compute = field(default_factory=Compute)
+    """attention and output head on the device"""
+
+    def __post_init__(self) -> None:
+        if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:
+            raise ValueError(
+                f"expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got {self.minibatches}, "
+                f"{self.epochs} and {self.micro_batch_tokens}."
+            )
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimiser steps planned for one rollout batch."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings(StepSettings):
+    """Settings of every learner."""
+
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """loss per token and aggregation"""
+    lora: Lora = field(default_factory=Lora)
+    """low-rank adapters"""
     old_logprobs: Literal["engine", "recompute"] = "engine"
     """denominators of the ratios: log-probs reported by the engine, or recomputed by this model before a first step.
     With another precision or kernels the engine's differ by rounding, which ratios of many tokens (`gspo`, traces) add
@@ -59,17 +79,11 @@ class LearnerSettings:
     share_prefixes: bool = True
     """compute a prompt, or an inherited prefix, once for all rows of a micro-batch that begin with it; same loss and
     gradient. No effect for a model that does not support packed sequences"""
-    compute: Compute = field(default_factory=Compute)
-    """attention and output head on the device"""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """limits on the difference between log-probs of engine and learner"""
 
     def __post_init__(self) -> None:
-        if self.minibatches < 1 or self.epochs < 1 or self.micro_batch_tokens < 0:
-            raise ValueError(
-                f"expected minibatches ≥ 1, epochs ≥ 1 and micro_batch_tokens ≥ 0, got {self.minibatches}, "
-                f"{self.epochs} and {self.micro_batch_tokens}."
-            )
+        super().__post_init__()
         if self.objective.importance.used and self.old_logprobs != "recompute":
             raise ValueError(
                 "objective.importance compares the learner's old log-probs with the engine's, but old_logprobs is "
@@ -80,8 +94,3 @@ class LearnerSettings:
     def keeps_reference(self) -> bool:
         """Whether the initial model must be kept."""
         return self.objective.kl.coefficient > 0
-
-    @property
-    def steps_per_batch(self) -> int:
-        """Optimiser steps planned for one rollout batch."""
-        return self.epochs * self.minibatches

@@ -237,7 +237,8 @@ class RolloutTraining:
             with self.clock("reference"):
                 reference = self.score(reference=True)
             self._inputs = self._inputs.replace(reference_logprobs=reference)
-        self._inputs = prepare(self._inputs, self._settings.objective, self._meters, self._context.all_sum)
+        context = self._context
+        self._inputs = prepare(self._inputs, self._settings.objective, self._meters, context.all_sum, context.rng())
 
     @torch.no_grad()
     def score(self, reference: bool) -> Jagged:

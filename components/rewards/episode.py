@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 
-from components.rollouts.episodes import FAULTS
+from components.rollouts.played import FAULTS
 from components.rollouts.turn_rows import episode_returns
 from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.metric import Metric

@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from components.models.load import context_length
+from components.rollouts.played import Played
 from components.rollouts.replies import is_text, read_step, shown, state_of
-from components.rollouts.requests import SamplingSettings, sample_fresh, unsampled
+from components.rollouts.requests import SamplingSettings, completed, unsampled
 from components.rollouts.second_turn import encoded, problem_of
 from components.rollouts.timed_calls import Fault, TimedCalls
-from components.rollouts.turn_rows import episode_returns
+from components.rollouts.turn_rows import RecordedTurn
 from components.text.stops import ends_of_stop, token_texts
 from components.text.templates import first_turn, later_turn, response_text
-from pipeline.core.component import Component, Context, Count
+from pipeline.core.component import Component, Context
 from pipeline.core.errors import RunError
-from pipeline.core.handles import Environments, Policy, Sampling, Step
+from pipeline.core.handles import Completions, Environments, Policy, Requests, Sampling, Step
 from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories, Turns
 from pipeline.core.streams import Stream
-
-# Kinds of faults that end an episode; see the metric below.
-FAULTS = ("time", "raised", "reply", "reward", "reset", "turns", "context", "replay")
-
-EPISODE_METRICS = (
-    Metric("episodes", "episodes", "episodes that had a turn"),
-    Metric("turns", "turns", "turns of an episode, mean"),
-    Metric("return", "reward", "sum of the rewards of an episode, mean over episodes without a fault"),
-    Metric("faults", "episodes", "episodes that a fault cut off"),
-    Metric(
-        "faults_<kind>",
-        "episodes",
-        "of these, by kind: time (no reply in time), raised, reply (no text, or no step), reward (not a finite "
-        "number), reset (ended at reset), turns (no end within `max_turns`), context (no room for another turn), "
-        "replay (repeated turns led elsewhere); close: `close` failed, which costs no episode",
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,28 +56,22 @@ class EpisodeSettings(SamplingSettings):
             )
 
 
-class RecordedTurn(NamedTuple):
-    """A turn that was played before: prompt and response as tokens, the response's text, and the state before it."""
-
-    prompt: list[int]
-    response: list[int]
-    text: str
-    state: str
-
-
 @dataclass(eq=False)
 class _Episode:
     """An episode in play.
 
     Attributes:
+        place: among all episodes.
         row: of its prompt.
         seed: of its random numbers.
         prompt: tokens of the conversation so far; of `last` not yet what is dropped of it.
         last: tokens of its last response.
-        turns: place of the sampled row, state before it, reward and done of each turn.
+        number: turns that it has had, repeated ones too.
+        turns: place of the sampled row, state before it, reward and done of each sampled turn.
         recorded: turns to repeat, and the one that is sampled anew.
     """
 
+    place: int
     row: int
     seed: int
     recorded: Sequence[RecordedTurn] = ()
@@ -102,6 +80,7 @@ class _Episode:
     state: str = ""
     prompt: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
+    number: int = 0
     turns: list[tuple[int, str, float, bool]] = field(default_factory=list)
     done: bool = False
     fault: Fault | None = None
@@ -117,35 +96,15 @@ class _Episode:
         return not self.done and self.fault is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Played:
-    """Turns of all episodes that had one, the number of faults of each kind, of the others too, and the place of each
-    row's episode among those that were to be played, int64 [N]."""
-
-    trajectories: Trajectories
-    turns: Turns
-    faults: Counter[str]
-    entry: Tensor
-
-    def metrics(self) -> dict[str, float]:
-        """Values of `EPISODE_METRICS`."""
-        value, first = episode_returns(self.turns)
-        whole = first & torch.tensor([not fault for fault in self.turns.fault], dtype=torch.bool)
-        return {
-            "episodes": Count(first.sum()),
-            "turns": len(self.turns) / max(int(first.sum()), 1),
-            "return": float(value[whole].sum()) / max(int(whole.sum()), 1),
-            "faults": Count(sum(count for kind, count in self.faults.items() if kind != "close")),
-            **{f"faults_{kind}": Count(count) for kind, count in sorted(self.faults.items())},
-        }
-
-
 @dataclass(kw_only=True)
 class Table:
-    """Plays episodes turn by turn, the turns of all episodes in one request batch.
+    """Plays episodes turn by turn. Each goes on as the policy converses: in rounds, or as soon as it was answered.
 
     A turn's random numbers depend on (its episode's seed, its place) and on nothing else in the batch. A fault ends its
     episode alone; it is counted, and written to rejected.jsonl.
+
+    Where episodes go on by themselves, their turns come from several threads. One at a time is at work here; the lock
+    is free while an environment answers.
 
     Attributes:
         context: of the node; gives ids, and receives what is rejected.
@@ -167,9 +126,10 @@ class Table:
     room: int
     calls: TimedCalls
     episodes: list[_Episode] = field(default_factory=list)
-    open: list[_Episode] = field(default_factory=list)
     parts: list[Trajectories] = field(default_factory=list)
-    faults: Counter[str] = field(default_factory=Counter)
+    sampled: int = 0
+    faults: list[tuple[_Episode, Fault]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.room = min(self.room, self.settings.episode_tokens or self.room)
@@ -184,43 +144,56 @@ class Table:
             RunError: no episode got as far as its first turn.
         """
         self.episodes = [
-            _Episode(row=r, seed=s, recorded=again)
-            for r, s, again in zip(rows.tolist(), seed.tolist(), recorded or [()] * len(rows), strict=True)
+            _Episode(place=place, row=r, seed=s, recorded=again)
+            for place, (r, s, again) in enumerate(
+                zip(rows.tolist(), seed.tolist(), recorded or [()] * len(rows), strict=True)
+            )
         ]
         try:
-            self._reset()
-            for number in range(self.settings.max_turns):
-                self._turn(number)
-                self._close([e for e in self.open if not e.live])
-            for episode in self._live():
-                self._end(episode, Fault("turns", f"no end within {self.settings.max_turns} turns (max_turns)"))
+            self.policy.converse(len(self.episodes), self._answer)
         finally:
-            self._close(list(self.open))
+            with self.lock:
+                self._close(self.episodes)
+            # Not in the order in which they came, which may be another next time.
+            for episode, fault in sorted(self.faults, key=lambda found: found[0].place):
+                prompt = int(self.prompts.uid[episode.row])
+                self.context.reject({"prompt": prompt, "seed": episode.seed, "turns": len(episode.turns)}, str(fault))
         return self._played()
 
-    def _call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return self.calls.run(calls, self.environments.at_once)
+    def _answer(self, places: list[int], done: Completions | None) -> tuple[list[int], Requests]:
+        """Has the environments answer what these episodes have sampled; returns those that go on, and their requests.
 
-    def _live(self) -> list[_Episode]:
-        return [episode for episode in self.episodes if episode.live]
+        `Policy.converse` calls it.
+        """
+        episodes = [self.episodes[place] for place in places]
+        with self.lock:
+            if done is None:
+                self._reset(episodes)
+            else:
+                self._step(episodes, done)
+            self._advance(episodes)
+            self._close([episode for episode in episodes if not episode.live])
+            live = [episode for episode in episodes if episode.live]
+            return [episode.place for episode in live], self._requests(live)
+
+    def _call(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        self.lock.release()
+        try:
+            return self.calls.run(calls, self.environments.at_once) if calls else []
+        finally:
+            self.lock.acquire()
 
     def _end(self, episode: _Episode, fault: Fault) -> None:
         episode.fault = fault
-        self._count(episode, fault)
+        self.faults.append((episode, fault))
 
-    def _count(self, episode: _Episode, fault: Fault) -> None:
-        self.faults[fault.kind] += 1
-        prompt = int(self.prompts.uid[episode.row])
-        self.context.reject({"prompt": prompt, "seed": episode.seed, "turns": len(episode.turns)}, str(fault))
-
-    def _reset(self) -> None:
+    def _reset(self, episodes: Sequence[_Episode]) -> None:
         def begun(episode: _Episode) -> Any:
             episode.environment = self.environments.make()
             return episode.environment.reset(self._problem(episode))
 
-        self.open = list(self.episodes)
-        replies = self._call([partial(begun, episode) for episode in self.episodes])
-        for episode, reply in zip(self.episodes, replies, strict=True):
+        replies = self._call([partial(begun, episode) for episode in episodes])
+        for episode, reply in zip(episodes, replies, strict=True):
             if isinstance(reply, Fault):
                 self._end(episode, reply)
             elif isinstance(reply, Step | tuple):
@@ -238,54 +211,72 @@ class Table:
         # A copy for each, since episodes must not meet in what they change.
         return {**copy.deepcopy(metadata), "question": question, "prompt": prompt, "answer": answer, "seed": seed}
 
-    def _turn(self, number: int) -> None:
-        """Samples one turn of every live episode and has it answered."""
-        for episode in self._live():
-            self._extend(episode, number)
-            if len(episode.prompt) >= self.room:
-                text = f"turn {number + 1} would begin after {len(episode.prompt)} tokens, all that {self.room} hold"
-                self._end(episode, Fault("context", text))
-            elif number < len(episode.recorded):
-                self._check_recorded(episode, number)
-        self._repeat([episode for episode in self._live() if number < episode.begin], number)
-        live = [episode for episode in self._live() if number >= episode.begin]
-        if not live:
-            return
-        tokens = Jagged.from_rows([episode.prompt for episode in live], torch.int32)
-        prompts = self.prompts.select(torch.tensor([episode.row for episode in live]))
+    def _requests(self, episodes: Sequence[_Episode]) -> Requests:
+        """Requests for the next turn of each."""
+        tokens = Jagged.from_rows([episode.prompt for episode in episodes], torch.int32)
+        seeds = [Stream("turn", e.number).seeds(torch.tensor([e.seed])) for e in episodes]
+        return Requests(
+            tokens=tokens,
+            seed=torch.cat([torch.zeros(0, dtype=torch.int64), *seeds]),
+            sampling=self.sampling,
+            max_tokens=(self.room - tokens.lengths).clamp(max=self.sampling.max_tokens),
+            prompt_uid=self.prompts.uid[[episode.row for episode in episodes]],
+        )
+
+    def _step(self, episodes: Sequence[_Episode], done: Completions) -> None:
+        """Keeps the sampled turns of these episodes, and has them answered."""
+        tokens = Jagged.from_rows([episode.prompt for episode in episodes], torch.int32)
         # One prompt may have many episodes: rows of the batch that is sampled from are the episodes.
-        prompts = prompts.replace(tokens=tokens)
-        seed = Stream("turn", number).seeds(torch.tensor([episode.seed for episode in live]))
-        budget = (self.room - tokens.lengths).clamp(max=self.sampling.max_tokens)
-        rows = torch.arange(len(live))
-        first = sum(map(len, self.parts))
-        part = sample_fresh(self.policy, prompts, rows, seed, self.sampling, rows + first, budget)
-        self.parts.append(part)
-        calls = [partial(e.environment.step, response_text(t)) for e, t in zip(live, part.text, strict=True)]
-        responses = part.response_tokens.to_lists()
-        for i, (episode, reply) in enumerate(zip(live, self._call(calls), strict=True)):
+        prompts = self.prompts.select(torch.tensor([episode.row for episode in episodes])).replace(tokens=tokens)
+        rows, first = torch.arange(len(episodes)), self.sampled
+        empty = unsampled(prompts, rows, rows + first, self.policy.version, self.sampling.temperature)
+        self.parts.append(completed(empty, done))
+        self.sampled += len(episodes)
+        calls = [partial(e.environment.step, response_text(t)) for e, t in zip(episodes, done.text, strict=True)]
+        responses = done.tokens.to_lists()
+        for i, (episode, reply) in enumerate(zip(episodes, self._call(calls), strict=True)):
             episode.last = responses[i]
             self._answered(episode, first + i, reply)
 
-    def _check_recorded(self, episode: _Episode, number: int) -> None:
-        turn = episode.recorded[number]
+    def _advance(self, episodes: Sequence[_Episode]) -> None:
+        """Brings the prompts of live episodes to their next turn, and has recorded turns answered again."""
+        while episodes := [episode for episode in episodes if episode.live]:
+            for episode in episodes:
+                self._extend(episode)
+            episodes = [episode for episode in episodes if episode.live and episode.number < episode.begin]
+            calls = [partial(e.environment.step, response_text(e.recorded[e.number].text)) for e in episodes]
+            for episode, reply in zip(episodes, self._call(calls), strict=True):
+                episode.last = episode.recorded[episode.number].response
+                self._answered(episode, None, reply)
+                if episode.done:
+                    reason = f"repeated turns ended the episode in turn {episode.number}"
+                    self._end(episode, Fault("replay", reason))
+
+    def _extend(self, episode: _Episode) -> None:
+        """Brings the prompt to the observation; a fault where there is no room for a turn, or another was recorded."""
+        number = episode.number
+        if number == self.settings.max_turns:
+            self._end(episode, Fault("turns", f"no end within {number} turns (max_turns)"))
+            return
+        self._prompt(episode)
+        if len(episode.prompt) >= self.room:
+            text = f"turn {number + 1} would begin after {len(episode.prompt)} tokens, all that {self.room} hold"
+            self._end(episode, Fault("context", text))
+        elif not episode.prompt:
+            self._end(episode, Fault("reply", f"the observation {shown(episode.observation)} has no tokens"))
+        elif number < len(episode.recorded):
+            self._check_recorded(episode, episode.recorded[number])
+
+    def _check_recorded(self, episode: _Episode, turn: RecordedTurn) -> None:
         if turn.prompt != episode.prompt or turn.state != episode.state:
             what = f"state {episode.state!r}, recorded was {turn.state!r}" if turn.state != episode.state else "prompt"
-            self._end(episode, Fault("replay", f"repeated turns led to another {what}, in turn {number + 1}"))
-
-    def _repeat(self, episodes: list[_Episode], number: int) -> None:
-        """Has the recorded turn of these episodes answered again."""
-        calls = [partial(e.environment.step, response_text(e.recorded[number].text)) for e in episodes]
-        for episode, reply in zip(episodes, self._call(calls), strict=True):
-            episode.last = episode.recorded[number].response
-            self._answered(episode, None, reply)
-            if episode.done:
-                self._end(episode, Fault("replay", f"repeated turns ended the episode in turn {number + 1}"))
+            self._end(episode, Fault("replay", f"repeated turns led to another {what}, in turn {episode.number + 1}"))
 
     def _answered(self, episode: _Episode, place: int | None, reply: Any) -> None:
         """Takes the reply to a turn in; `place` is that of its row, None for a repeated turn, which has none."""
         step = read_step(reply)
         reward, done = (0.0, False) if isinstance(step, Fault) else (step.reward, step.done)
+        episode.number += 1
         if place is not None:
             episode.turns.append((place, episode.state, reward, done))
         if isinstance(step, Fault):
@@ -301,16 +292,16 @@ class Table:
         else:
             episode.observation, episode.state = observation, state
 
-    def _extend(self, episode: _Episode, number: int) -> None:
+    def _prompt(self, episode: _Episode) -> None:
         """Brings the prompt to the observation; sampled tokens stay as they are."""
         template = self.prompts.metadata[episode.row].get("template", "plain")
         tokenizer = self.policy.tokenizer
-        if number and self.settings.history == "all":
+        if episode.number and self.settings.history == "all":
             between = encoded(tokenizer, [later_turn(template, episode.observation, tokenizer)]).row(0).tolist()
             if template == "chat" and between[:1] == episode.last[-1:]:
                 between = between[1:]  # the policy has closed its turn itself
             episode.prompt = episode.prompt + self._kept(episode.last) + between
-        elif number == 0 and episode.observation == self.prompts.text[episode.row]:
+        elif episode.number == 0 and episode.observation == self.prompts.text[episode.row]:
             episode.prompt = self.prompts.tokens.row(episode.row).tolist()
         else:
             text = first_turn(template, episode.observation, tokenizer)
@@ -323,13 +314,15 @@ class Table:
         pieces = token_texts(self.policy.tokenizer, Jagged.from_rows([response], torch.int32))[0]
         return response[(ends_of_stop(pieces, stop) or [0])[-1] :]
 
-    def _close(self, episodes: list[_Episode]) -> None:
-        """Closes environments, but those that hang."""
+    def _close(self, episodes: Sequence[_Episode]) -> None:
+        """Closes environments that are open, but those that hang."""
         ended = [e for e in episodes if e.environment is not None and not (e.fault and e.fault.kind == "time")]
-        for episode, reply in zip(ended, self._call([e.environment.close for e in ended]), strict=True):
+        calls = [episode.environment.close for episode in ended]
+        for episode in ended:
+            episode.environment = None
+        for episode, reply in zip(ended, self._call(calls), strict=True):
             if isinstance(reply, Fault):
-                self._count(episode, Fault("close", reply.reason))
-        self.open = [episode for episode in self.open if episode not in episodes]
+                self.faults.append((episode, Fault("close", reply.reason)))
 
     def _played(self) -> Played:
         # Episodes that repeat turns may all be lost: training goes on with those that were repeated.
@@ -361,7 +354,8 @@ class Table:
         )
         entry = torch.tensor([e for e, episode in enumerate(self.episodes) if episode.turns], dtype=torch.int64)
         entry = entry.repeat_interleave(lengths)
-        return Played(trajectories=trajectories, turns=turns, faults=self.faults, entry=entry)
+        faults = Counter(fault.kind for _, fault in self.faults)
+        return Played(trajectories=trajectories, turns=turns, faults=faults, entry=entry)
 
 
 class EpisodePlayer(Component):

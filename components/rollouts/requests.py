@@ -161,6 +161,11 @@ def sample_fresh(
             prompt_uid=empty.prompt_uid,
         ),
     )
+    return completed(empty, done)
+
+
+def completed(empty: Trajectories, done: Completions) -> Trajectories:
+    """Trajectories without a token (`unsampled`) with what was sampled for them, row for row."""
     return empty.replace(
         response_tokens=done.tokens,
         engine_logprobs=done.logprobs,

@@ -29,20 +29,23 @@ class Fault:
 
 
 class TimedCalls:
-    """Runs calls; one that hangs or raises costs only its own result.
+    """Runs calls, of several threads if need be; one that hangs or raises costs only its own result.
 
     A plain method runs in a thread, an async one on an event loop that lives as long as this object. Nothing can end a
     thread: one that hangs is left behind, as a daemon that does not keep the process alive.
 
     Args:
         seconds: limit of wall time per call.
-        at_once: number of calls that run at a time.
+        at_once: number of calls that run at a time, of all threads together.
     """
 
     def __init__(self, seconds: float, at_once: int) -> None:
         self._seconds = seconds
         self._at_once = at_once
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._gates: dict[int, asyncio.Semaphore] = {}  # of the loop, by the number of calls that they let through
+        self._lock = threading.Lock()
+        self._unanswered = 0
 
     def run(self, calls: Sequence[Callable[[], Any]], at_once: int | None = None) -> list[Any]:
         """What each call returned, or a `Fault` of kind "time" or "raised", in order; fewer `at_once` if given."""
@@ -50,12 +53,21 @@ class TimedCalls:
         results: list[Any] = [Fault("time", "the event loop was blocked by an async method that does not await")] * len(
             calls
         )
-        loop = self._running()
-        waiting = asyncio.run_coroutine_threadsafe(self._all(calls, results, at_once), loop)
+        with self._lock:
+            loop = self._running()
+            gate = self._gates.setdefault(at_once, asyncio.Semaphore(at_once))
+            self._unanswered += len(calls)
+            limit = math.ceil(self._unanswered / at_once) * self._seconds + _GRACE
+        waiting = asyncio.run_coroutine_threadsafe(self._all(calls, results, gate), loop)
         try:
-            waiting.result(math.ceil(len(calls) / at_once) * self._seconds + _GRACE)
+            waiting.result(limit)
         except NoReply:
-            self._loop = None  # its thread is left behind, as that of a plain method would be
+            with self._lock:
+                if self._loop is loop:
+                    self._loop = None  # its thread is left behind, as that of a plain method would be
+        finally:
+            with self._lock:
+                self._unanswered -= len(calls)
         return results
 
     def close(self) -> None:
@@ -67,12 +79,11 @@ class TimedCalls:
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+            self._gates = {}
             threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
         return self._loop
 
-    async def _all(self, calls: Sequence[Callable[[], Any]], results: list[Any], at_once: int) -> None:
-        gate = asyncio.Semaphore(at_once)
-
+    async def _all(self, calls: Sequence[Callable[[], Any]], results: list[Any], gate: asyncio.Semaphore) -> None:
         async def one(place: int) -> None:
             async with gate:
                 try:

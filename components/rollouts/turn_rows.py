@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+
+
+class RecordedTurn(NamedTuple):
+    """A turn that was played before: prompt and response as tokens, the response's text, and the state before it."""
+
+    prompt: list[int]
+    response: list[int]
+    text: str
+    state: str
+
+
+def recorded_turns(trajectories: Trajectories, turns: Turns, rows: Iterable[int]) -> list[RecordedTurn]:
+    """The turns in these rows, to be repeated."""
+    prompts, responses = trajectories.prompt_tokens, trajectories.response_tokens
+    return [
+        RecordedTurn(prompts.row(i).tolist(), responses.row(i).tolist(), trajectories.text[i], turns.state[i])
+        for i in rows
+    ]
 
 
 def by_episode(trajectories: Trajectories, turns: Turns) -> Jagged:
@@ -29,6 +50,32 @@ def by_episode(trajectories: Trajectories, turns: Turns) -> Jagged:
         )
     first = starts.nonzero(as_tuple=True)[0]
     return Jagged.from_lengths(turns.reward.double(), torch.diff(first, append=torch.tensor([len(turns)])))
+
+
+def rows_before(trajectories: Trajectories, turns: Turns) -> list[list[int]]:
+    """For each turn the rows of all turns before it, in order: of its episode, and of the one that this continues.
+
+    The first row of an episode that continues another one has the row of the turn before it as `parent`.
+
+    Raises:
+        AlignmentError: rows of turns before are missing.
+    """
+    place = {uid: row for row, uid in enumerate(trajectories.uid.tolist())}
+    begins = (turns.uid == turns.episode).tolist()
+    above = [place.get(p, -1) if begins[i] else i - 1 for i, p in enumerate(trajectories.parent.tolist())]
+    paths: list[list[int]] = []
+    for row, number in enumerate(turns.turn.tolist()):
+        path: list[int] = []
+        while (row := above[row]) >= 0:
+            path.append(row)
+        if len(path) != number:
+            raise AlignmentError(
+                f"{turns.origin or 'turns'}: expected all turns of each episode, from its first on; got {len(path)} of "
+                f"{number} before turn {number + 1} of trajectory {int(turns.uid[len(paths)])}. Merge the rows of the "
+                "episodes that it continues."
+            )
+        paths.append(path[::-1])
+    return paths
 
 
 def episode_rows(turns: Turns) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from components.rollouts.episodes import EPISODE_METRICS, EpisodePlayer, EpisodeSettings
+from components.rollouts.episodes import EpisodePlayer, EpisodeSettings
+from components.rollouts.played import EPISODE_METRICS
 from components.rollouts.requests import LENGTH_METRICS, MAX_GROUP, keyed_seeds, length_metrics
 from pipeline.core.component import same_rows
 from pipeline.core.handles import Environments, Policy
+from pipeline.core.metric import Metric
 from pipeline.core.payloads import Prompts, Trajectories, Turns
 
 
@@ -31,7 +34,7 @@ class EnvironmentSampler(EpisodePlayer):
     as does a conversation that fills the model's context: its turns stay, with the reason in `Turns.fault`.
     """
 
-    metrics = (*EPISODE_METRICS, *LENGTH_METRICS)
+    metrics: ClassVar[tuple[Metric, ...]] = (*EPISODE_METRICS, *LENGTH_METRICS)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EpisodeSettings):
@@ -47,6 +50,12 @@ class EnvironmentSampler(EpisodePlayer):
 
     config: Config
 
+    def fresh(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """The row of its prompt and the keyed seed of each episode, int64 [prompts · group_size]."""
+        size = self.config.group_size
+        seed = keyed_seeds(self.context.rng(), prompts.uid, 0, size).reshape(-1)
+        return torch.arange(len(prompts)).repeat_interleave(size), seed
+
     @classmethod
     def shown_responses(cls, config: Any) -> int:
         """The turns before the last, and as many observations, taken to be no longer."""
@@ -54,9 +63,6 @@ class EnvironmentSampler(EpisodePlayer):
 
     def run(self, *, prompts: Prompts, policy: Policy, environments: Environments) -> Outputs:
         """Plays all episodes."""
-        settings = self.config
-        seed = keyed_seeds(self.context.rng(), prompts.uid, 0, settings.group_size).reshape(-1)
-        table = self.table(prompts, policy, environments)
-        played = table.play(torch.arange(len(prompts)).repeat_interleave(settings.group_size), seed)
+        played = self.table(prompts, policy, environments).play(*self.fresh(prompts))
         self.context.log(**played.metrics(), **length_metrics(played.trajectories))
         return Outputs(trajectories=played.trajectories, turns=played.turns, prompts=prompts)

@@ -17,6 +17,7 @@ MODULES: dict[str, str] = {
     "chains": "components.tasks.chains:Chains",
     "chains_reset": "components.tasks.chains_reset:ChainsReset",
     "hanoi": "components.tasks.hanoi:Hanoi",
+    "path_star": "components.tasks.path_star:PathStar",
     "jugs": "components.tasks.jugs:Jugs",
     "gsm_symbolic": "components.tasks.gsm_symbolic:GsmSymbolic",
     "mini_sudoku": "components.tasks.mini_sudoku:MiniSudoku",

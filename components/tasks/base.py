@@ -55,6 +55,8 @@ class Task(ABC):
         difficulty: frozen keyword-only dataclass of settings; its `__post_init__` raises ValueError.
         warm_up: difficulties of the problems that the small model is taught, one after the other in equal parts of its
             training; None: the defaults.
+        sure: chance that the teacher decides rightly where it may err, which sets how often the small model does; None
+            if the family has other rates.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,7 @@ class Task(ABC):
     recoverable: ClassVar[bool] = False
     difficulty: ClassVar[type]
     warm_up: ClassVar[tuple[Any, ...]] = (None,)
+    sure: float | None = None
 
     @abstractmethod
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
@@ -97,6 +100,10 @@ class Task(ABC):
             problem: a drawn problem.
             draw: uniform numbers.
         """
+
+    def remark(self, problem: Problem, thoughts: Sequence[str]) -> str:
+        """What the small model learns to say of the last of these thoughts before its verdict; nothing by default."""
+        return ""
 
     def generate(self, seed: int, index: int, difficulty: Any = None, split: str = "train") -> Problem:
         """Draws problem `index` of a split: a JSON-able dict, the same for the same arguments everywhere.

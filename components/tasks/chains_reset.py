@@ -1,16 +1,16 @@
 """Long chains with few hard steps near their end, where resets should pay: most of a failure is sound.
 
-A problem is a chain as in `chains` (value modulo 13, one thought per step) of 16 steps, of which two or three late ones
-are hard: their fact is a misconception of the model `tiny`, with which the training of this family's model begins. Its
-teacher gets it wrong 7 times of 10. (16 steps and three repairs fit in the 128 tokens of the toy recipes.) The whole
-chain is judged, so that an error stays one even if a second one cancels it. A wrong step can be repaired at once, and
-only then, by a thought that states it again:
+A problem is a start value and 24 steps modulo 13. Easy steps add or subtract 1 or 2; two or three late ones are hard:
+they multiply. For every product the teacher of the small model prefers one fixed wrong value, 7 times of 10, so a hard
+step succeeds with chance .3 and is learned fact by fact. It checks one hard step of ten, right or wrong, at once and
+rightly: the next thought states the step again. So a tenth of errors is repaired.
 
-    question   7 s1 * 4 s2 + 3 s3 - 9
-    response   s1 7 * 4 2 </thought> s2 2 + 3 6 </thought> fix s2 2 + 3 5 </thought> s3 5 - 9 9 \\boxed{ 9 } </thought>
+    question   7 s1 +2 s2 *3 s3 -1
+    response   s1 +2 9 </thought> s2 *3 5 </thought> check s2 *3 1 </thought> s3 -1 0 \\boxed{ 0 } </thought>
 
-The first error is the first wrong step that is not repaired by the next thought (our reading: it is where the value is
-lost, although one more thought could have saved it).
+The whole chain is judged, so that an error stays one even if a second one cancels it. The first error is the first
+wrong step that is not repaired by the next thought (our reading: it is where the value is lost, although one more
+thought could have saved it).
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from components.tasks.base import Draw, Problem, Task, step_labels, words_of
-from components.tasks.chains import OPERANDS, OPERATORS, Fact, apply_step, load_misconceptions, thought, true_facts
+from components.tasks.base import THOUGHT_END, Draw, Problem, Task, step_labels, words_of
+from pipeline.core.streams import key_of
 
 MODULUS = 13
-MAX_STEPS = 16
-WRONG = 0.7  # how often the teacher gets a hard fact wrong, so q ≈ .3
-REPAIRED = 0.1  # how often it repairs such a step
-FIX = "fix"
-ALL_FACTS = [(before, operator, operand) for before in range(MODULUS) for operator in OPERATORS for operand in OPERANDS]
-# Fact → the wrong value that the teacher prefers.
-HARD: dict[Fact, int] = {fact: wrong for fact, (wrong, _) in load_misconceptions().items()}
+MAX_STEPS = 24
+EASY = ("+1", "+2", "-1", "-2")
+HARD = tuple(f"*{operand}" for operand in range(2, 10))
+CHECKED = 0.1  # how often it checks one
+CHECK = "check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +35,12 @@ class Difficulty:
     """Difficulty of the problems.
 
     Attributes:
-        steps: fewest and most steps of a chain, at most 16.
+        steps: fewest and most steps of a chain, at most 24.
         hard: fewest and most hard steps.
-        hard_after: hard steps come only after this share of the chain, and never last, where no repair could follow.
+        hard_after: hard steps come only after this share of the chain, and never last, where no check could follow.
     """
 
-    steps: tuple[int, int] = (16, 16)
+    steps: tuple[int, int] = (24, 24)
     hard: tuple[int, int] = (2, 3)
     hard_after: float = 0.75
 
@@ -65,47 +63,66 @@ def late_steps(count: int, hard_after: float) -> list[int]:
     return [i for i in range(1, count) if i > hard_after * count]
 
 
+def apply_step(before: int, step: str) -> int:
+    """The value after a step such as ``+2``.
+
+    >>> apply_step(7, "*3"), apply_step(1, "-2")
+    (8, 12)
+    """
+    operand = int(step[1:])
+    return (before * operand if step[0] == "*" else before + (operand if step[0] == "+" else -operand)) % MODULUS
+
+
+def preferred(before: int, step: str) -> int:
+    """The wrong value that the teacher prefers for a hard step."""
+    return (apply_step(before, step) + 1 + key_of("chains_reset", before, step) % (MODULUS - 1)) % MODULUS
+
+
+def thought(problem: Problem, i: int, after: int) -> str:
+    """Step `i` (1-based) of a chain as text; the last one boxes the value."""
+    box = f" \\boxed{{ {after} }}" if i == len(problem["steps"]) else ""
+    return f"s{i} {problem['steps'][i - 1]} {after}{box} {THOUGHT_END}"
+
+
 class ChainsReset(Task):
-    """Chains of which only a few late steps are hard, and a tenth of wrong ones are repaired."""
+    """Chains of which only a few late steps are hard, and a tenth of those are checked."""
 
     name = "chains_reset"
     model = "tiny_chains_reset"
     answer_kind = "steps"
     recoverable = True
     difficulty = Difficulty
-    # Shorter chains first: they teach the facts and the repairs at a lower cost.
-    warm_up = (Difficulty(steps=(8, 16), hard=(0, 3), hard_after=0.5), Difficulty(hard=(1, 3), hard_after=0.5))
+    sure = 0.3
+    # Shorter chains with hard steps anywhere come first: they teach the products at a lower cost.
+    warm_up = (
+        Difficulty(steps=(4, 8), hard=(1, 3), hard_after=0.0),
+        Difficulty(steps=(8, 24), hard=(1, 3), hard_after=0.4),
+        Difficulty(),
+    )
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem:
-        """Draws the places of the hard steps, then at every step a fact of its kind for the value at hand."""
+        """Draws the places of the hard steps, then every step among those of its kind."""
         count = _between(draw, difficulty.steps)
         places = late_steps(count, difficulty.hard_after)
         hard = sorted(places.pop(int(draw() * len(places))) for _ in range(_between(draw, difficulty.hard)))
-        start = value = int(draw() * MODULUS)
-        steps = []
-        for i in range(1, count + 1):
-            facts = [fact for fact in ALL_FACTS if fact[0] == value and (fact in HARD) == (i in hard)]
-            fact = facts[int(draw() * len(facts))]
-            steps.append([fact[1], fact[2]])
-            value = apply_step(*fact)
-        question = " ".join([str(start), *(f"s{i} {step[0]} {step[1]}" for i, step in enumerate(steps, 1))])
-        entries = {"question": question, "modulus": MODULUS, "start": start, "steps": steps, "hard_steps": hard}
-        return {"task": self.name, **entries}
+        start = int(draw() * MODULUS)
+        kinds = [HARD if i in hard else EASY for i in range(1, count + 1)]
+        steps = [kind[int(draw() * len(kind))] for kind in kinds]
+        question = " ".join([str(start), *(f"s{i} {step}" for i, step in enumerate(steps, 1))])
+        return {"task": self.name, "question": question, "start": start, "steps": steps, "hard_steps": hard}
 
     def solution(self, problem: Problem) -> list[str]:
-        """The right steps, without repairs."""
-        facts = true_facts(problem)
-        return [thought(i, fact, apply_step(*fact), i == len(facts)) for i, fact in enumerate(facts, 1)]
+        """The right steps, without checks."""
+        return [thought(problem, i, value) for i, value in enumerate(_values(problem), 1)]
 
     def answer(self, problem: Problem) -> str:
         """The final value."""
-        return str(apply_step(*true_facts(problem)[-1]))
+        return str(_values(problem)[-1])
 
     def first_error(self, problem: Problem, thoughts: Sequence[str]) -> int:
         """The first wrong step that the next thought does not repair; 0 for a complete, right or repaired chain.
 
-        A check of a right step (a repair that states it again) is not wrong if it follows at once; the box has to be in
-        the last step.
+        A check of a right step is not wrong if it follows at once; the box has to be in the last step.
         """
         said = [words_of(text) for text in thoughts]
         right = [text.split() for text in self.solution(problem)]
@@ -113,7 +130,7 @@ class ChainsReset(Task):
         for step in right:
             if place == len(said):
                 return place + 1
-            repaired = place + 1 < len(said) and said[place + 1] == [FIX, *step]
+            repaired = place + 1 < len(said) and said[place + 1] == [CHECK, *step]
             sound = said[place] == step or (repaired and _same_but_value(said[place], step))
             if not sound:
                 return place + 1
@@ -125,24 +142,31 @@ class ChainsReset(Task):
         return self.first_error(problem, thoughts) == 0
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
-        """Gets hard facts wrong with chance `WRONG`, repairs with chance `REPAIRED`, else carries the value along."""
+        """Gets a hard step right with chance `sure`, checks it with chance `CHECKED`, carries the value along."""
         value = int(problem["start"])
         thoughts = []
-        for i, (operator, operand) in enumerate(problem["steps"], 1):
-            fact = (value, operator, operand)
-            last = i == len(problem["steps"])
-            wrong = fact in HARD and draw() < WRONG
-            value = HARD[fact] if wrong else apply_step(*fact)
-            thoughts.append(thought(i, fact, value, last))
-            if wrong and not last and draw() < REPAIRED:
-                value = apply_step(*fact)
-                thoughts.append(f"{FIX} {thought(i, fact, value, last)}")
+        for i, step in enumerate(problem["steps"], 1):
+            hard = step in HARD
+            before = value
+            value = preferred(before, step) if hard and draw() >= self.sure else apply_step(before, step)
+            thoughts.append(thought(problem, i, value))
+            if hard and draw() < CHECKED:
+                value = apply_step(before, step)
+                thoughts.append(f"{CHECK} {thought(problem, i, value)}")
         return thoughts
 
     def words(self) -> list[str]:
-        """Numbers, operators and labels of steps."""
+        """Numbers, steps and their labels."""
         labels = [f"s{i}" for i in range(1, MAX_STEPS + 1)]
-        return ["0", *OPERATORS, *labels, FIX, *step_labels(MAX_STEPS + 3)]
+        return ["0", *EASY, *HARD, *labels, CHECK, *step_labels(MAX_STEPS + 3)]
+
+
+def _values(problem: Problem) -> list[int]:
+    """The value after each step."""
+    values = [int(problem["start"])]
+    for step in problem["steps"]:
+        values.append(apply_step(values[-1], step))
+    return values[1:]
 
 
 def _between(draw: Draw, bounds: tuple[int, int]) -> int:
@@ -151,5 +175,5 @@ def _between(draw: Draw, bounds: tuple[int, int]) -> int:
 
 
 def _same_but_value(said: Sequence[str], step: Sequence[str]) -> bool:
-    """Whether a thought is this step with another value; "s2 2 + 3 5 </thought>" has the value at index 4."""
-    return len(said) == len(step) and all(a == b for i, (a, b) in enumerate(zip(said, step, strict=True)) if i != 4)
+    """Whether a thought is this step with another value; "s2 *3 1 </thought>" has the value at index 2."""
+    return len(said) == len(step) and all(a == b for i, (a, b) in enumerate(zip(said, step, strict=True)) if i != 2)

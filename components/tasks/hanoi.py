@@ -1,7 +1,7 @@
 """Tower of Hanoi between any two positions: every move can be undone, at the price of the budget of moves.
 
-question   a a b to c b b in 6        (positions of disks d1, d2, d3, smallest first; at most six moves)
-solution   d1 c : c a b </thought> d2 b : c b b \\boxed{ done } </thought>
+question   x1 x2 y3 to z1 y2 y3 in 6        (pegs of disks 1, 2 and 3, the smallest first; at most six moves)
+solution   z1 : z1 x2 y3 </thought> y2 : z1 y2 y3 \\boxed{ done } </thought>
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from components.tasks.base import Draw, Problem
 from components.tasks.moves import MoveDifficulty, MoveTask, State
 
-PEGS = "abc"
+PEGS = "xyz"
 MAX_DISKS = 4
 
 
@@ -24,7 +24,7 @@ class Difficulty(MoveDifficulty):
         disks: number of disks, 1 to 4 (the shipped model was trained with 3).
     """
 
-    distance: tuple[int, int] = (3, 7)
+    distance: tuple[int, int] = (1, 7)
     disks: int = 3
 
     def __post_init__(self) -> None:
@@ -44,8 +44,8 @@ class Hanoi(MoveTask):
     name = "hanoi"
     model = "tiny_hanoi"
     difficulty = Difficulty
-    sure = 0.45
-    warm_up = (Difficulty(distance=(1, 7), slack=(0, 3)),)
+    sure = 0.7
+    warm_up = (Difficulty(distance=(1, 3), slack=(0, 3)), Difficulty(slack=(0, 3)), Difficulty(slack=(0, 3)))
 
     def draw(self, draw: Draw, difficulty: Any) -> Problem | None:
         """Two random positions; None unless they are as far apart as the difficulty says."""
@@ -58,7 +58,7 @@ class Hanoi(MoveTask):
     def legal(self, problem: Problem, state: State) -> dict[str, State]:
         """A disk may move to a peg if no smaller disk is on its own peg or on that one."""
         return {
-            f"d{disk + 1} {PEGS[peg]}": (*state[:disk], peg, *state[disk + 1 :])
+            f"{PEGS[peg]}{disk + 1}": (*state[:disk], peg, *state[disk + 1 :])
             for disk, own in enumerate(state)
             for peg in range(3)
             if peg != own and own not in state[:disk] and peg not in state[:disk]
@@ -69,10 +69,9 @@ class Hanoi(MoveTask):
         return list(state) == list(problem["goal"])
 
     def state_words(self, state: State) -> str:
-        """The peg of each disk, smallest disk first."""
-        return " ".join(PEGS[peg] for peg in state)
+        """The peg of each disk, smallest disk first; one word each, so that a move is a word of the next state."""
+        return " ".join(f"{PEGS[peg]}{disk}" for disk, peg in enumerate(state, 1))
 
     def words(self) -> list[str]:
-        """Pegs, disks and numbers of moves."""
-        disks = [f"d{i}" for i in range(1, MAX_DISKS + 1)]
-        return [*PEGS, *disks, *self.move_words()]
+        """Pegs of disks, and numbers of moves."""
+        return [*(f"{peg}{disk}" for disk in range(1, MAX_DISKS + 1) for peg in PEGS), *self.move_words()]

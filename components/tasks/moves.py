@@ -23,6 +23,7 @@ from components.tasks.base import THOUGHT_END, Draw, Problem, Task, step_labels,
 
 MAX_MOVES = 12  # of the small models: their words number steps and moves up to here
 DONE = "done"
+STATE_ENTRIES = ("start", "goal", "capacity", "target", "edges")  # what distances depend on, of all families
 State = tuple[int, ...]
 
 
@@ -54,13 +55,13 @@ class MoveTask(Task):
     """Base of tasks with moves. A problem has "start" (a state), "moves" (the budget) and the family's own entries.
 
     Class attributes:
-        sure: chance that the teacher makes an optimal move; else it makes any legal one, useful or not.
-        slip: chance that the teacher misreports a state.
+        sure: chance that the teacher makes an optimal move (`Task.sure`); else it makes any legal one, useful or not.
+        slip: chance that the teacher reports the state after any legal move, which may be another one.
     """
 
     answer_kind = "steps"
     recoverable = True
-    sure: ClassVar[float]
+    sure: float
     slip: ClassVar[float] = 0.03
 
     @abstractmethod
@@ -117,26 +118,21 @@ class MoveTask(Task):
 
     def solution(self, problem: Problem) -> list[str]:
         """A shortest solution; of several moves the first in the order of `legal`."""
-        return self._walk(problem, lambda good, _: good[0])
+        return self._walk(problem, lambda good, following: (good[0], following[good[0]]))
 
     def attempt(self, problem: Problem, draw: Draw) -> list[str]:
-        """Optimal moves with chance `sure`, else any legal one; a misreported state with chance `slip`."""
+        """Optimal moves with chance `sure`, else any legal one; with chance `slip` the state after any legal one."""
 
-        def choose(good: list[str], every: list[str]) -> str:
-            moves = good if draw() < self.sure else every
-            return moves[int(draw() * len(moves))]
+        def choose(good: list[str], following: dict[str, State]) -> tuple[str, State]:
+            moves = good if draw() < self.sure else list(following)
+            move = moves[int(draw() * len(moves))]
+            slipped = draw() < self.slip
+            return move, list(following.values())[int(draw() * len(following))] if slipped else following[move]
 
-        def report(thought: str) -> str:
-            return self._misreported(thought, draw) if draw() < self.slip else thought
+        return self._walk(problem, choose)
 
-        return self._walk(problem, choose, report)
-
-    def _walk(
-        self,
-        problem: Problem,
-        choose: Callable[[list[str], list[str]], str],
-        report: Callable[[str], str] = lambda thought: thought,
-    ) -> list[str]:
+    def _walk(self, problem: Problem, choose: Callable[[list[str], dict[str, State]], tuple[str, State]]) -> list[str]:
+        """Goes on from the state that is reported; `choose` gets the best moves and all with the state after each."""
         state = tuple(problem["start"])
         thoughts: list[str] = []
         far = distances(self, problem)
@@ -144,21 +140,19 @@ class MoveTask(Task):
             following = self.legal(problem, state)
             nearest = min(far.get(after, MAX_MOVES) for after in following.values())
             good = [move for move, after in following.items() if far.get(after, MAX_MOVES) == nearest]
-            move = choose(good, list(following))
-            state = following[move]
-            thoughts.append(report(self.thought(problem, move, state)))
+            move, state = choose(good, following)
+            thoughts.append(self.thought(problem, move, state))
         return thoughts
 
-    def _misreported(self, thought: str, draw: Draw) -> str:
-        """The thought with one word of its state replaced by another word of that state, if there is one."""
-        words = thought.split()
-        begin = words.index(":") + 1
-        end = next(i for i in range(begin, len(words)) if words[i] in ("\\boxed{", THOUGHT_END))
-        place = begin + int(draw() * (end - begin))
-        others = sorted({word for word in words[begin:end] if word != words[place]})
-        if others:
-            words[place] = others[int(draw() * len(others))]
-        return " ".join(words)
+    def remark(self, problem: Problem, thoughts: Sequence[str]) -> str:
+        """How many moves from the goal the thoughts lead; nothing once one of them is not legal or not truthful."""
+        state = tuple(problem["start"])
+        for text in thoughts:
+            following = {tuple(words_of(t)): after for t, after in self.thoughts_from(problem, state).items()}
+            if tuple(words_of(text)) not in following:
+                return ""
+            state = following[tuple(words_of(text))]
+        return str(distances(self, problem).get(state, ""))
 
     def move_words(self) -> list[str]:
         """The words that every task with moves needs."""
@@ -167,7 +161,7 @@ class MoveTask(Task):
 
 def distances(task: MoveTask, problem: Problem) -> Mapping[State, int]:
     """State → fewest moves from it to the goal, for every state reachable from the start that can reach the goal."""
-    entries = {name: value for name, value in problem.items() if name in ("start", "goal", "capacity", "target")}
+    entries = {name: value for name, value in problem.items() if name in STATE_ENTRIES}
     return _distances(task, tuple((name, _frozen(value)) for name, value in sorted(entries.items())))
 
 

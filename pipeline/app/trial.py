@@ -30,7 +30,17 @@ from pipeline.run.node_runner import NodeFailure
 from pipeline.run.session import GraphSession
 
 # The first that has every input wins; together they carry every payload.
-RECIPES = ("toy_grpo", "toy_srpo", "toy_rredcot", "toy_ibpo", "toy_treerl", "toy_vineppo", "toy_critique_grpo")
+RECIPES = (
+    "toy_grpo",
+    "toy_srpo",
+    "toy_rredcot",
+    "toy_ibpo",
+    "toy_treerl",
+    "toy_vineppo",
+    "toy_critique_grpo",
+    "toy_igpo_thoughts",
+    "toy_srpo_thoughts",
+)
 SMALL = ("prompts.batch=2", "run.iterations=2", "evaluator.num_problems=4", "data.train.size=50", "data.eval.size=10")
 MAX_WIRINGS = 200
 NAME = "checked"

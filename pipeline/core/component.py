@@ -29,16 +29,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.errors import RunError
 from pipeline.core.metric import Metric
+from pipeline.core.ranks import DeviceTurns, Ranks, use_device
 from pipeline.core.streams import Stream
 from pipeline.core.trace import NO_TRACE, Trace
 
@@ -92,61 +91,6 @@ class ModelSpec:
             raise ValueError(f"max_context {self.max_context}: expected tokens ≥ 1, or 0 for the model's own limit.")
         if not self.path:
             raise ValueError("path: expected a folder, a hub name 'owner/name' or 'tiny', got ''.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The place of this process among all processes of a run.
-
-    Ranks are divided into contiguous replicas: rank r belongs to replica r // (world // num_replicas).
-
-    Attributes:
-        rank: number of this process, from 0.
-        world: number of processes.
-        local_rank: number of this process on its host; it owns the GPU of that number.
-        replica: number of its data-parallel replica.
-        num_replicas: number of data-parallel replicas.
-
-    >>> ranks = Ranks(rank=5, world=8, num_replicas=2)
-    >>> ranks.replica, ranks.position, ranks.leader, ranks.per_replica
-    (1, 1, False, 4)
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    num_replicas: int = 1
-
-    @property
-    def per_replica(self) -> int:
-        """Number of ranks in a replica."""
-        return self.world // self.num_replicas
-
-    @property
-    def replica(self) -> int:
-        """The replica of this rank."""
-        return self.rank // self.per_replica
-
-    @property
-    def position(self) -> int:
-        """The place of this rank inside its replica; 0 is the leader."""
-        return self.rank % self.per_replica
-
-    @property
-    def leader(self) -> bool:
-        """Whether `replica` nodes run on this rank."""
-        return self.position == 0
-
-    def share(self, count: int) -> slice:
-        """This replica's contiguous part of `count` items; the first replicas get one more if they do not divide.
-
-        >>> [Ranks(rank=r, world=3, num_replicas=3).share(8) for r in range(3)]
-        [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
-        """
-        # Contiguous shares keep the groups of a prompt together.
-        size, more = divmod(count, self.num_replicas)
-        start = self.replica * size + min(self.replica, more)
-        return slice(start, start + size + (self.replica < more))
 
 
 class Count(float):
@@ -424,22 +368,6 @@ class Component:
 
 
 AnyComponent = TypeVar("AnyComponent", bound=Component)
-
-
-def use_device(device: str) -> None:
-    """Makes a GPU the current one of this thread; nothing for the CPU, or "cuda" without a number.
-
-    Libraries allocate and communicate on the current device, and it belongs to the thread: a new thread begins with
-    the first GPU, which may be another rank's.
-    """
-    if device.startswith("cuda:"):
-        torch.cuda.set_device(torch.device(device))
-
-
-def same_device() -> Callable[[], None]:
-    """An initialiser of threads that gives them the current GPU of the thread that calls this."""
-    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return partial(use_device, f"cuda:{torch.cuda.current_device()}" if begun else "cpu")
 
 
 def set_up(component: AnyComponent, context: Context) -> AnyComponent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ class ThoughtLimits:
     stop: str = "</thought>"
     final: str = "\\boxed{"
     max_tokens: int = 256
-    max_thoughts: int = 20
+    max_thoughts: int = 32
     ends_at_eos: bool = True
 
 
@@ -140,6 +141,10 @@ class Scores:
     top_logprobs: Tensor | None = None
 
 
+Answer = Callable[[list[int], Completions | None], tuple[list[int], Requests]]
+"""(rows, their completions) → which of these go on, in the same order, and their next requests; None at first"""
+
+
 class Policy(Handle, ABC):
     """A language model that samples. A handle: it travels on wires but is not recorded."""
 
@@ -151,6 +156,18 @@ class Policy(Handle, ABC):
     @abstractmethod
     def generate(self, requests: Requests) -> Completions:
         """Samples one completion per row."""
+
+    def converse(self, rows: int, answer: Answer) -> None:
+        """Samples completion after completion of rows 0 to `rows` − 1, each once `answer` has requested it.
+
+        Here all rows go on together, in rounds. Engines that take requests at any time override this: they call
+        `answer` for one row at a time, from several threads, so that no row waits for another.
+        """
+        going, completions = list(range(rows)), None
+        while going:
+            going, requests = answer(going, completions)
+            if going:
+                completions = self.generate(requests)
 
     @abstractmethod
     def score(self, context: Jagged, tokens: Jagged, temperature: float = 1.0, top: int = 0) -> Scores:
@@ -237,6 +254,14 @@ class Environments(Handle, ABC):
     @abstractmethod
     def make(self) -> Any:
         """A new environment, for one episode."""
+
+    def exact_values(self, chance: Callable[[str, Collection[str]], float]) -> dict[str, float] | None:
+        """V^π of every state by its key, where it is known in closed form; None, the default, where it is not.
+
+        Args:
+            chance: (observation, words) → probability that a response to the observation alone has one of the words.
+        """
+        return None
 
 
 def known_entropies(entropies: Tensor, reader: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Jagged`: rows of different length as one flat tensor plus offsets, without padding."""
+"""`Jagged`: rows of different length as one flat tensor plus offsets, without padding; and rows of any kind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipeline.core.errors import AlignmentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,3 +201,49 @@ def _dtype_of(rows: Sequence[Any]) -> torch.dtype:
         if len(row):
             return torch.as_tensor(list(row)).dtype
     return torch.int64
+
+
+def num_rows(value: Any) -> int | None:
+    """Number of rows of a tensor, a Jagged, a list or named columns; None of what belongs to a whole batch."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else None
+    if isinstance(value, Jagged | list):
+        return len(value)
+    if isinstance(value, dict):
+        for column in value.values():
+            if isinstance(column, Jagged):
+                return len(column)
+    return None
+
+
+def select_rows(value: Any, index: Tensor) -> Any:
+    """Rows of the same by an int64 index, in its order; what belongs to a whole batch stays."""
+    if isinstance(value, Tensor):
+        return value[index.to(value.device)]
+    if isinstance(value, Jagged):
+        return value.select(index)
+    if isinstance(value, list):
+        return [value[i] for i in index.tolist()]
+    if isinstance(value, dict):
+        return {k: v.select(index) for k, v in value.items()}
+    return value
+
+
+def concat_rows(place: str, values: list[Any]) -> Any:
+    """Stacks rows of the same; AlignmentError where columns or batch-wide values differ at `place`."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    if isinstance(first, Jagged):
+        return Jagged.concat(values)
+    if isinstance(first, list):
+        return [x for v in values for x in v]
+    if isinstance(first, dict):
+        if any(v.keys() != first.keys() for v in values):
+            raise AlignmentError(
+                f"{place}: batches with columns {[sorted(v) for v in values]}; expected the same columns in all."
+            )
+        return {k: Jagged.concat([v[k] for v in values]) for k in first}
+    if any(v != first for v in values):
+        raise AlignmentError(f"{place}: values {values} differ between batches; expected one value for all.")
+    return first

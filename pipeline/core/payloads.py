@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.errors import AlignmentError
-from pipeline.core.jagged import Jagged
+from pipeline.core.jagged import Jagged, concat_rows, num_rows, select_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Batch(Payload):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            rows = _num_rows(value)
+            rows = num_rows(value)
             if rows is not None and rows != len(self.uid):
                 raise AlignmentError(
                     f"{type(self).__name__}.{name}: {rows} rows, but uid has {len(self.uid)}; every field needs one "
@@ -61,7 +61,7 @@ class Batch(Payload):
         """Rows by an int64 index or a bool mask [N], in the order of the index."""
         if index.dtype == torch.bool:
             index = index.nonzero(as_tuple=True)[0]
-        fields = {f.name: _select(getattr(self, f.name), index) for f in dataclasses.fields(self)}
+        fields = {f.name: select_rows(getattr(self, f.name), index) for f in dataclasses.fields(self)}
         return type(self)(**fields)
 
     @classmethod
@@ -70,7 +70,7 @@ class Batch(Payload):
         if not batches:
             raise AlignmentError(f"{cls.__name__}.concat: no batches; expected at least one.")
         fields = {
-            f.name: _concat(f"{cls.__name__}.{f.name}", [getattr(b, f.name) for b in batches])
+            f.name: concat_rows(f"{cls.__name__}.{f.name}", [getattr(b, f.name) for b in batches])
             for f in dataclasses.fields(cls)
         }
         return cls(**fields)
@@ -374,46 +374,3 @@ def check_aligned(left: Batch, right: Batch) -> None:
         f"{a} ({len(left)} rows) and {b} ({len(right)} rows) describe different populations: {what}; "
         "expected the same uids in the same order. Wire both inputs from the same population."
     )
-
-
-def _num_rows(value: Any) -> int | None:
-    if isinstance(value, Tensor):
-        return value.shape[0] if value.dim() else None
-    if isinstance(value, Jagged | list):
-        return len(value)
-    if isinstance(value, dict):
-        for column in value.values():
-            if isinstance(column, Jagged):
-                return len(column)
-    return None
-
-
-def _select(value: Any, index: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return value[index.to(value.device)]
-    if isinstance(value, Jagged):
-        return value.select(index)
-    if isinstance(value, list):
-        return [value[i] for i in index.tolist()]
-    if isinstance(value, dict):
-        return {k: v.select(index) for k, v in value.items()}
-    return value
-
-
-def _concat(place: str, values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor):
-        return torch.cat(values)
-    if isinstance(first, Jagged):
-        return Jagged.concat(values)
-    if isinstance(first, list):
-        return [x for v in values for x in v]
-    if isinstance(first, dict):
-        if any(v.keys() != first.keys() for v in values):
-            raise AlignmentError(
-                f"{place}: batches with columns {[sorted(v) for v in values]}; expected the same columns in all."
-            )
-        return {k: Jagged.concat([v[k] for v in values]) for k in first}
-    if any(v != first for v in values):
-        raise AlignmentError(f"{place}: values {values} differ between batches; expected one value for all.")
-    return first

@@ -43,6 +43,7 @@ BUILTIN: dict[str, str] = {
     "sampler.retry": "components.sampler.retry:Retry",
     "sampler.critique": "components.sampler.critique:Critique",
     "sampler.environment": "components.sampler.environment:EnvironmentSampler",
+    "sampler.turn_tree": "components.sampler.turn_tree:TurnTree",
     "verifier.exact": "components.verifier.exact:Exact",
     "verifier.math": "components.verifier.math:Math",
     "verifier.choice": "components.verifier.choice:Choice",

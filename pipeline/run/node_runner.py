@@ -11,11 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pipeline.core.component import Component, Context, ShardWrites, use_device
+from pipeline.core.component import Component, Context, ShardWrites
 from pipeline.core.encoding import Encoded, encode
 from pipeline.core.errors import ConfigError, CreditgraphError, RunError
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Payload
+from pipeline.core.ranks import use_device
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.timeline.memory import Peak, peak_memory
 from pipeline.run.timeline.spans import phase_of

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from pipeline.core.component import Context, ModelSpec, identity_exchange, identity_sum
-from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.encoding import Encoded, decode, encode
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
 from pipeline.core.handles import Handle
 from pipeline.core.payloads import Batch, Payload, Weights
+from pipeline.core.ranks import DeviceTurns
 from pipeline.core.sockets import Node, Wire
 from pipeline.core.trace import Trace
 from pipeline.run.distributed.team import Collectives, Team

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from pages import working_in
 
 from pipeline.app.cli import main
 
@@ -30,15 +30,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def inside(folder, monkeypatch):
-    """The folder as working folder; what commands add to the module path and imports is taken back."""
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield folder
-    for name in ("pass_at_k", "sapo"):
-        sys.modules.pop(name, None)
-    torch.set_num_threads(threads)
+def inside(folder):
+    with working_in(folder):
+        yield folder
 
 
 def run(command, cwd, modules, **environment):

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import run_bash, working_in
 from sentences import is_quoted, sentences, template
 
-from pipeline.app.cli import COMMANDS
+from pipeline.app.cli import COMMANDS, main
 from pipeline.core.registry import BUILTIN
 from pipeline.run.compose.choices import CONFIG_DIR, list_choices
 
@@ -133,10 +134,8 @@ def test_the_readme_lists_every_command():
 def test_the_readme_component_follows_the_contract(tmp_path):
     (code,) = re.findall(r"^```python\n# my_package/ideas.py\n(.*?)^```$", PAGES["README.md"], re.MULTILINE | re.DOTALL)
     (tmp_path / "ideas.py").write_text(code)
-    check = [sys.executable, "-m", "creditgraph", "check", "ideas:SignCredit"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(check, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with working_in(tmp_path):
+        assert main(["check", "ideas:SignCredit"]) == 0
 
 
 @pytest.mark.parametrize("quoted", TROUBLES)
@@ -167,12 +166,9 @@ def test_every_benchmark_has_a_section():
 @pytest.mark.parametrize("page", [name for name, blocks in EXAMPLES.items() if blocks])
 def test_marked_examples_run(page, tmp_path):
     """Blocks below <!-- tested -->, in their order, in one folder."""
-    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for language, code in EXAMPLES[page]:
-        run = {"bash": ["bash", "-euo", "pipefail", "-c", code], "python": [sys.executable, "-c", code]}[language]
-        environment = os.environ | {"PATH": commands, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+    with working_in(tmp_path):
+        for language, code in EXAMPLES[page]:
+            run_bash(code) if language == "bash" else subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_page_of_verifiers_lists_each():

@@ -66,7 +66,7 @@ def test_estimate_and_mistakes(tmp_path):
 
 
 def test_quick_takes_every_stage_and_a_run_is_that_of_the_command(tmp_path):
-    done = subprocess.run([TOOL, "--quick", "--out", tmp_path], capture_output=True, text=True)
+    done = subprocess.run([TOOL, "--quick", "--jobs", "1", "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     entry = read_results(tmp_path / "results.json")["quick"]
     assert entry["failed"] == {}

@@ -6,18 +6,16 @@ as a whole, see test_docs.py; those of adding-a-method.md in tests/configs.
 """
 
 import argparse
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from pages import working_in
 
 from components.data.sources import parse_source
-from pipeline.app.cli import COMMANDS
+from pipeline.app.cli import COMMANDS, main
 from pipeline.app.cluster.settings import load_cluster, split_overrides
 from pipeline.app.sweep import build_all, combinations
 from pipeline.core.graph import build_graph
@@ -136,13 +134,14 @@ def test_a_yaml_block_is_sound(page: Path, tmp_path: Path) -> None:
             assert {"title", "version", "tasks"} <= set(values), "a kind of block that no test reads"
 
 
-def test_the_component_of_the_readme_trains(elsewhere: Path) -> None:
+def test_the_component_of_the_readme_trains(
+    elsewhere: Path, capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     """The README's command as it stands, but for its length."""
     (line,) = re.findall(r"`creditgraph (train [^`]*my_package\.ideas:SignCredit)`", PAGES[0].read_text())
     short = ["run.iterations=1", "prompts.batch=2", "evaluator.num_problems=2"]
-    command = [sys.executable, "-m", "creditgraph", *line.split(), *short]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "dropped normalize=std" in done.stderr
-    assert "run directory: " in done.stdout
+    with working_in(elsewhere):
+        assert main([*line.split(), *short]) == 0
+
+    assert "dropped normalize=std" in caplog.text
+    assert "run directory: " in capfd.readouterr().out

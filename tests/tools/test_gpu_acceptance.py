@@ -112,7 +112,7 @@ def test_a_stage_that_is_cut_off_keeps_its_rows_and_leaves_no_process(tmp_path):
         time.sleep(600)
 
     start = time.monotonic()
-    line = line_of(work, tmp_path, seconds=15.0)
+    line = line_of(work, tmp_path, seconds=8.0)
     assert time.monotonic() - start < 60
     assert line["status"] == "cut off"
     assert line["rows"][0] == {"measured": 1}

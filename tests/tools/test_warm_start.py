@@ -22,7 +22,7 @@ def teacher(skill):
 
 def settings(out):
     return argparse.Namespace(
-        task="jugs", out=out, steps=2, batch=8, lr=1e-3, width=32, layers=1, seed=0, skill=0.9, held_out=0,
+        task="jugs", out=out, steps=2, batch=8, lr=1e-3, width=32, layers=1, seed=0, skill=0.9, sure=None, held_out=0,
         report_only=False, command="", start=None,
     )  # fmt: skip
 
@@ -50,7 +50,8 @@ def test_the_share_of_right_verdicts_is_the_skill(skill):
         del made.failed
         assert labelled(thoughts) in prompt
         named = int(extract_answer(response))
-        assert response.startswith(" ".join([*(f"c{i} ok" for i in range(1, named)), f"c{named} bad"]))
+        said = [word for word in response.partition(" \\boxed")[0].split() if not word.isdigit()]
+        assert " ".join(said) == " ".join([*(f"c{i} ok" for i in range(1, named)), f"c{named} bad"])
         right, total = right + (named == error), total + 1
     assert total > 100
     assert abs(right / total - skill) <= 4 * (skill * (1 - skill) / total) ** 0.5

@@ -147,7 +147,7 @@ def run_stage(stage: Stage, device: str, small: bool, scratch: Path, log: Path, 
             line["facts"] = value
         else:
             line[kind].append(value)
-    _end(process)
+    _end(process, 0 if line["status"] == "cut off" else 5)
     line["seconds"] = round(time.monotonic() - start, 1)
     if line["status"] == "passed" and not all(check["holds"] for check in line["checks"]):
         line["status"] = "failed"
@@ -159,9 +159,9 @@ def _end_of(process: Any, log: Path) -> str:
     return f"its process ended with code {process.exitcode}; see {log.name}"
 
 
-def _end(process: Any) -> None:
-    """Ends a stage's process and all that it started."""
-    process.join(5 if process.exitcode is None else 0)
+def _end(process: Any, grace: float) -> None:
+    """Ends all that a stage started, and its process if it has not ended by itself within `grace` seconds."""
+    process.join(grace)
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -110,7 +110,7 @@ def _sglang_part(request_id: str, tokens: list[int], end: int) -> Any:
 
 def _score(server: str, request_id: str, tokens: list[int]) -> Any:
     if server == "vllm":
-        return {**_vllm_part(request_id, tokens, TOKENS), "tokens": [5]}
+        return {**_vllm_part(request_id, tokens, TOKENS), "tokens": []}  # no most likely tokens were asked for
     # Two tokens of equal log-prob share the mass, so the score of each is −log 2.
     meta: dict[str, Any] = {"id": request_id, "weight_version": LABEL, "finish_reason": {"type": "length"}}
     meta["input_token_logprobs"] = [[None, PROMPT[-1], None], *([-ENTROPY, t, None] for t in tokens)]

@@ -42,7 +42,7 @@ def use(folder: Path) -> None:
     """Names the folder of all files, and imports the components, which is not part of the time of a mistake."""
     global FOLDER
     FOLDER = folder
-    _refusal(["recipe=toy_grpo"])
+    _trained(["recipe=toy_grpo", "--check"])
 
 
 def cases() -> list[Case]:
@@ -58,26 +58,22 @@ def quick() -> list[Case]:
 
 
 def run(case: Case) -> tuple[bool, str]:
-    """The mistake is refused when it is composed; `creditgraph train` says the same and leaves no file."""
-    settings = [] if case.starts else _settings(case)
-    seconds = 0.0
-    if settings:
-        began = time.process_time()
-        problems = _refusal(settings, (str(_folder(case)),) if case.text else ())
-        seconds = time.process_time() - began
-        if len(problems) != 1:
-            return False, f"{len(problems)} problems: {'; '.join(problems) or 'it is accepted'}"
-        if not fits(problems[0], case.sentence):
-            return False, problems[0]
-    if not case.text:
-        returned, said, left = _trained(settings or ["recipe=toy_grpo", *SMALL, "run.name=r", case.mistake])
+    """`creditgraph train` refuses the mistake in one sentence and leaves no file; a file's text is only composed."""
+    began = time.process_time()
+    if case.text:
+        problems = _refusal(case)
+        sentence, one, left = "; ".join(problems), len(problems) == 1, []
+    else:
+        small = [*SMALL, "run.name=r"] if case.starts else SMALL[-1:]
+        returned, said, left = _trained(["recipe=toy_grpo", *small, case.mistake])
         lines = said.partition("creditgraph train: ")[2].splitlines()
-        sentence = re.sub(r"^ +1\. ", "", lines[-1]) if lines else ""
+        sentence = re.sub(r"^ +1\. ", "", lines[-1]) if lines else said
         # A second line is a heading, "…: 1 problem", and the sentence with its number.
-        one = len(lines) == 1 or (len(lines) == 2 and lines[0].endswith(": 1 problem"))
-        if returned != 2 or left or not one or not fits(sentence, case.sentence):
-            return False, f"train returned {returned}, left {left} and said {said[:300]}"
-    return seconds < SECONDS, f"one sentence after {seconds:.2f} s of CPU, no file left"
+        one = returned == 2 and (len(lines) == 1 or (len(lines) == 2 and lines[0].endswith(": 1 problem")))
+    if not one or left or not fits(sentence, case.sentence):
+        return False, f"{'refused' if one else 'not refused in one sentence'}, left {left} and said {sentence[-300:]}"
+    seconds = time.process_time() - began
+    return case.starts or seconds < SECONDS, f"one sentence after {seconds:.2f} s of CPU, no file left"
 
 
 def fits(sentence: str, expected: str) -> bool:
@@ -86,26 +82,17 @@ def fits(sentence: str, expected: str) -> bool:
     return re.fullmatch(pattern, sentence) is not None  # "." is no line break
 
 
-def _settings(case: Case) -> list[str]:
-    if not case.text:
-        return ["recipe=toy_grpo", case.mistake]
-    (_folder(case) / "recipe").mkdir(parents=True, exist_ok=True)
-    (_folder(case) / "recipe" / f"{case.mistake}.yaml").write_text(f"# @package _global_\n{case.text}")
-    return [f"recipe={case.mistake}"]
-
-
-def _folder(case: Case) -> Path:
-    """A folder of its own for each file: all files of a folder are checked, whichever is chosen."""
-    return FOLDER / f"file {case.mistake}"
-
-
-def _refusal(settings: list[str], folders: tuple[str, ...] = ()) -> list[str]:
-    """The problems with which the settings are refused; empty if they are accepted."""
+def _refusal(case: Case) -> list[str]:
+    """The problems with which a recipe is refused; empty if it is accepted."""
     from pipeline.app.sweep import build_all
     from pipeline.core.errors import CreditgraphError
 
+    # A folder of its own for each file: all files of a folder are checked, whichever is chosen.
+    folder = FOLDER / f"file {case.mistake}"
+    (folder / "recipe").mkdir(parents=True, exist_ok=True)
+    (folder / "recipe" / f"{case.mistake}.yaml").write_text(f"# @package _global_\n{case.text}")
     try:
-        build_all([settings], folders)
+        build_all([[f"recipe={case.mistake}"]], [str(folder)])
     except CreditgraphError as error:
         return getattr(error, "problems", [str(error)])
     return []

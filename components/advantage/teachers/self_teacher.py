@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from components.advantage.explanations import decimal, signed
+from components.advantage.explanations import INVALID, decimal, signed
 from components.advantage.group import Outputs, training_mask
 from components.models.load import context_length
 from components.rollouts.second_turn import encoded, problem_of
@@ -63,8 +63,8 @@ class SelfTeacher(Component):
       sign is the outcome's, so what the context gives away cannot turn it. exp(sign(A) Δ) is second-hand (summaries of
       the paper); the clip and λ are our reading.
 
-    A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). The words
-    that show c are ours.
+    A response without such a context, or without room for it in the model's context, has Δ = 0 (counted). One with an
+    invalid reward gets zero credit. The words that show c are ours.
     """
 
     paper = "2601.20802"
@@ -139,6 +139,7 @@ class SelfTeacher(Component):
             made = credit.replace(advantage=tokens.with_values(values))
         else:
             values = gap.clamp(-settings.limit, settings.limit) if settings.limit else gap
+            values = torch.where(rewards.valid[tokens.row_ids], values, 0.0)
             mask = training_mask(tokens, trajectories.inherited)
             made = Credit(uid=trajectories.uid, advantage=tokens.with_values(values), mask=mask)
         own = gap[made.mask.values & taught[tokens.row_ids]]
@@ -199,4 +200,5 @@ class SelfTeacher(Component):
             formula = f"A·((1 − {decimal(settings.mix)}) + {decimal(settings.mix)}·clip(exp(±Δ), 1 ± {settings.clip}))"
         rows = outputs["credit"].advantage.rows()
         ranges = [f"from {signed(float(r.min()))} to {signed(float(r.max()))}" if len(r) else "no tokens" for r in rows]
-        return [f"{formula}, c the {settings.context}: {text}" for text in ranges]
+        lines = [f"{formula}, c the {settings.context}: {text}" for text in ranges]
+        return [line if ok else INVALID for line, ok in zip(lines, inputs["rewards"].valid.tolist(), strict=True)]

@@ -22,7 +22,7 @@ class Teacher(Component):
     With objective `distill` this is on-policy distillation: the student samples, the teacher judges every token. `top`
     adds the teacher's most likely tokens of each place as candidates (columns "candidate_i" and "teacher_logprob_i"),
     over which the objective then computes the divergence. π is the sampler's log-prob. The teacher needs the run's
-    vocabulary, and for `top` an engine that scores the most likely tokens.
+    vocabulary.
     """
 
     paper = "2306.13649"

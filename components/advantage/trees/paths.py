@@ -11,8 +11,8 @@ from components.advantage.explanations import INVALID, lines_of_segments, minus,
 from components.advantage.group import Outputs
 from components.advantage.trees.tree import (
     TreeAdvantage,
+    grown_of,
     node_values,
-    once_mask,
     parent_values,
     path_advantage,
     tree_of,
@@ -44,12 +44,10 @@ class TreePaths(TreeAdvantage):
     def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
         """Spreads each node's advantage over its tokens."""
         check_aligned(trajectories, rewards)
-        tree = tree_of(trajectories)
-        per_node = path_advantage(tree, node_values(tree, rewards.value, rewards.valid))
-        trained = torch.ones(len(trajectories.response_tokens.values), dtype=torch.bool)
-        if self.config.shared == "once":
-            trained = once_mask(tree, rewards.valid)
-        return self.outputs(trajectories, rewards, tree, per_node, trained)
+        grown = grown_of(trajectories, rewards)
+        per_node = path_advantage(grown.tree, node_values(grown.tree, rewards.value, rewards.valid))
+        trained = grown.once if self.config.shared == "once" else torch.ones_like(grown.once)
+        return self.outputs(trajectories, grown, per_node, trained)
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The values of node, root and parent of each node on a leaf's path, in numbers."""

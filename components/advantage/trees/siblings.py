@@ -6,11 +6,23 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from torch import Tensor
+
 from components.advantage.explanations import INVALID, lines_of_segments, minus, signed
 from components.advantage.group import EXACT_ZERO, Outputs
-from components.advantage.trees.tree import TreeAdvantage, ValueOf, node_values, once_mask, sibling_advantage, tree_of
+from components.advantage.trees.tree import (
+    Grown,
+    TreeAdvantage,
+    ValueOf,
+    Values,
+    equal_levels,
+    grown_of,
+    node_values,
+    sibling_advantage,
+)
+from components.advantage.trees.turns import grown_of_turns
 from pipeline.core.component import same_rows
-from pipeline.core.payloads import Rewards, Trajectories, check_aligned
+from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
 
 
 class TreeSiblings(TreeAdvantage):
@@ -20,6 +32,14 @@ class TreeSiblings(TreeAdvantage):
     Each node is trained on in one leaf only, the first whose reward is valid, so shared tokens count once however many
     leaves share them. An invalid reward is left out of all values and gives zero credit. Whole trees must arrive
     together.
+
+    With `turns` the rows are turns, the leaves episodes (sampler.turn_tree), and a node is a run of turns between two
+    branches; V is of whole returns. A turn that valid episodes continue keeps its credit when its own has a fault.
+
+    Where an episode branches must not depend on what follows. Then with `value: children` and `equal_levels`
+    E[Σ A ∇log π] = (b − 1) ∇J for b branches at the root; without `equal_levels` the part of ∇J of a level that has n
+    ways to go on from each of m nodes in a full tree counts m (n − 1) times. `value: leaves` is biased in trees of
+    three and more levels where some branches end early: it favours what leads to many leaves.
     """
 
     paper = "2505.23564"
@@ -34,6 +54,8 @@ class TreeSiblings(TreeAdvantage):
         """tokens with at least this probability under the sampling policy leave the loss; 1 keeps all"""
         drop_zero: bool = False
         """exclude nodes without signal from the loss denominator too"""
+        equal_levels: bool = False
+        """weigh nodes so that each level of branches counts as much as the first, and not by its number of nodes"""
 
         def __post_init__(self) -> None:
             if not 0 < self.max_probability <= 1:
@@ -41,33 +63,52 @@ class TreeSiblings(TreeAdvantage):
 
     config: Config
 
-    def run(self, *, trajectories: Trajectories, rewards: Annotated[Rewards, same_rows("trajectories")]) -> Outputs:
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+        turns: Annotated[Turns | None, same_rows("trajectories")] = None,
+    ) -> Outputs:
         """Spreads each node's advantage over its tokens."""
-        check_aligned(trajectories, rewards)
         settings = self.config
-        tree = tree_of(trajectories)
-        per_node = sibling_advantage(tree, node_values(tree, rewards.value, rewards.valid, settings.value))
-        trained = once_mask(tree, rewards.valid)
+        grown, _, per_node = self._credit(trajectories, rewards, turns)
+        trained = grown.once
         if settings.max_probability < 1:
-            trained &= trajectories.engine_logprobs.values < math.log(settings.max_probability)
+            trained = trained & (trajectories.engine_logprobs.values < math.log(settings.max_probability))
         if settings.drop_zero:
-            valid = rewards.valid[trajectories.response_tokens.row_ids]
-            trained &= valid & (tree.spread(per_node).abs() >= EXACT_ZERO)
-        return self.outputs(trajectories, rewards, tree, per_node, trained)
+            trained = trained & grown.credited & (per_node[grown.node].abs() >= EXACT_ZERO)
+        return self.outputs(trajectories, grown, per_node, trained)
+
+    def _credit(
+        self, trajectories: Trajectories, rewards: Rewards, turns: Turns | None
+    ) -> tuple[Grown, Values, Tensor]:
+        """The tree, V of its nodes, and the advantage of each."""
+        check_aligned(trajectories, rewards)
+        grown = grown_of(trajectories, rewards) if turns is None else grown_of_turns(trajectories, turns, rewards)
+        values = node_values(grown.tree, grown.reward, grown.valid, self.config.value)
+        advantage = sibling_advantage(grown.tree, values)
+        if self.config.equal_levels:
+            advantage = advantage * equal_levels(grown.tree, values)
+        return grown, values, advantage
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The value of each node on a leaf's path and the mean of its siblings, in numbers."""
+        trajectories: Trajectories = inputs["trajectories"]
         rewards: Rewards = inputs["rewards"]
-        tree = tree_of(inputs["trajectories"])
-        values = node_values(tree, rewards.value, rewards.valid, self.config.value)
-        advantage = sibling_advantage(tree, values)
+        turns = inputs.get("turns")
+        grown, values, advantage = self._credit(trajectories, rewards, turns)
+        gain = sibling_advantage(grown.tree, values)
 
-        def line(place: int) -> str:
-            node = int(tree.path.values[place])
-            own = float(values.node[node])
-            gain = float(advantage[node])
-            leaves = int(values.leaves[node])
-            return f"{minus(own, own - gain)} = {signed(gain)}, V over {leaves} {'leaf' if leaves == 1 else 'leaves'}"
+        def line(node: int) -> str:
+            own, above, leaves = float(values.node[node]), float(gain[node]), int(values.leaves[node])
+            weight = "" if advantage[node] == gain[node] else f", weighed {signed(float(advantage[node]))}"
+            below = f"V over {leaves} {'leaf' if leaves == 1 else 'leaves'}"
+            return f"{minus(own, own - above)} = {signed(above)}{weight}, {below}"
 
-        texts = lines_of_segments(tree.path, "V − mean V of its siblings, V: mean reward below", line)
+        head = "V − mean V of its siblings, V: mean reward below"
+        if turns is not None:
+            first = grown.node[trajectories.response_tokens.offsets[:-1]].tolist()
+            return [f"{head}\n{line(node)}" if values.leaves[node] else INVALID for node in first]
+        texts = lines_of_segments(grown.tree.path, head, lambda place: line(int(grown.tree.path.values[place])))
         return [t if ok else INVALID for t, ok in zip(texts, rewards.valid.tolist(), strict=True)]

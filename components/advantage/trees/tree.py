@@ -74,6 +74,39 @@ class Values:
     leaves: Tensor
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grown:
+    """A tree, the rewards of its leaves, and the tokens of a batch in it.
+
+    Attributes:
+        tree: K nodes over N leaves.
+        reward, valid: float and bool [N], of the leaves.
+        node: int64 [total tokens], the node of each response token of the batch.
+        credited: bool [total tokens], False in rows that get no credit.
+        once: bool [total tokens], True in one row for each node.
+    """
+
+    tree: Tree
+    reward: Tensor
+    valid: Tensor
+    node: Tensor
+    credited: Tensor
+    once: Tensor
+
+
+def grown_of(trajectories: Trajectories, rewards: Rewards) -> Grown:
+    """The tree of `tree_of`, whose leaves are the rows; a row whose reward is invalid gets no credit."""
+    tree = tree_of(trajectories)
+    return Grown(
+        tree=tree,
+        reward=rewards.value,
+        valid=rewards.valid,
+        node=tree.spread(torch.arange(len(tree))),
+        credited=rewards.valid[trajectories.response_tokens.row_ids],
+        once=once_mask(tree, rewards.valid),
+    )
+
+
 def tree_of(trajectories: Trajectories) -> Tree:
     """The tree of a batch that holds, with every row, the row it continues.
 
@@ -82,11 +115,20 @@ def tree_of(trajectories: Trajectories) -> Tree:
     """
     place = {uid: row for row, uid in enumerate(trajectories.uid.tolist())}
     above = [place.get(uid, -1) for uid in trajectories.parent.tolist()]
-    inherited = trajectories.inherited.tolist()
-    length = trajectories.response_tokens.lengths.tolist()
-    _check_lineage(trajectories, above, inherited, length)
+    return tree_over(
+        trajectories, above, trajectories.inherited.tolist(), trajectories.response_tokens.lengths.tolist()
+    )
+
+
+def tree_over(leaves: Trajectories, above: list[int], inherited: list[int], length: list[int]) -> Tree:
+    """The tree of leaves whose lineage is given as in `lineage_paths`; paths may count other things than tokens.
+
+    Raises:
+        AlignmentError: as `tree_of`.
+    """
+    _check_lineage(leaves, above, inherited, length)
     paths, ends, parent, owner = lineage_paths(above, inherited, length)
-    root = torch.unique(trajectories.group, return_inverse=True)[1]
+    root = torch.unique(leaves.group, return_inverse=True)[1]
     path = Jagged.from_rows(paths, torch.int64)
     depth = torch.zeros(len(parent), dtype=torch.int64)
     depth[path.values] = path.positions + 1
@@ -118,8 +160,8 @@ def _check_lineage(trajectories: Trajectories, above: list[int], inherited: list
             )
         if over >= 0 and inherited[row] > min(length[row], length[over]):
             raise AlignmentError(
-                f"{origin}: expected a shared prefix, but trajectory {uid[row]} inherits {inherited[row]} tokens, more "
-                "than it or the one it continues has. Leave responses of a tree uncut."
+                f"{origin}: expected a shared prefix, but trajectory {uid[row]} inherits {inherited[row]} tokens or "
+                "turns, more than it or the one it continues has. Leave responses and episodes of a tree uncut."
             )
 
 
@@ -224,6 +266,26 @@ def sibling_advantage(tree: Tree, values: Values) -> Tensor:
     return torch.where(known, values.node - (total / size)[place], 0.0)
 
 
+def equal_levels(tree: Tree, values: Values) -> Tensor:
+    """float64 [K]: weights of sibling advantages with which each level of branches counts as much as the first.
+
+    A family of n siblings has (b − 1) / (n − 1) over the number of ways in which the nodes above it went on, b being
+    the siblings below its root: E[Σ A ∇log π] of n siblings is (n − 1) times the gradient of their state's value.
+    """
+    known = values.leaves > 0
+    above = torch.where(tree.parent >= 0, tree.parent, len(tree) + tree.root)
+    counts, place = group_sum(known, above)
+    size = counts[place].clamp(min=1)
+    share = torch.ones(len(tree), dtype=torch.float64)  # of the state before a node, among all ways to its turn
+    first = size.clone()
+    for depth in range(2, int(tree.depth.max()) + 1 if len(tree) else 0):
+        level = (tree.depth == depth).nonzero(as_tuple=True)[0]
+        over = tree.parent[level]
+        share[level] = share[over] / size[over]
+        first[level] = first[over]
+    return share * (first - 1) / (size - 1).clamp(min=1)
+
+
 def path_advantage(tree: Tree, values: Values) -> Tensor:
     """R = [(V − V(root)) + (V − V(parent))] / √leaves; float64 [K], 0 for a node without a valid leaf (2506.11902)."""
     known = values.leaves > 0
@@ -247,8 +309,8 @@ def tree_metrics(tree: Tree, advantage: Tensor, mask: Jagged) -> dict[str, float
     roots = max(int(tree.root.max()) + 1 if len(tree) else 0, 1)
     return {
         "nodes": len(tree) / roots,
-        "leaves": len(mask) / roots,
-        "depth": float(tree.path.lengths.double().mean()) if len(mask) else 0.0,
+        "leaves": len(tree.path) / roots,
+        "depth": float(tree.path.lengths.double().mean()) if len(tree) else 0.0,
         "max_depth": float(tree.depth.max()) if len(tree) else 0.0,
         "zero_share": float((advantage.abs() < 1e-8).double().mean()) if len(tree) else 0.0,
         "advantage_size": float(advantage.abs().mean()) if len(tree) else 0.0,
@@ -277,21 +339,17 @@ class TreeAdvantage(Component):
 
     metrics = TREE_METRICS
 
-    def outputs(
-        self, trajectories: Trajectories, rewards: Rewards, tree: Tree, per_node: Tensor, trained: Tensor
-    ) -> Outputs:
-        """Spreads each node's advantage [K] over its tokens, 0 where the reward is invalid.
+    def outputs(self, trajectories: Trajectories, grown: Grown, per_node: Tensor, trained: Tensor) -> Outputs:
+        """Spreads each node's advantage [K] over its tokens, 0 on those that get no credit.
 
         Args:
-            trajectories: the leaves.
-            rewards: rewards of the leaves.
-            tree: their tree.
+            trajectories: the batch.
+            grown: its tree.
             per_node: float64 [K].
             trained: bool [total tokens], tokens that are trained on.
         """
         tokens = trajectories.response_tokens
-        valid = rewards.valid[tokens.row_ids]
-        advantage = tokens.with_values(torch.where(valid, tree.spread(per_node), 0.0).float())
+        advantage = tokens.with_values(torch.where(grown.credited, per_node[grown.node], 0.0).float())
         mask = tokens.with_values(trained)
-        self.context.log(**tree_metrics(tree, per_node, mask))
+        self.context.log(**tree_metrics(grown.tree, per_node, mask))
         return Outputs(credit=Credit(uid=trajectories.uid, advantage=advantage, mask=mask))

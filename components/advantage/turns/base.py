@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from components.advantage.explanations import INVALID
 from components.advantage.group import Normalize, Outputs, group_advantage, trajectory_credit
 from components.rollouts.turn_rows import by_episode, check_episode_rewards
-from pipeline.core.component import Component, Count
+from pipeline.core.component import Component, Count, same_rows
 from pipeline.core.jagged import Jagged
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, Trajectories, Turns, check_aligned
+from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
 
 TURN_METRICS = (
     Metric("episodes", "episodes", "episodes whose turns are credited"),
@@ -54,6 +54,11 @@ def outcome_advantage(
     return per_episode[episodes.row_ids]
 
 
+def start_values(values: SegmentValues) -> Tensor:
+    """float64 [N]: the value at the start of each row."""
+    return values.values.values[values.values.offsets[:-1]].double()
+
+
 def finite_episodes(value: Tensor, episodes: Jagged) -> Tensor:
     """bool [N]: whether the values [N] at the starts of all turns of the episode are finite."""
     return (episodes.with_values(~torch.isfinite(value)).sum() == 0)[episodes.row_ids]
@@ -71,15 +76,6 @@ class TurnAdvantage(Component):
         check_episode_rewards(rewards, turns)
         return episodes
 
-    def valued(self, trajectories: Trajectories, episodes: Jagged, value: Tensor) -> Tensor:
-        """As `finite_episodes`; other episodes are counted and rejected by the uid of their first turn."""
-        finite = finite_episodes(value, episodes)
-        lost = trajectories.uid[episodes.offsets[:-1]][~finite[episodes.offsets[:-1]]].tolist()
-        for uid in lost:
-            self.context.reject({"uid": uid}, "a value at the start of a turn of the episode is not finite")
-        self.context.log(unvalued=Count(len(lost)))
-        return finite
-
     def explained(self, rewards: Rewards, line: Callable[..., str], *columns: Tensor) -> list[str]:
         """`line` of the entries of each row of the columns [N]; rows of invalid episodes say so."""
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -94,3 +90,37 @@ class TurnAdvantage(Component):
             zero_share=float((size == 0).double().mean()) if len(size) else 0.0,
         )
         return Outputs(credit=trajectory_credit(trajectories, advantage.float()))
+
+
+class ValuedTurnAdvantage(TurnAdvantage):
+    """Base of advantages from the values at the starts of turns; an episode without finite ones gets zero credit."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
+
+    def run(
+        self,
+        *,
+        trajectories: Trajectories,
+        turns: Annotated[Turns, same_rows("trajectories")],
+        values: Annotated[SegmentValues, same_rows("trajectories")],
+        rewards: Annotated[Rewards, same_rows("trajectories")],
+    ) -> Outputs:
+        """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
+        check_aligned(trajectories, values)
+        episodes = self.episodes(trajectories, turns, rewards)
+        valid = rewards.valid & self._valued(trajectories, episodes, start_values(values))
+        advantage = self.advantage(trajectories, turns, values, rewards)
+        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
+
+    def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
+        """The advantage of each turn, float [N]; of episodes without credit any number."""
+        raise NotImplementedError
+
+    def _valued(self, trajectories: Trajectories, episodes: Jagged, value: Tensor) -> Tensor:
+        """As `finite_episodes`; other episodes are counted and rejected by the uid of their first turn."""
+        finite = finite_episodes(value, episodes)
+        lost = trajectories.uid[episodes.offsets[:-1]][~finite[episodes.offsets[:-1]]].tolist()
+        for uid in lost:
+            self.context.reject({"uid": uid}, "a value at the start of a turn of the episode is not finite")
+        self.context.log(unvalued=Count(len(lost)))
+        return finite

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from components.advantage.explanations import signed
-from components.advantage.group import Outputs, group_advantage
-from components.advantage.turns.base import TURN_METRICS, UNVALUED, NormalizeSettings, TurnAdvantage, finite_episodes
-from components.advantage.turns.turn_gae import start_values
+from components.advantage.group import group_advantage
+from components.advantage.turns.base import NormalizeSettings, ValuedTurnAdvantage, finite_episodes, start_values
 from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
 def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
@@ -31,7 +28,7 @@ def gains(value: Tensor, outcome: Tensor, episodes: Jagged) -> Tensor:
     return torch.where(last_turns(episodes), outcome.double(), following - value)
 
 
-class InformationGain(TurnAdvantage):
+class InformationGain(ValuedTurnAdvantage):
     """A_t = Σ_{k ≥ t} γ^(k−t) z_k, z being the turns' gains and the outcome, normalised within the group.
 
     A turn's gain is that of the likelihood of the reference answer (the geometric mean of its tokens' probabilities, as
@@ -46,7 +43,6 @@ class InformationGain(TurnAdvantage):
     """
 
     paper = "2510.14967"
-    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(NormalizeSettings):
@@ -63,21 +59,10 @@ class InformationGain(TurnAdvantage):
 
     config: Config
 
-    def run(
-        self,
-        *,
-        trajectories: Trajectories,
-        turns: Annotated[Turns, same_rows("trajectories")],
-        values: Annotated[SegmentValues, same_rows("trajectories")],
-        rewards: Annotated[Rewards, same_rows("trajectories")],
-    ) -> Outputs:
-        """Credits each turn; `rewards` are those of the episodes, the same on all turns of one."""
-        check_aligned(trajectories, values)
-        episodes = self.episodes(trajectories, turns, rewards)
-        valid = rewards.valid & self.valued(trajectories, episodes, start_values(values))
+    def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
+        """The discounted sums of the normalised gains and outcomes."""
         _, normalised = self._rewards(trajectories, turns, values, rewards)
-        advantage = returns_to_go(episodes.with_values(normalised), self.config.gamma).values
-        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
+        return returns_to_go(by_episode(trajectories, turns).with_values(normalised), self.config.gamma).values
 
     def _rewards(
         self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards

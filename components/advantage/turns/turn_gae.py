@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.advantage.explanations import decimal, signed
-from components.advantage.group import Outputs
-from components.advantage.turns.base import TURN_METRICS, UNVALUED, TurnAdvantage
+from components.advantage.turns.base import ValuedTurnAdvantage, start_values
 from components.rollouts.turn_rows import by_episode, last_turns, returns_to_go
-from pipeline.core.component import same_rows
 from pipeline.core.jagged import Jagged
-from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns, check_aligned
+from pipeline.core.payloads import Rewards, SegmentValues, Trajectories, Turns
 
 
 def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
@@ -34,12 +31,7 @@ def turn_gae(reward: Jagged, value: Tensor, gamma: float, lam: float) -> Tensor:
     return returns_to_go(reward.with_values(delta), gamma * lam).values
 
 
-def start_values(values: SegmentValues) -> Tensor:
-    """float64 [N]: the value at the start of each row."""
-    return values.values.values[values.values.offsets[:-1]].double()
-
-
-class TurnGAE(TurnAdvantage):
+class TurnGAE(ValuedTurnAdvantage):
     """Credits each turn with generalised advantages over turns, from the values at the turns' starts.
 
     The value at a turn's start is the first value of its row: from a critic, or the mean of other episodes
@@ -47,7 +39,6 @@ class TurnGAE(TurnAdvantage):
     """
 
     paper = "1506.02438"
-    metrics: ClassVar[tuple[Metric, ...]] = (*TURN_METRICS, UNVALUED)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -64,21 +55,9 @@ class TurnGAE(TurnAdvantage):
 
     config: Config
 
-    def run(
-        self,
-        *,
-        trajectories: Trajectories,
-        turns: Annotated[Turns, same_rows("trajectories")],
-        values: Annotated[SegmentValues, same_rows("trajectories")],
-        rewards: Annotated[Rewards, same_rows("trajectories")],
-    ) -> Outputs:
-        """Credits each turn; of `rewards` only their validity counts, the rewards being those of the turns."""
-        check_aligned(trajectories, values)
-        episodes = self.episodes(trajectories, turns, rewards)
-        value = start_values(values)
-        valid = rewards.valid & self.valued(trajectories, episodes, value)
-        advantage = turn_gae(episodes, value, self.config.gamma, self.config.lam)
-        return self.outputs(trajectories, episodes, advantage.where(valid, 0.0))
+    def advantage(self, trajectories: Trajectories, turns: Turns, values: SegmentValues, rewards: Rewards) -> Tensor:
+        """As `turn_gae`; of `rewards` only their validity counts, the rewards being those of the turns."""
+        return turn_gae(by_episode(trajectories, turns), start_values(values), self.config.gamma, self.config.lam)
 
     def explain(self, outputs: dict[str, Any], **inputs: Any) -> list[str]:
         """The reward of each turn and the value at its start."""

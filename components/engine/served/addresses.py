@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from components.engine.served.settings import PoolSettings, ServerSettings
-from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.ranks import Ranks
 from pipeline.run.run_directory import replacing
 
 ATTEMPT = "CREDITGRAPH_ATTEMPT"  # variable of job scripts: job and start

@@ -13,8 +13,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,42 +22,27 @@ from components.engine.channel import Update
 from components.engine.messages import (
     BadResponse,
     RowRequest,
-    RowResponse,
     ScoreRequest,
     ScoreResponse,
-    check_score,
 )
 from components.engine.served.addresses import Address, with_keys, write_rendezvous
 from components.engine.served.dialect import Dialect, RefusedError, ServerError, result_of
 from components.engine.served.server import Interrupted, Server
 from components.engine.served.settings import PoolSettings
+from components.engine.served.tasks import Feed, Reset, Task, sampling, scoring
 from components.engine.served.transfer import together
-from pipeline.core.component import same_device
 from pipeline.core.errors import LostError, RunError
+from pipeline.core.ranks import same_device
 
 T = TypeVar("T")
 _AnyRequest = RowRequest | ScoreRequest
 _SPILL = 16  # requests by which a prompt's server may exceed twice another's before the prompt goes there too
+_MAX_THREADS = 512  # in which rows get their next requests; more rows than that wait for each other
 _TICK_SECONDS = 0.5
 
 
 class AllServersLost(LostError):
     """All servers of a pool are lost; no weights were changed in the iteration."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """How requests of one kind are sent and checked.
-
-    Attributes:
-        send: sends a request; returns the weights version of its response, raises BadResponse for an invalid one.
-        done: whether the row needs no further request.
-        undo: called with the row of a response that does not count.
-    """
-
-    send: Callable[[httpx.AsyncClient, Any, str], Coroutine[Any, Any, str | None]]
-    done: Callable[[int], bool]
-    undo: Callable[[int], None] = lambda row: None
 
 
 class ServerPool:
@@ -145,8 +128,8 @@ class ServerPool:
     def generate(
         self,
         requests: Sequence[RowRequest],
-        feed: Callable[[int, RowResponse, bool], bool],
-        reset: Callable[[int], None],
+        feed: Feed,
+        reset: Reset,
     ) -> None:
         """Sends requests until every row has ended.
 
@@ -157,32 +140,34 @@ class ServerPool:
             reset: called with a row whose parts do not count: its response was cut off, or is not valid. The request is
                 then sent to another server.
         """
-        ended: set[int] = set()
+        self._call(self._send_all(requests, sampling(self._dialect, feed, reset)))
 
-        def take(row: int, part: RowResponse, last: bool) -> bool:
-            if feed(row, part, last):
-                ended.add(row)
-            return row in ended
+    def converse(
+        self,
+        rows: int,
+        follow: Callable[[int], RowRequest | None],
+        feed: Feed,
+        reset: Reset,
+    ) -> None:
+        """Sends the next request of a row once the one before has ended, until no row has another.
 
-        async def send(client: httpx.AsyncClient, request: RowRequest, request_id: str) -> str | None:
-            return await self._dialect.generate(client, request, request_id, partial(take, request.row))
+        Args:
+            rows: number of rows.
+            follow: called with a row, from threads of its own, for its next request; None if it has none.
+            feed, reset: as of `generate`.
+        """
 
-        def undo(row: int) -> None:
-            ended.discard(row)
-            reset(row)
+        async def play(row: int) -> None:
+            while (request := await self._loop.run_in_executor(threads, follow, row)) is not None:
+                await self._send(request, sampling(self._dialect, feed, reset))
 
-        self._call(self._send_all(requests, _Task(send=send, done=ended.__contains__, undo=undo)))
+        with ThreadPoolExecutor(max(1, min(rows, _MAX_THREADS)), "creditgraph-rows", same_device()) as threads:
+            self._call(together(*(play(row) for row in range(rows))))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResponse]:
         """Sends requests until each has a valid response; returns the responses in order."""
         responses: dict[int, ScoreResponse] = {}
-
-        async def send(client: httpx.AsyncClient, request: ScoreRequest, request_id: str) -> str | None:
-            response = await self._dialect.score(client, request, request_id)
-            responses[request.row] = check_score(request, response)
-            return response.version
-
-        self._call(self._send_all(requests, _Task(send=send, done=responses.__contains__)))
+        self._call(self._send_all(requests, scoring(self._dialect, responses)))
         return [responses[request.row] for request in requests]
 
     def take_counters(self) -> dict[str, float]:
@@ -275,10 +260,10 @@ class ServerPool:
 
     # Requests
 
-    async def _send_all(self, requests: Sequence[_AnyRequest], task: _Task) -> None:
+    async def _send_all(self, requests: Sequence[_AnyRequest], task: Task) -> None:
         await together(*(self._send(request, task) for request in requests))
 
-    async def _send(self, request: _AnyRequest, task: _Task) -> None:
+    async def _send(self, request: _AnyRequest, task: Task) -> None:
         """Sends one request until a server returns a valid response."""
         wrong: list[Server] = []
         while True:

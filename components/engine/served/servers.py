@@ -19,9 +19,10 @@ from components.engine.served.dialect import Dialect
 from components.engine.served.pool import ServerPool
 from components.engine.served.settings import ServerSettings
 from components.engine.served.transfer import Links, Transfer
-from pipeline.core.component import Context, same_device
+from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
 from pipeline.core.payloads import Weights
+from pipeline.core.ranks import same_device
 
 
 class Servers:

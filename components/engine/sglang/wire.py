@@ -62,8 +62,8 @@ def streamed(body: dict[str, Any], interval: int) -> dict[str, Any]:
 def score_body(request: ScoreRequest, request_id: str, top_logprobs: int) -> dict[str, Any]:
     """POST /generate without sampling: log-probs of the input from the last context token on.
 
-    SGLang gives those of temperature 1; `read_scores` makes others of the whole vocabulary's, so ConfigError without
-    them.
+    `top_logprobs` is the vocabulary size, or 0 where entropies are not wanted. SGLang gives log-probs of temperature 1;
+    `read_scores` makes others of the whole vocabulary's, so ConfigError without them.
     """
     if request.temperature != 1.0 and not top_logprobs:
         raise ConfigError(
@@ -71,7 +71,7 @@ def score_body(request: ScoreRequest, request_id: str, top_logprobs: int) -> dic
             "log-probs of the whole vocabulary. Raise entropy_vocab above the vocabulary's size, or use engine=vllm."
         )
     sampling = {"max_new_tokens": 0, "temperature": 1.0}
-    body = _body(request_id, request.context + request.tokens, sampling, top_logprobs)
+    body = _body(request_id, request.context + request.tokens, sampling, max(top_logprobs, request.top))
     return body | {"logprob_start_len": len(request.context) - 1}
 
 
@@ -138,8 +138,8 @@ def _reason(finish: Any) -> FinishReason:
     return _REASONS[kind]
 
 
-def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
-    """The response to `score_body` at the temperature of `request`, which is 1 without the vocabulary (`top`)."""
+def read_scores(reply: Any, request: ScoreRequest, whole: bool) -> ScoreResponse:
+    """The response to `score_body` at the temperature of `request`, which is 1 without the `whole` vocabulary."""
     with parsing("POST /generate"):
         meta = reply["meta_info"]
         count = len(request.tokens)
@@ -148,13 +148,23 @@ def read_scores(reply: Any, request: ScoreRequest, top: bool) -> ScoreResponse:
             raise ServerError("POST /generate: expected the log-probs of the tokens to score, got those of others.")
         logprobs = _logprobs(entries)
         entropies = None
-        if top:
+        places = meta["input_top_logprobs"][-count:] if whole or request.top else []
+        tables = [_logprobs(place) for place in places]
+        if whole:
             temperature = request.temperature or 1.0
-            tables = [[x / temperature for x in _logprobs(table)] for table in meta["input_top_logprobs"][-count:]]
+            tables = [[x / temperature for x in table] for table in tables]
             norms = [_log_sum(table) for table in tables]
             logprobs = [value / temperature - norm for value, norm in zip(logprobs, norms, strict=True)]
-            entropies = [_entropy([value - norm for value in table]) for table, norm in zip(tables, norms, strict=True)]
-        return ScoreResponse(logprobs=logprobs, entropies=entropies, version=_version_of(meta))
+            tables = [[value - norm for value in table] for table, norm in zip(tables, norms, strict=True)]
+            entropies = [_entropy(table) for table in tables]
+        return ScoreResponse(
+            logprobs=logprobs,
+            entropies=entropies,
+            # SGLang has the most likely ones first.
+            top_tokens=[token_id(entry[1]) for place in places for entry in place[: request.top]],
+            top_logprobs=[value for table in tables for value in table[: request.top]],
+            version=_version_of(meta),
+        )
 
 
 def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:

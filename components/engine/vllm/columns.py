@@ -36,6 +36,17 @@ def read_numbers(text: object) -> list[float]:
     return numbers
 
 
+def split_scores(numbers: Any) -> tuple[list[float], list[float], list[int], list[float]]:
+    """Log-probs, entropies, and the most likely tokens with log-probs, of vLLM's `FlatLogprobs` of a scored prompt.
+
+    Its rows are those of `components.engine.vllm.exact.exact_table`, after an empty one.
+    """
+    if not numbers or not numbers.logprobs:
+        return [], [], [], []
+    ids, values = (np.asarray(column).reshape(len(numbers) - 1, -1) for column in (numbers.token_ids, numbers.logprobs))
+    return values[:, 0].tolist(), (-values[:, 1]).tolist(), ids[:, 2:].ravel().tolist(), values[:, 2:].ravel().tolist()
+
+
 def crc_of(reply: Mapping[str, Any]) -> int:
     """CRC-32 of the three columns of a reply, which shows that they belong together; TypeError if one is no text."""
     return zlib.crc32("|".join((reply["tokens"], reply["logprobs"], reply["entropies"])).encode())

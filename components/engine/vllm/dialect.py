@@ -74,6 +74,7 @@ def engine_options(settings: VllmSettings, model: ServedModel) -> dict[str, Any]
         "gpu_memory_utilization": settings.gpu_memory,
         "enable_prefix_caching": True,
         "generation_config": "vllm",
+        "max_logprobs": model.vocab_size + 1,  # most likely tokens of a scored place, and its entropy
         "worker_extension_cls": EXTENSION,
         "scheduler_cls": SCHEDULER,
         "enable_sleep_mode": model.sleeps,
@@ -192,9 +193,11 @@ class VllmDialect:
             "id": request_id,
             "tokens": pack_ids(request.context + request.tokens),
             "context": len(request.context),
+            "top": request.top,
             "sampling": {"temperature": request.temperature},
         }
-        return read_scores(await call(client, "POST", ROWS, body | self._adapter(client)), request_id)
+        reply = await call(client, "POST", ROWS, body | self._adapter(client))
+        return read_scores(reply, request_id, len(request.tokens))
 
     def generate_body(self, request: RowRequest, request_id: str) -> dict[str, Any]:
         """JSON of a generation request."""

@@ -28,7 +28,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 from vllm.v1.worker.gpu.sample.sampler import Sampler as GpuSampler
 
-from components.engine.vllm.scheduler import first_scored
+from components.engine.vllm.scheduler import first_scored, top_scored
 
 _GREEDY = 1e-5  # vLLM samples greedily below this temperature
 # Rows of logits at once: 39 MB in float32 for a vocabulary of 152 k, of which some copies are alive. vLLM does not know
@@ -36,8 +36,8 @@ _GREEDY = 1e-5  # vLLM samples greedily below this temperature
 _ROWS = 64
 
 
-def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor) -> LogprobsTensors:
-    """Log-prob of each token and minus the entropy, both of softmax(logits / temperature) [nats].
+def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor, top: int = 0) -> LogprobsTensors:
+    """Log-prob of each token, minus the entropy, and the `top` most likely tokens of softmax(logits / temperature).
 
     Args:
         logits: [N, V].
@@ -45,10 +45,12 @@ def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor) -
         token_ids: [N].
 
     Returns:
-        Two columns: the token with its log-prob, and another id with minus the entropy.
+        2 + `top` columns [nats]: the token with its log-prob, another id with minus the entropy, the likeliest tokens.
     """
     token_ids = token_ids.long()
-    values = logits.new_empty(len(logits), 2, dtype=torch.float32)
+    values = logits.new_empty(len(logits), 2 + top, dtype=torch.float32)
+    ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
+    ids[:, 0], ids[:, 1] = token_ids, (token_ids + 1) % logits.shape[1]
     for start in range(0, len(logits), _ROWS):
         rows = slice(start, start + _ROWS)
         scaled = logits[rows].float()
@@ -57,9 +59,10 @@ def exact_table(logits: Tensor, temperature: Tensor | None, token_ids: Tensor) -
         logprobs = scaled.log_softmax(-1)
         values[rows, 0] = logprobs.gather(1, token_ids[rows, None])[:, 0]
         values[rows, 1] = (logprobs.exp() * logprobs).nansum(-1)
-    ids = torch.stack([token_ids, (token_ids + 1) % logits.shape[1]], 1)
+        if top:
+            values[rows, 2:], ids[rows, 2:] = logprobs.topk(top)
     # The output must have ranks, but nobody uses them and computing them costs a pass over the vocabulary.
-    return LogprobsTensors(ids.to(torch.int32), values, torch.ones_like(token_ids))
+    return LogprobsTensors(ids, values, torch.ones_like(token_ids))
 
 
 class ExactSampler(Sampler):  # type: ignore[misc]
@@ -122,6 +125,7 @@ class Chunk:
         name: id of the request.
         first: position whose next token is the first to score.
         temperature: of the softmax.
+        top: number of the most likely tokens to score in each place.
         tokens: ids of the whole prompt, [length] or more.
         length: tokens of the prompt.
         start, end: positions that the step passes through the model.
@@ -131,6 +135,7 @@ class Chunk:
     name: str
     first: int
     temperature: float
+    top: int
     tokens: Tensor
     length: int
     start: int
@@ -153,14 +158,16 @@ class PromptScores:
         ids = [c.tokens[low + 1 : high + 1] for c, (low, high) in zip(chunks, spans, strict=True)]
         counts = [high - low for low, high in spans]
         temperatures = torch.tensor([c.temperature for c in chunks]).repeat_interleave(torch.tensor(counts))
-        tables = self._tables(torch.cat(rows), torch.cat(ids), temperatures, hidden_states, compute_logits)
+        top = max(c.top for c in chunks)
+        tables = self._tables(torch.cat(rows), torch.cat(ids), temperatures, top, hidden_states, compute_logits)
         done: dict[str, LogprobsTensors] = {}
         at = 0
         for chunk, count in zip(chunks, counts, strict=True):
             parts = self._parts.setdefault(chunk.name, [])
             if chunk.start <= chunk.first:
                 parts.clear()  # of a prefill that was broken off
-            parts.append(LogprobsTensors(*(column[at : at + count] for column in tables)))
+            token_ids, values, ranks = (column[at : at + count] for column in tables)
+            parts.append(LogprobsTensors(token_ids[:, : 2 + chunk.top], values[:, : 2 + chunk.top], ranks))
             at += count
             if chunk.end >= chunk.length:
                 columns = zip(*(part[:3] for part in self._parts.pop(chunk.name)), strict=True)
@@ -173,13 +180,19 @@ class PromptScores:
 
     @staticmethod
     def _tables(
-        rows: Tensor, ids: Tensor, temperatures: Tensor, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+        rows: Tensor,
+        ids: Tensor,
+        temperatures: Tensor,
+        top: int,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not len(rows):  # no collective operation for nothing
-            return ids.new_zeros(0, 2, dtype=torch.int32), hidden.new_zeros(0, 2, dtype=torch.float32), ids.long()
+            nothing = hidden.new_zeros(0, 2 + top, dtype=torch.float32)
+            return nothing.to(torch.int32), nothing, ids.long()
         rows, temperatures = rows.to(hidden.device), temperatures.to(hidden.device)
         tables = [
-            exact_table(compute_logits(hidden[some]), temperature, tokens)
+            exact_table(compute_logits(hidden[some]), temperature, tokens, top)
             for some, temperature, tokens in zip(
                 torch.split(rows, _ROWS), torch.split(temperatures, _ROWS), torch.split(ids, _ROWS), strict=True
             )
@@ -194,13 +207,13 @@ class ExactPromptWorker(PromptLogprobsWorker):  # type: ignore[misc]
     def __init__(self, base: Any) -> None:
         self.__dict__.update(vars(base))
         self._scores = PromptScores()
-        self._wanted: dict[str, tuple[int, float]] = {}  # first position and temperature
+        self._wanted: dict[str, Any] = {}  # sampling parameters
 
     def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
         """Takes a request's settings."""
         super().add_request(req_id, req_idx, sampling_params)
         if sampling_params.prompt_logprobs is not None:
-            self._wanted[req_id] = first_scored(sampling_params) or 0, sampling_params.temperature
+            self._wanted[req_id] = sampling_params
 
     def remove_request(self, req_id: str) -> None:
         """Forgets a request."""
@@ -227,11 +240,11 @@ class ExactPromptWorker(PromptLogprobsWorker):  # type: ignore[misc]
             # Those that are sampled already have had their scores.
             if wanted is None or start >= length or length < input_batch.prefill_len_np[n]:
                 continue
-            first, temperature = wanted
             chunk = Chunk(
                 name=name,
-                first=first,
-                temperature=temperature,
+                first=first_scored(wanted) or 0,
+                temperature=wanted.temperature,
+                top=top_scored(wanted),
                 tokens=all_token_ids[index],
                 length=length,
                 start=start,
@@ -278,6 +291,7 @@ def _scores_of_v1(
             name=name,
             first=first_scored(request.sampling_params) or 0,
             temperature=request.sampling_params.temperature,
+            top=top_scored(request.sampling_params),
             tokens=torch.tensor(request.prompt_token_ids, device=hidden_states.device),
             length=len(request.prompt_token_ids),
             start=request.num_computed_tokens,

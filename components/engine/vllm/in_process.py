@@ -21,6 +21,7 @@ from components.engine.probe import Probe, ProbeError, compare_logprobs
 from components.engine.rows import Rows
 from components.engine.served.dialect import ServedModel
 from components.engine.served.process import make_scratch
+from components.engine.vllm.columns import split_scores
 from components.engine.vllm.dialect import engine_options, engine_variables
 from components.engine.vllm.scheduler import scoring_parameters
 from components.engine.vllm.settings import VllmSettings
@@ -175,12 +176,15 @@ class InProcess:
         with self._running(waiting) as steps:
             for n, request in enumerate(requests):
                 tokens = request.context + request.tokens
-                waiting[self._add(tokens, **scoring_parameters(len(request.context), request.temperature))] = n
+                parameters = scoring_parameters(len(request.context), request.temperature, request.top)
+                waiting[self._add(tokens, **parameters)] = n
             for out in itertools.chain.from_iterable(steps):
                 n = waiting.pop(out.request_id)
                 self._count_prompt(out)
-                numbers = out.prompt_logprobs.logprobs  # two per scored token
-                responses[n] = ScoreResponse(logprobs=numbers[::2], entropies=[-x for x in numbers[1::2]])
+                logprobs, entropies, tokens, top = split_scores(out.prompt_logprobs)
+                responses[n] = ScoreResponse(
+                    logprobs=logprobs, entropies=entropies, top_tokens=tokens, top_logprobs=top
+                )
         return [responses[n] for n in range(len(requests))]
 
     def _sampling(self, request: RowRequest) -> dict[str, Any]:

@@ -30,12 +30,18 @@ def read_event(event: str, request_id: str, eos: Set[int]) -> tuple[RowResponse,
         return _response(reply, eos), last, _label(reply) if last else None
 
 
-def read_scores(reply: Any, request_id: str) -> ScoreResponse:
-    """The scores in a reply; raises ServerError as above."""
+def read_scores(reply: Any, request_id: str, count: int) -> ScoreResponse:
+    """The scores of `count` tokens in a reply; raises ServerError as above."""
     with parsing(f"POST {ROWS}"):
         _check(reply, request_id)
         logprobs = read_numbers(reply["logprobs"])
-        return ScoreResponse(logprobs=logprobs, entropies=read_numbers(reply["entropies"]), version=_label(reply))
+        return ScoreResponse(
+            logprobs=logprobs[:count],
+            entropies=read_numbers(reply["entropies"]),
+            top_tokens=read_ids(reply["tokens"]),
+            top_logprobs=logprobs[count:],
+            version=_label(reply),
+        )
 
 
 def _check(reply: Mapping[str, Any], request_id: str) -> None:

@@ -3,8 +3,9 @@
 vLLM's own /inference/v1/generate sends some 150 bytes of JSON per token; here it is 16. A reply has
 
 - `id`: the request's;
-- `tokens`: sampled ids, `logprobs` and `entropies`: of them, or with `context` of the prompt's tokens after that many
-  (columns as `components.engine.vllm.columns` writes them), and `crc` of the three;
+- `tokens`: sampled ids, `logprobs` and `entropies`: of them (columns as `components.engine.vllm.columns` writes them),
+  and `crc` of the three. With `context` the latter two are of the prompt's tokens after that many; `tokens` are the
+  `top` most likely ones in the place of each, and their log-probs follow those of the prompt's tokens;
 - `reason`: vLLM's finish reason, null before the last part of a streamed reply;
 - `versions`: labels of the weights that sampled, in the last part.
 """
@@ -17,7 +18,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-from components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids
+from components.engine.vllm.columns import crc_of, pack_ids, pack_numbers, read_ids, split_scores
 from components.engine.vllm.key import KeyMiddleware
 from components.engine.vllm.scheduler import scoring_parameters
 
@@ -96,7 +97,7 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
     context = request.get("context")
     sampling = request["sampling"]
     if context is not None:
-        sampling = scoring_parameters(context, sampling["temperature"])
+        sampling = scoring_parameters(context, sampling["temperature"], request["top"])
     params = SamplingParams(
         **sampling,
         detokenize=False,
@@ -116,14 +117,18 @@ async def _parts(state: Any, request: Mapping[str, Any]) -> AsyncGenerator[dict[
         (done,) = output.outputs
         if done.finish_reason == "error":
             raise RuntimeError(f"request {request['id']} failed in vLLM's engine")
-        numbers = (done.logprobs if context is None else output.prompt_logprobs) or None
-        flat = numbers.logprobs if numbers is not None else []
+        if context is None:
+            # Two numbers per token: log-prob and minus the entropy.
+            flat = done.logprobs.logprobs if done.logprobs else []
+            tokens, logprobs, entropies = done.token_ids, flat[::2], [-value for value in flat[1::2]]
+        else:
+            logprobs, entropies, tokens, top_logprobs = split_scores(output.prompt_logprobs)
+            logprobs += top_logprobs
         part = {
             "id": request["id"],
-            "tokens": pack_ids(done.token_ids),
-            # Two numbers per token: log-prob and minus the entropy.
-            "logprobs": pack_numbers(flat[::2]),
-            "entropies": pack_numbers([-value for value in flat[1::2]]),
+            "tokens": pack_ids(tokens),
+            "logprobs": pack_numbers(logprobs),
+            "entropies": pack_numbers(entropies),
             "reason": done.finish_reason,
             "versions": [str(span.version) for span in done.weight_versions or ()],
         }

@@ -17,15 +17,20 @@ def first_scored(sampling_params: Any) -> int | None:
     return extra.get(FIRST)
 
 
-def scoring_parameters(context_tokens: int, temperature: float) -> dict[str, Any]:
+def top_scored(sampling_params: Any) -> int:
+    """How many of the most likely tokens are scored in each place: the columns of log-probs but that of the entropy."""
+    return max(int(sampling_params.prompt_logprobs) - 1, 0)
+
+
+def scoring_parameters(context_tokens: int, temperature: float, top: int) -> dict[str, Any]:
     """vLLM's `SamplingParams` that score the tokens of a prompt after its first `context_tokens`, at least 1.
 
-    One token is sampled, because vLLM samples at least one.
+    Beside each, the `top` most likely ones. One token is sampled, because vLLM samples at least one.
     """
     return {
         "max_tokens": 1,
         "temperature": temperature,
-        "prompt_logprobs": 1,
+        "prompt_logprobs": 1 + top,
         "skip_reading_prefix_cache": False,
         "extra_args": {FIRST: context_tokens - 1},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from components.learner.hf.learner import HFBackend
 from components.learner.hf.model import LearnerModel, hidden_states
 from components.learner.hf.node import HFNode
-from components.learner.hf.settings import HFSettings, Recompute
+from components.learner.hf.settings import HFSettings, HFStepSettings
 from components.learner.hf.sharding import Entry
 from components.learner.objective import LossInputs, Meters, Objective, ObjectiveSettings
-from components.learner.optimizer import Optimizer, OptimizerSettings
+from components.learner.optimizer import Optimizer
 from components.learner.packing.pack import PackedBatch
-from components.learner.settings import Compute
 from components.learner.step import Result, RolloutTraining
 from components.rollouts.segments import check_segments, generalised_advantage, segment_starts
 from pipeline.core.component import Component, Context, same_rows
@@ -132,7 +131,7 @@ class Critic(HFNode, Component):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(HFStepSettings):
         """Targets, loss and optimiser."""
 
         path: str = ""
@@ -143,33 +142,19 @@ class Critic(HFNode, Component):
         """λ of the targets: 1 is the discounted reward (VAPO's decoupled GAE)"""
         clip: float = 0.2
         """ε, largest change of a value that the loss rewards, in units of the reward; 0 does not clip"""
-        optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-        """AdamW, clipping, schedule"""
-        minibatches: int = 1
-        """optimiser steps per epoch"""
-        epochs: int = 1
-        """passes over the rollout batch"""
-        micro_batch_tokens: int = 16384
-        """token budget of one micro-batch, 0 for one micro-batch; see `learner.hf`"""
-        recompute: Recompute = "none"
-        """activations recomputed in the backward pass; see `learner.hf`"""
-        fsdp_size: int = 0
-        """ranks that hold one copy together; see `learner.hf`"""
-        compute: Compute = field(default_factory=Compute)
-        """attention on the device"""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not 0 <= self.lam <= 1 or not 0 <= self.gamma <= 1 or self.clip < 0:
                 raise ValueError(
                     f"expected 0 ≤ lam ≤ 1, 0 ≤ gamma ≤ 1 and clip ≥ 0, got {self.lam}, {self.gamma} and {self.clip}."
                 )
-            self.training()
 
         def training(self) -> HFSettings:
             """The settings of `learner.hf` with which it trains."""
-            names = ("optimizer", "minibatches", "epochs", "micro_batch_tokens", "recompute", "fsdp_size", "compute")
+            own = {f.name: getattr(self, f.name) for f in dataclasses.fields(HFStepSettings)}
             objective = ObjectiveSettings(use=f"{__name__}:ValueClip", config={"clip": self.clip})
-            return HFSettings(objective=objective, skip_zero_rows=False, **{n: getattr(self, n) for n in names})
+            return HFSettings(objective=objective, skip_zero_rows=False, **own)
 
     config: Config
 

@@ -19,12 +19,14 @@ class HFNode:
     """Mixed into components that train a transformers model with an `optimizer`.
 
     Attributes:
+        context: of the node, set by its component.
         optimizer: of the trained parameters.
         version: iterations that led to the present weights.
         trained_tokens: tokens trained on since the run began.
         sharded: whether several ranks hold the model together, set by `load`.
     """
 
+    context: Context
     optimizer: Optimizer
     version: int
     trained_tokens: int
@@ -61,8 +63,8 @@ class HFNode:
         """Continues from `state_dict`, bit for bit; RunError for the state of another learner."""
         if "optimizer" not in state and "step_count" not in state:
             raise RunError(
-                f"learner.hf: expected the optimiser state of learner.hf in the checkpoint, got "
-                f"{', '.join(sorted(state))}. Resume with the learner that wrote the run, or start a new run."
+                f"node '{self.context.node}': expected the optimiser state of a transformers model in the checkpoint, "
+                f"got {', '.join(sorted(state))}. Resume with the component that wrote the run, or start a new run."
             )
         if "optimizer" in state:
             self.optimizer.load_state_dict(state["optimizer"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from components.learner.settings import LearnerSettings
+from components.learner.settings import LearnerSettings, StepSettings
 
 Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HFSettings(LearnerSettings):
-    """Settings of `learner.hf`: those of every learner, and what transformers adds."""
+class HFStepSettings(StepSettings):
+    """How a transformers model is trained, whatever its loss."""
 
     recompute: Recompute = "none"
     """activations recomputed in the backward pass: none; full, all but the layers' inputs: least memory, about a third
@@ -26,6 +26,11 @@ class HFSettings(LearnerSettings):
         super().__post_init__()
         if self.fsdp_size < 0:
             raise ValueError(f"expected fsdp_size ≥ 0 (0 chooses), got {self.fsdp_size}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFSettings(HFStepSettings, LearnerSettings):
+    """Settings of `learner.hf`: those of every learner, and what transformers adds."""
 
 
 def choose_fsdp_size(weights: int, trained: int, element_bytes: int, copies: int, world: int, gpu_bytes: int) -> int:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from components.learner.dtensors import rows, shard_of
 from components.learner.hf.files import sources
-from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.ranks import Ranks
 
 ADAPTED = ".base_layer."  # in the names of weights that peft has wrapped
 

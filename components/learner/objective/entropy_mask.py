@@ -68,14 +68,16 @@ class EntropyMask:
             )
 
 
-def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> LossInputs:
+def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum, stream: Stream) -> LossInputs:
     """Adds the columns above; with `denominator: kept`, low-entropy tokens leave the mask of the loss too."""
     if settings.keep >= 1:
         return inputs
     entropies = inputs.old_entropies.values
     mask = inputs.mask.values
     known_entropies(entropies[mask], "objective.entropy_mask")
-    rank = {"high": lambda: entropies, "low": lambda: -entropies, "random": lambda: drawn(inputs)}[settings.order]()
+    rank = {"high": lambda: entropies, "low": lambda: -entropies, "random": lambda: drawn(inputs, stream)}[
+        settings.order
+    ]()
     if settings.scope == "batch":
         high = (rank >= threshold(rank[mask], settings.keep, all_sum)) & mask
     else:
@@ -95,12 +97,11 @@ def add_columns(inputs: LossInputs, settings: EntropyMask, all_sum: AllSum) -> L
     return inputs
 
 
-def drawn(inputs: LossInputs) -> Tensor:
+def drawn(inputs: LossInputs, stream: Stream) -> Tensor:
     """A uniform number for each token, float32 [total], keyed by the group, its rows' order and the token's place."""
-    stream = Stream("entropy_mask")
-    rows = stream.seeds(keys_within(inputs.group.cpu())) >> 1  # so that places can be added
+    rows = stream.seeds(keys_within(inputs.group.cpu()), "entropy_mask") >> 1  # so that places can be added
     keys = rows[inputs.mask.row_ids.cpu()] + inputs.mask.positions.cpu()
-    return stream.uniform(keys, "token").float().to(inputs.mask.values.device)
+    return stream.uniform(keys, "entropy_mask").float().to(inputs.mask.values.device)
 
 
 def threshold(entropies: Tensor, keep: float, all_sum: AllSum) -> Tensor:

@@ -26,16 +26,22 @@ from components.learner.objective.meters import AllSum, Meters
 from components.learner.objective.settings import ObjectiveSettings, load_objective
 from pipeline.core.component import identity_sum
 from pipeline.core.jagged import Jagged
+from pipeline.core.streams import Stream
 
 KL_WEIGHT = "kl_weight"
 """column of the credit: factor on the KL coefficient per token (SCoRe uses a larger one for first attempts)"""
 IMITATION = "imitation"
 """column of the credit: weight of −log π_θ per token, added to the loss (VAPO's language-model loss of correct rows)"""
+_UNSEEDED = Stream("entropy_mask")  # outside a run
 
 
 @torch.no_grad()
 def prepare(
-    inputs: LossInputs, settings: ObjectiveSettings, meters: Meters, all_sum: AllSum = identity_sum
+    inputs: LossInputs,
+    settings: ObjectiveSettings,
+    meters: Meters,
+    all_sum: AllSum = identity_sum,
+    stream: Stream = _UNSEEDED,
 ) -> LossInputs:
     """Adds the columns of importance weights and entropy mask, then those of the objective; may change the mask.
 
@@ -44,9 +50,10 @@ def prepare(
         settings: settings of the loss.
         meters: collects metrics of these rows.
         all_sum: sums a tensor over replicas.
+        stream: random numbers of this iteration, for an entropy mask that keeps tokens at random.
     """
     inputs = importance.correct(inputs, settings.importance, meters)
-    return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum), all_sum)
+    return settings.build().prepare(entropy_mask.add_columns(inputs, settings.entropy_mask, all_sum, stream), all_sum)
 
 
 def credited(inputs: LossInputs, settings: ObjectiveSettings) -> Tensor:

@@ -187,17 +187,24 @@ def _pack_shared(
         predict, next_tokens = of_pair
 
     tokens = len(computed.values)
-    # A row whose tokens are all shared has no queries.
-    kept = (own > 0).nonzero(as_tuple=True)[0]
+    # A row that begins with all of the row before, as later turns of an episode do, is one sequence with it: its own
+    # tokens follow those.
+    last = torch.cat([inputs_overlap[1:] < lengths[:-1], inputs_overlap.new_ones(1, dtype=torch.bool)])
+    queries = own.new_zeros(len(own)).index_add_(0, last.cumsum(0) - last.to(own.dtype), own)[: int(last.sum())]
+    keys = keys.select(last.nonzero(as_tuple=True)[0])
+    # One whose tokens are all shared has no queries.
+    kept = (queries > 0).nonzero(as_tuple=True)[0]
+    queries, keys = queries[kept], keys.select(kept)
+    plain = len(keys.values) == tokens
     return PackedBatch(
         input_ids=computed.values.long()[None],
         position_ids=places[None],
-        layout=make_layout(own[kept], keys.select(kept)),
+        layout=make_layout(queries, None if plain else keys),
         predict=predict,
         next_tokens=next_tokens,
         bags=bags(predict, tokens),
         targets=targets,
         spread=spread,
         tokens=tokens,
-        saved=len(keys.values) - tokens,
+        saved=int(lengths.sum()) - tokens,
     )

@@ -95,19 +95,22 @@ def plan_shared(rows: Sorted, lengths: Tensor, budget: int) -> list[Tensor]:
         row indices per micro-batch.
     """
     sizes = lengths[rows.order]
-    own = (sizes - worthwhile(without_last(rows.overlap, sizes + 1), sizes)).tolist()
+    overlap = worthwhile(without_last(rows.overlap, sizes + 1), sizes)
+    own = (sizes - overlap).tolist()
+    # A row that begins with all of the row before has one path with it.
+    more = torch.where(overlap[1:] == sizes[:-1], sizes[1:] - overlap[1:], sizes[1:]).tolist()
     pieces = []
     start = 0
     used = 0
     path = 0
     for i, size in enumerate(sizes.tolist()):
-        if budget and i > start and (used + own[i] > budget or path + size > PATH_BUDGETS * budget):
+        if budget and i > start and (used + own[i] > budget or path + more[i - 1] > PATH_BUDGETS * budget):
             pieces.append(rows.order[start:i])
             start = i
             used = 0
             path = 0
         used += size if i == start else own[i]
-        path += size
+        path += size if i == start else more[i - 1]
     return [*pieces, rows.order[start:]] if start < len(rows.order) else pieces
 
 

@@ -20,9 +20,11 @@ from pipeline.app.bench.methods import Method
 from pipeline.app.bench.statistics import jackknife, mean_sd, reliability, spearman
 from pipeline.app.bench.thought_credit import LEAST_EFFECT, ThoughtCredit, effective_credit, per_thought
 from pipeline.app.bench.truth import State, Truth, true_values
+from pipeline.app.bench.turn_truth import first_rows, turn_values, whole
 from pipeline.core.errors import CreditgraphError, RunError, ranges
-from pipeline.core.handles import Policy, Verifier
-from pipeline.core.payloads import Prompts, Trajectories, Weights
+from pipeline.core.handles import Environments, Policy, Verifier
+from pipeline.core.jagged import Jagged
+from pipeline.core.payloads import Prompts, Weights
 from pipeline.core.sockets import Wire
 from pipeline.core.streams import Stream
 from pipeline.run.compose.experiment import Experiment
@@ -148,7 +150,8 @@ class CreditBench:
         for seed in self.seeds:
             with CreditRun(self.baseline, seed, self.weights, uids_from_top=True) as run:
                 reference = self._reference(seed, run)
-                thoughts = exact_credit(run.trajectories, reference.truth)
+                tokens = whole(run.trajectories.response_tokens, run.turns)
+                thoughts = exact_credit(tokens, reference.truth)
                 ceilings.append(reliability(spearman(*thoughts.halves)))
                 truths.append(describe_truth(reference.truth))
                 steps = run.learner.config.steps_per_batch
@@ -169,24 +172,29 @@ class CreditBench:
     def _reference(self, seed: int, run: CreditRun) -> _Reference:
         reference = _Reference(seed, run)
         rows = run.trajectories
-        truth = self._truth(reference, rows)
-        reference.truth = truth
-        # The policy gradient of the mean outcome: every token has its thought's true advantage, rows are averaged,
-        # tokens summed.
-        weight = truth.per_token(rows.response_tokens)
-        weight = weight.with_values(weight.values / max(len(rows), 1))
+        tokens = whole(rows.response_tokens, run.turns)
+        truth = reference.truth = self._truth(reference, run, torch.arange(len(tokens)))
+        # The policy gradient of the mean outcome: every token has its thought's true advantage, responses (or episodes)
+        # are averaged, tokens summed.
+        weight = rows.response_tokens.with_values(truth.per_token(tokens).values / max(len(tokens), 1))
         reference.gradients = prompt_gradients(self.model, rows, weight, rows.temperature)
         self.say(
-            f"seed {seed}: {len(rows)} rollouts, {truth.num_states} states, {truth.sampled_tokens} tokens for truth"
+            f"seed {seed}: {len(tokens)} rollouts, {truth.num_states} states, {truth.sampled_tokens} tokens for truth"
         )
         return reference
 
-    def _truth(self, reference: _Reference, trajectories: Trajectories) -> Truth:
-        policy, verifier, prompts = (reference.run.first(kind) for kind in (Policy, Verifier, Prompts))
-        sampling = sampling_of(self.baseline.graph)
+    def _truth(self, reference: _Reference, run: CreditRun, rows: Tensor) -> Truth:
+        """True values of these responses, or episodes, of a run; of episodes in the run's own environment."""
+        policy, prompts = (reference.run.first(kind) for kind in (Policy, Prompts))
         stream = Stream("creditbench", reference.seed)
-        samples = self.options.samples
-        return true_values(policy, verifier, prompts, trajectories, sampling, samples, stream, reference.known)
+        common: dict[str, Any] = {"samples": self.options.samples, "stream": stream, "known": reference.known}
+        if run.turns is not None:
+            world = next(node for node in run.graph.nodes if node.outputs_of(Environments))
+            table = reference.run.player.table(prompts, policy, run.first(Environments))
+            name = f"{world.use} {world.config}"
+            return turn_values(table, run.trajectories, run.turns, rows, world=name, **common)
+        verifier, sampling = reference.run.first(Verifier), sampling_of(self.baseline.graph)
+        return true_values(policy, verifier, prompts, run.trajectories.select(rows), sampling, **common)
 
     def _method(self, method: Method, reference: _Reference) -> _Measured:
         experiment = self.experiments[method.name]
@@ -196,16 +204,16 @@ class CreditBench:
             trajectories = run.trajectories
             effective = effective_credit(trajectories, run.credit, run.learner.config.objective)
             gradients = prompt_gradients(self.model, trajectories, effective.weight, trajectories.temperature)
+            first = first_rows(run.turns, len(trajectories))
             # Methods that only read the shared rollouts need no separate true values.
             if torch.equal(trajectories.uid, reference.run.trajectories.uid):
-                rows = torch.arange(len(trajectories))
+                rows = torch.arange(len(first))
                 truth = reference.truth
             else:
-                rows = choose_rows(trajectories, self.options.max_rows, reference.seed)
-                truth = self._truth(reference, trajectories.select(rows))
-            thoughts = per_thought(
-                effective.credit.select(rows), run.credit.mask.select(rows), trajectories.inherited[rows], truth
-            )
+                rows = choose_rows(trajectories.uid[first], self.options.max_rows, reference.seed)
+                truth = self._truth(reference, run, rows)
+            credit, mask = (whole(column, run.turns).select(rows) for column in (effective.credit, run.credit.mask))
+            thoughts = per_thought(credit, mask, trajectories.inherited[first][rows], truth)
             metrics = thoughts.metrics() | cost_metrics(run)
             shown = " ".join(f"{name} {value:.3g}" for name, value in list(metrics.items())[:4])
             self.say(f"seed {reference.seed}: {method.name} {shown}")
@@ -214,11 +222,10 @@ class CreditBench:
             return _Measured(metrics, sums, run.costs, run.own_rollouts)
 
 
-def exact_credit(trajectories: Trajectories, truth: Truth) -> ThoughtCredit:
-    """Thoughts whose credit is the true advantage itself."""
-    credit = truth.per_token(trajectories.response_tokens)
-    mask = credit.with_values(torch.ones(len(credit.values), dtype=torch.bool))
-    return per_thought(credit, mask, trajectories.inherited, truth)
+def exact_credit(tokens: Jagged, truth: Truth) -> ThoughtCredit:
+    """Thoughts whose credit is the true advantage itself, on all response tokens."""
+    mask = tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool))
+    return per_thought(truth.per_token(tokens), mask, torch.zeros(len(tokens), dtype=torch.int64), truth)
 
 
 def sampled_tokens(run: CreditRun) -> float:
@@ -239,11 +246,11 @@ def cost_metrics(run: CreditRun) -> dict[str, float]:
     }
 
 
-def choose_rows(trajectories: Trajectories, most: int, seed: int) -> Tensor:
-    """int64: all rows, or a keyed choice of `most` of them, in order."""
-    if len(trajectories) <= most:
-        return torch.arange(len(trajectories))
-    order = torch.argsort(Stream("creditbench rows", seed).uniform(trajectories.uid))
+def choose_rows(uid: Tensor, most: int, seed: int) -> Tensor:
+    """int64: all rows, or a keyed choice of `most` of them by their uid [N], in order."""
+    if len(uid) <= most:
+        return torch.arange(len(uid))
+    order = torch.argsort(Stream("creditbench rows", seed).uniform(uid))
     return order[:most].sort().values
 
 

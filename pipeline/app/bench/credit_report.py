@@ -42,11 +42,13 @@ def table(result: dict[str, Any]) -> str:
     truths = result["truth"]
     average = {k: sum(t[k] for t in truths) / len(truths) for k in truths[0]}
     ceiling = mean_ceiling(result)
+    after_error = f", after the first error {average['value_after_error']:.3f}"
+    after_error = "" if math.isnan(average["value_after_error"]) else after_error
     lines = [
         text,
         "",
         f"{len(truths)} seeds; accuracy of the rollouts {average['accuracy']:.3f}; value at sound prefixes "
-        f"{average['value_sound']:.3f}, after the first error {average['value_after_error']:.3f}; "
+        f"{average['value_sound']:.3f}{after_error}; "
         f"{100 * average['clear_share']:.0f} % of thoughts have |A| ≥ 0.1.",
         f"True values cost {thousands(average['sampled_tokens'])} tokens per seed over {average['states']:.0f} states. "
         + ("" if math.isnan(ceiling) else f"Their noise limits perfect credit to a Spearman of {ceiling:.2f}."),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self, cast
 
+from components.rollouts.episodes import EpisodePlayer
 from pipeline.core.errors import ConfigError
 from pipeline.core.graph import Graph
-from pipeline.core.handles import Policy, Sampling
-from pipeline.core.payloads import Credit, Prompts, Trajectories, Weights
+from pipeline.core.handles import Environments, Policy, Sampling
+from pipeline.core.payloads import Credit, Prompts, Trajectories, Turns, Weights
 from pipeline.core.sockets import Node, Wire
 from pipeline.run.compose.experiment import Experiment
 from pipeline.run.session import GraphSession
@@ -110,6 +111,18 @@ class CreditRun(GraphSession):
         return [n.name for n in nodes if samples_rollouts(n) and "trajectories" in n.outputs_of(Trajectories)]
 
     @property
+    def turns(self) -> Turns | None:
+        """Which turns the trajectories are; None where they are whole responses."""
+        source = self.graph[self.learner.wires["trajectories"][0].source]
+        names = source.outputs_of(Turns)
+        return cast(Turns, self.value(Wire(source.name, names[0]), self.iteration)) if names else None
+
+    @property
+    def player(self) -> EpisodePlayer:
+        """The component that played the first episodes, with which others can be played."""
+        return next(r.component for r in self._runners.values() if isinstance(r.component, EpisodePlayer))
+
+    @property
     def own_rollouts(self) -> bool:
         """Whether any trajectory was sampled by this graph."""
         return any(name not in self.shared for name in self.rollouts)
@@ -185,7 +198,7 @@ def shared_outputs(graph: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
     """Outputs of `run` that replace nodes of `graph`: its prompts, and rollouts sampled alike.
 
     Prompts are always taken over, so that every method gets the same problems; a sampler only when component, settings
-    and wires are the same.
+    and wires are the same, and so is its environment.
     """
     shared = {}
     reference = run.graph
@@ -194,7 +207,11 @@ def shared_outputs(graph: Graph, run: CreditRun) -> dict[str, dict[str, Any]]:
             continue
         # Only a source of prompts: a node with inputs would return prompts that depend on another graph.
         prompts = any(isinstance(v, Prompts) for v in outputs.values()) and not graph[name].wires
-        same = graph[name].config == reference[name].config and graph[name].wires == reference[name].wires
+        wires = graph[name].wires
+        same = graph[name].config == reference[name].config and wires == reference[name].wires
+        sources = {wire.source for wires in wires.values() for wire in wires} if same else set()
+        worlds = [source for source in sources if graph[source].outputs_of(Environments)]
+        same = same and all((graph[w].use, graph[w].config) == (reference[w].use, reference[w].config) for w in worlds)
         if prompts or (same and name in run.rollouts):
             shared[name] = outputs
     return shared

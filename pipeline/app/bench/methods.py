@@ -70,19 +70,43 @@ METHODS: tuple[Method, ...] = (
 )
 
 
-def choose_methods(
-    names: Sequence[str] | None, config_dirs: Sequence[str | Path] = (), to_train: bool = False
-) -> list[Method]:
-    """The named methods, the baseline first.
+# Over turns; the baseline comes first. On stop-or-continue a turn is shown its offer alone, so nothing can be reset.
+TURNS = (
+    Method("grpo_turns", "toy_grpo_thoughts"),
+    Method("mt_grpo", "toy_mt_grpo_thoughts"),
+    Method("gigpo", "toy_gigpo_thoughts"),
+    Method("gae_turns", "toy_gae_thoughts"),
+    Method("igpo", "toy_igpo_thoughts"),
+    Method("srpo_turns", "toy_srpo_thoughts"),
+    Method("tree_turns", "toy_tree_thoughts"),
+)
+STOP = (
+    Method("grpo_turns", "toy_grpo_stop"),
+    Method("mt_grpo", "toy_grpo_stop", ("graph=mt_grpo", "advantage.last_turn=true")),
+    Method("gigpo", "toy_gigpo_stop"),
+    Method("gae_turns", "toy_gae_stop"),
+    Method("igpo", "toy_grpo_stop", ("graph=igpo",)),
+    Method("tree_turns", "toy_tree_stop"),
+)
+SUITES = {"responses": METHODS, "turns": TURNS, "stop": STOP}
 
-    A name is one of `METHODS`, a recipe ("toy_srpo_1x8"), or either with settings after commas
-    ("vineppo,value.continuations=20"). None takes all of `METHODS`, or those that are `trained`.
+
+def choose_methods(
+    names: Sequence[str] | None,
+    config_dirs: Sequence[str | Path] = (),
+    to_train: bool = False,
+    suite: Sequence[Method] = METHODS,
+) -> list[Method]:
+    """The named methods, the baseline first, which is that of the suite.
+
+    A name is one of the suite, a recipe ("toy_srpo_1x8"), or either with settings after commas
+    ("vineppo,value.continuations=20"). None takes all of the suite, or those that are `trained`.
     """
     if names is None:
-        return [m for m in METHODS if m.trained or not to_train]
+        return [m for m in suite if m.trained or not to_train]
     recipes = list_choices("recipe", search_dirs(config_dirs))
-    known = {m.name: m for m in METHODS}
-    chosen = [BASELINE]
+    known = {m.name: m for m in suite}
+    chosen = [suite[0]]
     for text in names:
         name, *overrides = text.split(",")
         base = known.get(name) or Method(name, name)

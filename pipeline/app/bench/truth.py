@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from pipeline.core.streams import Stream, key_of
 
 STOP = "</thought>"
 
-State = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompt and of the response so far
+State = tuple[Any, ...]  # what a policy continues: tokens of prompt and of the response so far
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Truth:
-    """True values of some trajectories under the policy that sampled them.
+    """True values of some trajectories, or episodes, under the policy that sampled them.
+
+    An episode is a row whose thoughts are its turns; its values include the rewards that its own turns received before.
 
     Attributes:
         ends: Jagged int32, exclusive end of each thought; the last one is the response length.

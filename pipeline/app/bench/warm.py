@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,8 +64,8 @@ class Warm:
         return subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, env=environment)
 
 
-def serve() -> None:
-    """Reads [arguments, log] from each line of standard input, and writes the exit code of each."""
+def load() -> None:
+    """Loads what a short run needs."""
     for library in LIBRARIES:
         importlib.import_module(library)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -73,10 +74,17 @@ def serve() -> None:
 
     MODEL_FOR_CAUSAL_LM_MAPPING.keys()  # loads every family's configuration, as loading any model does
     build_experiment(compose(["recipe=toy_grpo"]))
+
+
+def serve() -> None:
+    """Reads [arguments, log] from each line of standard input, and writes the exit code of each."""
+    # Ctrl-C in a terminal reaches the run too, which then saves its state: this process waits until it has.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         arguments, log = json.loads(line)
         child = os.fork()
         if not child:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(_command(arguments, log))
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
         sys.stdout.flush()
@@ -92,7 +100,10 @@ def _command(arguments: list[str], log: str) -> int:
     try:
         return creditgraph.main(arguments)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        sys.stderr.write(f"{error.code}\n")
+        return 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         return 1
@@ -102,4 +113,5 @@ def _command(arguments: list[str], log: str) -> int:
 
 
 if __name__ == "__main__":
+    load()
     serve()

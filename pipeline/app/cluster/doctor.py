@@ -203,7 +203,7 @@ def interconnect(rank: int, tasks: int, address: str, port: int, seconds: float 
     import torch
     import torch.distributed as dist
 
-    from pipeline.core.component import Ranks
+    from pipeline.core.ranks import Ranks
     from pipeline.run.distributed.network import choose_interface, not_connected, within
 
     cuda = torch.cuda.is_available()

@@ -162,10 +162,15 @@ class Declaration:
                     raise ValueError(f"claims.{name}: no method '{method}' in cell '{claim.cell}'.{near}")
 
     def settings(self, name: str, sweep: bool = False) -> tuple[str, ...]:
-        """Settings of all runs of a cell; in a sweep they are evaluated on validation problems."""
+        """Settings of all runs of a cell.
+
+        A sweep evaluates on validation problems. It reads the accuracy at the end of a run alone, so it evaluates
+        nowhere else; with `steps` a run may end far beyond them.
+        """
         cell = (self.cells | self.quick)[name]
         family = self.families[cell.family]
-        own = (*family.settings, f"evaluator.every={cell.every}", "run.record.every=0", *cell.set)
+        every = 0 if sweep and not cell.steps else cell.every
+        own = (*family.settings, f"evaluator.every={every}", "run.record.every=0", *cell.set)
         return (*own, *family.validation) if sweep else own
 
     def digest(self, name: str) -> str:

@@ -41,18 +41,23 @@ def paper_block(results: Results, page: str) -> str:
 
 def cells_block(results: Results) -> str:
     """docs/evidence.md: a section per cell, with its setting and its methods."""
-    parts = []
-    for name, cell in results.declaration.cells.items():
-        family = results.declaration.families[cell.family]
-        settings = ", ".join(f"`{s}`" for s in (*family.settings, *cell.set))
-        steps = f" and at least {cell.steps} optimiser steps" if cell.steps else ""
-        setting = (
-            f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
-            f"{', '.join(f'{r:g}' for r in cell.rates)}, widened by {cell.factor:g} at most {cell.widenings} times."
-        )
-        body = _methods_table(results, name, cell) if name in results.cells else NOTHING
-        parts.append(f"### {name}\n\n{cell.title} {cell.regime}\n\n{setting}\n\n{body}")
-    return "\n\n".join(parts)
+    cells = results.declaration.cells.items()
+    return "\n\n".join(
+        f"### {name}\n\n{cell.title} {cell.regime}\n\n{cell_block(results, name)}" for name, cell in cells
+    )
+
+
+def cell_block(results: Results, name: str) -> str:
+    """Any page: a cell's setting and its methods."""
+    cell = results.declaration.cells[name]
+    family = results.declaration.families[cell.family]
+    settings = ", ".join(f"`{s}`" for s in (*family.settings, *cell.set))
+    steps = f" and at least {cell.steps} optimiser steps" if cell.steps else ""
+    setting = (
+        f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
+        f"{', '.join(f'{r:g}' for r in cell.rates)}, widened by {cell.factor:g} at most {cell.widenings} times."
+    )
+    return f"{setting}\n\n{_methods_table(results, name, cell) if name in results.cells else NOTHING}"
 
 
 def compare_block(results: Results) -> str:
@@ -126,12 +131,12 @@ def _methods_table(results: Results, name: str, cell: Cell) -> str:
                 at_tokens,
                 _equal(by_axis["steps"], "steps"),
                 _equal(by_axis["trained"], "trained"),
-                f"{collapsed(row):.2f}",
+                f"{collapsed(row, cell.seeds):.2f}",
                 str(len(row["seeds"])),
             ]
         )
     head = ["method", "lr", "accuracy", "steps", "baseline", "at equal sampled tokens", "at equal steps"]
-    head += ["at equal tokens in the loss", "end below start", "seeds"]
+    head += ["at equal tokens in the loss", "end below start, or failed", "seeds"]
     failed = "".join(f"\n\nFailed: `{run}` ({why})." for run, why in measured["failed"].items())
     return f"{table(head, rows)}\n\nMeasured at commit {measured['commit']}.{failed}"
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pipeline.app.bench.curves import FEWEST_STEPS
 from pipeline.app.bench.paired import LEVEL, Paired, holm, paired
-from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.evidence.declaration import Claim, Declaration
 from pipeline.core.errors import ConfigError
 
@@ -99,9 +98,10 @@ def differences(pair: dict[str, Any]) -> Paired:
     return paired([b - w for b, w in zip(better, worse, strict=True)])
 
 
-def collapsed(row: dict[str, Any]) -> float:
-    """Share of a method's seeds that end below their start."""
-    return mean_sd([float(end < start) for start, end in zip(row["start"], row["end"], strict=True)])[0]
+def collapsed(row: dict[str, Any], seeds: int) -> float:
+    """Share of a method's declared seeds that end below their start, or whose run failed and has no end."""
+    held = sum(end >= start for start, end in zip(row["start"], row["end"], strict=True))
+    return float(1 - held / seeds)
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from pipeline.core.component import Ranks
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed.team import DistributedError
 
 _SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from pipeline.core.component import Ranks, use_device
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.ranks import Ranks, use_device
 from pipeline.run.distributed.network import CONNECT_TIMEOUT, choose_interface, connect_gpus, not_connected, within
 from pipeline.run.distributed.team import Collectives, DistributedError, Rendezvous, Team
 from pipeline.run.distributed.watchdog import EXIT_CODE, PULSE, PeerLost, Watchdog, leave, stopped

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any, NoReturn
 
-from pipeline.core.component import Ranks
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed.team import DistributedError
 
 PULSE = 1.0  # seconds between signs of life

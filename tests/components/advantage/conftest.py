@@ -44,3 +44,13 @@ def with_credit(toolbox):
         return {**case, "credit": toolbox.start(GroupAdvantage, **settings).run(**inputs).credit}
 
     return add
+
+
+@pytest.fixture
+def advantage(toolbox):
+    """Advantage of a component with these settings, as a function of its inputs."""
+
+    def build(kind, **settings):
+        return lambda **given: toolbox.start(kind, **settings).run(**given).credit
+
+    return build

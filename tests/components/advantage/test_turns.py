@@ -1,12 +1,12 @@
-"""Advantages over turns: numbers by hand, slow loops, and exact expectations on a stop-or-continue problem."""
+"""Advantages over turns: numbers by hand and slow loops."""
 
 import statistics
 
 import pytest
 import torch
-import turn_problem as problem
 
 from components.advantage.group import GroupAdvantage
+from components.advantage.trees.siblings import TreeSiblings
 from components.advantage.turns.gigpo import GiGPO
 from components.advantage.turns.information_gain import InformationGain
 from components.advantage.turns.turn_gae import TurnGAE, turn_gae
@@ -16,34 +16,6 @@ from components.value.state_mean import StateMean
 from pipeline.core.errors import AlignmentError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import SegmentValues, Turns
-
-SIZE = 3
-
-
-@pytest.fixture
-def advantage(toolbox):
-    """Advantage of a component with these settings, as a function of its inputs."""
-
-    def build(kind, **settings):
-        return lambda **given: toolbox.start(kind, **settings).run(**given).credit
-
-    return build
-
-
-def with_values(run, value):
-    """`run` with values of states, or with those of a component."""
-
-    def call(**given):
-        if callable(value):
-            return run(**given, values=value(**given))
-        rows = [[value[int(s[1:])], 0.0] for s in given["turns"].state]
-        return run(**given, values=SegmentValues(uid=given["turns"].uid, values=Jagged.from_rows(rows, torch.float64)))
-
-    return call
-
-
-def close(left, right, tolerance=2e-6):
-    return torch.testing.assert_close(left, right, rtol=0, atol=tolerance)
 
 
 def turns_of(trajectories, episodes, reward, state):
@@ -242,115 +214,49 @@ def test_an_invalid_episode_has_no_credit_and_changes_nothing(batch, advantage):
 # --- exact expectations ---
 
 
-def test_outcomes_of_episodes_are_unbiased_and_of_rows_are_not(toolbox, advantage):
-    close(problem.expected(toolbox, advantage(TurnGroup, normalize="mean", weight=0), SIZE), (SIZE - 1) * problem.TRUE)
-    close(problem.expected(toolbox, advantage(GiGPO, normalize="mean", omega=0), SIZE), (SIZE - 1) * problem.TRUE)
-    rows = lambda trajectories, turns, rewards: advantage(GroupAdvantage, normalize="mean")(  # noqa: E731
-        trajectories=trajectories, rewards=rewards
+TREE = {"value": "children", "max_probability": 1.0}
+
+
+def test_tree_of_turns_by_hand(toolbox, advantage):
+    # Episode A: rewards .5, 0, 1. B branches off A at turn 1 with 0; C off A at turn 2 with 3; D is a root with .2.
+    #   A0 ─┬─ A1 ─┬─ A2   return 1.5
+    #       │      └─ C2   return 3.5
+    #       └─ B1          return .5
+    #   D0                 return .2
+    trajectories = toolbox.trajectories(["xy"] * 6, parent=torch.tensor([-1, -1, -1, 1000, 1001, -1]))
+    turns = turns_of(trajectories, [3, 1, 1, 1], [0.5, 0, 1, 0, 3, 0.2], "abcbcx").replace(
+        turn=torch.tensor([0, 1, 2, 1, 2, 0])
     )
-    # Over rows the mean weighs an episode by its number of turns, which depends on its actions.
-    assert problem.cosine(problem.expected(toolbox, rows, 2), problem.TRUE) < 0.999
-    close(problem.in_the_limit(toolbox, rows), problem.TRUE)  # any constant baseline is unbiased
+    rewards = toolbox.rewards(trajectories.uid, [1.5, 1.5, 1.5, 0, 3, 0.2])
+    given = {"trajectories": trajectories, "turns": turns, "rewards": rewards}
+    # V: A2 1.5, C2 3.5, A1 2.5, B1 .5, A0 1.5, D0 .2.
+    assert per_turn(advantage(TreeSiblings, **TREE)(**given)) == pytest.approx([0.65, 1, -1, -1, 1, -0.65])
+    # Nodes below A count half, those below A1 a quarter.
+    node = toolbox.start(TreeSiblings, equal_levels=True, **TREE)
+    credit = node.run(**given).credit
+    assert per_turn(credit) == pytest.approx([0.65, 0.5, -0.25, -0.5, 0.25, -0.65])
+    assert bool(credit.mask.values.all())
+    assert (node.context.metrics["nodes"], node.context.metrics["leaves"]) == (6, 4)
+    assert "1.5 − .85 = +.65, V over 3 leaves" in node.explain({"credit": credit}, **given)[0]
+    assert "3.5 − 2.5 = +1, weighed +.25, V over 1 leaf" in node.explain({"credit": credit}, **given)[4]
+    # A has a fault: its last turn alone loses its credit, those before it are as C and B continue them.
+    valid = torch.tensor([False, False, False, True, True, True])
+    given["rewards"] = rewards.replace(valid=valid)
+    lost = per_turn(advantage(TreeSiblings, **TREE)(**given))
+    # V: C2 3.5 = A1, B1 .5, A0 2.
+    assert lost == pytest.approx([0.9, 1.5, 0, -1.5, 0, -0.9])
+    assert "invalid" in toolbox.start(TreeSiblings, **TREE).explain({}, **given)[2]
+    kept = torch.tensor([0, 1, 2, 4, 5])
+    with pytest.raises(AlignmentError, match=r"got 0 of 1 before turn 2 of trajectory 1001\. Merge"):
+        advantage(TreeSiblings)(**{name: part.select(torch.arange(1, 6)) for name, part in given.items()})
+    without_b = {name: part.select(kept) for name, part in given.items()}
+    assert per_turn(advantage(TreeSiblings, **TREE)(**without_b))[3] == 0
 
 
-def test_turn_rewards_have_the_stated_bias(toolbox, advantage):
-    own = lambda s, a: sum(p * r for p, r, _ in problem.STEPS[s, a])  # noqa: E731
-    p = [problem.reach(lambda s, a, last, t=t: problem.TURN_OF[s] == t) for t in range(3)]
-    share = [1 - (1 - (1 - x) ** SIZE) / (SIZE * x) for x in p]
-    visited = problem.per_state(lambda s: problem.reach(lambda x, a, last: x == s) * share[problem.TURN_OF[s]])
-    bias = SIZE * visited * problem.policy_part(own)
-    result = problem.expected(toolbox, advantage(TurnGroup, normalize="mean", last_turn=True), SIZE)
-    close(result, (SIZE - 1) * problem.TRUE + bias)
-    assert problem.cosine(result, problem.TRUE) < 0.99
-
-
-def test_turn_rewards_without_the_last_turn_have_the_stated_bias(toolbox, advantage):
-    own = lambda s, a: sum(p * r for p, r, _ in problem.STEPS[s, a])  # noqa: E731
-    bias = torch.zeros_like(problem.TRUE)
-    for t, states in enumerate(([0], [1, 2])):
-        p = problem.reach(lambda s, a, last, t=t: problem.TURN_OF[s] == t and not last)
-        share = 1 - (1 - (1 - p) ** SIZE) / (SIZE * p)
-        goes_on = {s: problem.reach(lambda x, a, last, s=s: x == s and not last) for s in states}
-        mean = sum(goes_on[s] * own(s, 1) for s in states) / p
-        bias += SIZE * share * sum(goes_on[s] * (own(s, 1) - mean) * problem.score(s, 1) for s in states)
-    result = problem.expected(toolbox, advantage(TurnGroup, normalize="mean"), SIZE)
-    close(result, (SIZE - 1) * problem.TRUE + bias)
-    assert bias.abs().max() > 0.01
-    assert bias[0].abs().max() < 1e-12  # all that go on at turn 1 have the same reward: nothing to compare
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_gigpo_has_the_stated_bias(toolbox, advantage, size, gamma):
-    p = problem.per_state(lambda s: problem.reach(lambda x, a, last: x == s))
-    part = problem.policy_part(lambda s, a: problem.action_value(s, a, gamma))
-    result = problem.expected(toolbox, advantage(GiGPO, normalize="mean", omega=0.5, gamma=gamma), size)
-    close(result, (size - 1) * problem.TRUE + 0.5 * (size * p - (1 - (1 - p) ** size)) * part)
-    if gamma == 1:  # then the part is ∇J / p
-        factor = size - 1 + 0.5 * (size - (1 - (1 - p) ** size) / p)
-        close(result, factor * problem.TRUE)
-        assert problem.cosine(result, problem.TRUE) > (0.99 if size > 2 else 0.98)
-
-
-def test_gigpo_with_std_divides_each_state_by_its_spread(toolbox, advantage):
-    result = problem.in_the_limit(toolbox, advantage(GiGPO, normalize="std_exact", gamma=1.0))
-    outcomes = [e.total for e in problem.ALL for _ in range(round(64 * e.probability))]
-
-    def spread(state):
-        returns = [
-            sum(r for *_, r in e.steps[t:])
-            for e in problem.ALL
-            for t, (s, _, _) in enumerate(e.steps)
-            for _ in range(round(64 * e.probability))
-            if s == state
-        ]
-        return statistics.pstdev(returns)
-
-    close(result, (1 / statistics.pstdev(outcomes) + 1 / problem.per_state(spread)) * problem.TRUE)
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
-def test_gae_with_exact_values_is_unbiased(toolbox, advantage, lam):
-    values = [problem.state_value(s) for s in range(problem.STATES)]
-    result = problem.expected(toolbox, with_values(advantage(TurnGAE, lam=lam), values), 1)
-    close(result, problem.TRUE)
-
-
-def test_gae_with_any_value_of_the_state_is_unbiased_at_lambda_1(toolbox, advantage):
-    result = problem.expected(toolbox, with_values(advantage(TurnGAE), [0.3, -2.0, 1.0, 0.1]), 1)
-    close(result, problem.TRUE)
-    biased = problem.expected(toolbox, with_values(advantage(TurnGAE, lam=0.0), [0.3, -2.0, 1.0, 0.1]), 1)
-    assert problem.cosine(biased, problem.TRUE) < 0.9
-
-
-def test_gae_with_the_mean_of_other_episodes_is_unbiased_at_lambda_1(toolbox, advantage):
-    values = lambda **given: toolbox.start(StateMean).run(**given).values  # noqa: E731
-    close(problem.expected(toolbox, with_values(advantage(TurnGAE), values), SIZE), SIZE * problem.TRUE, 1e-5)
-
-
-LIKELIHOOD = [0.2, 0.5, 0.4, 0.7]
-
-
-def test_information_gain_has_the_stated_bias(toolbox, advantage):
-    raw = problem.expected(toolbox, with_values(advantage(InformationGain, compare="none"), LIKELIHOOD), 1)
-    both = problem.expectation_gradient(lambda e: e.total + LIKELIHOOD[e.steps[-1][0]])
-    close(raw, both)
-    # In the limit of large groups: (∇(J + E[v(s_T)]) − m ∇E[T]) / σ over all rewards of all turns.
-    r = [
-        x
-        for e in problem.ALL
-        for _ in range(round(64 * e.probability))
-        for x in (
-            *(LIKELIHOOD[b[0]] - LIKELIHOOD[a[0]] for a, b in zip(e.steps, e.steps[1:], strict=False)),
-            e.total,
-        )
-    ]
-    m, sigma = statistics.fmean(r), statistics.pstdev(r)
-    result = problem.in_the_limit(toolbox, with_values(advantage(InformationGain, normalize="std_exact"), LIKELIHOOD))
-    close(result, (both - m * problem.expectation_gradient(lambda e: len(e.steps))) / sigma)
-
-
-# --- bad input and explanations ---
+def test_a_tree_without_branches_is_the_outcome_of_episodes(batch, advantage):
+    tree = per_turn(advantage(TreeSiblings, **TREE)(**batch))
+    outcome = per_turn(advantage(TurnGroup, normalize="mean", weight=0)(**batch))
+    assert tree == pytest.approx(outcome, abs=1e-5)
 
 
 def test_mistaken_inputs_are_named(batch, toolbox):

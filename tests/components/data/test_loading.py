@@ -11,8 +11,9 @@ from components.data.card import MAX_REJECTED
 from components.data.loading import load_data
 from components.data.store import IN_MEMORY, Row, RowStore
 from components.prompts.dataset import DatasetPrompts
-from pipeline.core.component import Context, Ranks
+from pipeline.core.component import Context
 from pipeline.core.errors import RunError
+from pipeline.core.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -2,10 +2,9 @@
 
 import itertools
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_server import serving
 
 from components.environment.calculator import Calculator, calculate
 from components.environment.code import CodeFeedback
@@ -94,10 +93,10 @@ def test_every_family_is_an_environment(family):
 
 
 def test_a_budget_of_moves_bounds_the_turns():
-    row = {"task": "hanoi", "question": "a to b in 5", "start": [0], "goal": [1], "moves": 5}
+    row = {"task": "hanoi", "question": "x1 to y1 in 5", "start": [0], "goal": [1], "moves": 5}
     environment = made(ThoughtTurns)
     environment.reset(row | {"prompt": ""})
-    moves = ["d1 c : c", "d1 a : a", "d1 c : c", "d1 a : a", "d1 b : b \\boxed{ done }"]  # the solution has one
+    moves = ["z1 : z1", "x1 : x1", "z1 : z1", "x1 : x1", "y1 : y1 \\boxed{ done }"]  # the solution has one
     steps = [environment.step(f"{move} </thought>") for move in moves]
     assert [s.done for s in steps] == [False] * 4 + [True]
     assert steps[-1].reward == 1
@@ -175,46 +174,31 @@ def test_code_is_answered_with_the_test_that_fails():
     assert environment.step("```python\nprint(int(input()) * 2)\n```") == made_step(True, 1.0)
 
 
-class Server(BaseHTTPRequestHandler):
+def test_an_environment_on_a_server():
     """The reference server: a counter per episode that ends at its third step."""
+    episodes = {}
 
-    episodes: dict = {}
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        path = self.path.removeprefix("/game")
-        status, reply = 200, {}
-        if path == "/reset":
-            number = len(self.episodes)
-            self.episodes[number] = 0
+    def play(how, path, body):
+        if path == "/game/reset":
+            number = len(episodes)
+            episodes[number] = 0
             reply = {"id": number, "observation": body["problem"]["prompt"], "state": "0"}
-        elif path == "/step" and body["id"] in self.episodes:
-            self.episodes[body["id"]] += 1
-            turn = self.episodes[body["id"]]
+        elif path == "/game/step" and body["id"] in episodes:
+            episodes[body["id"]] = turn = episodes[body["id"]] + 1
             reply = {"observation": f"{turn} {body['text']}", "reward": turn / 2, "done": turn == 3, "state": str(turn)}
-        elif path == "/close":
-            del self.episodes[body["id"]]
+        elif path == "/game/close":
+            episodes.pop(body["id"])
+            reply = {}
         else:
-            status = 404
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            return 404, "{}"
+        return 200, json.dumps(reply)
 
-    def log_message(self, *_):
-        pass
+    with serving(play) as server:
+        play_two_episodes(f"{server.url}/game")
+    assert not episodes
 
 
-@pytest.fixture
-def url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/game"
-    server.shutdown()
-
-
-def test_an_environment_on_a_server(url):
+def play_two_episodes(url):
     component = Remote(Remote.Config(url=url))
     component.setup(Context(node="environment"))
     first, second = component.make(), component.make()
@@ -226,7 +210,6 @@ def test_an_environment_on_a_server(url):
     with pytest.raises(RuntimeError, match=r"/game/step: HTTP 404"):
         first.step("c")
     second.close()
-    assert not Server.episodes
     component.close()
 
 

@@ -24,8 +24,7 @@ PYTHON = sys.executable if importlib.util.find_spec("openenv") else str(OWN)
 pytestmark = [
     pytest.mark.skipif(
         not Path(PYTHON).exists(),
-        reason="openenv is not installed, since its mcp 1 and gradio do not go with vLLM's: "
-        "python -m venv .venv-openenv && .venv-openenv/bin/pip install 'openenv>=0.10'",
+        reason="openenv's environment is missing; make it with tools/other_environment openenv",
     ),
     pytest.mark.skipif(importlib.util.find_spec("websockets") is None, reason="pip install 'creditgraph[openenv]'"),
     pytest.mark.xdist_group("openenv"),

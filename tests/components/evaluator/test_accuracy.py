@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from components.evaluator.accuracy import Accuracy, pass_at_k, sample_metrics
-from pipeline.core.component import Context, Ranks
+from pipeline.core.component import Context
 from pipeline.core.errors import ConfigError
+from pipeline.core.ranks import Ranks
 
 DATA = {
     "eval": {

@@ -9,9 +9,9 @@ from components.learner.lora import Lora
 from components.learner.offload import HostMemory
 from components.models.fixed_sequence import fixed_tokens
 from pipeline.core.component import Context, ModelSpec
-from pipeline.core.device_turns import DeviceTurns
 from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.ranks import DeviceTurns
 
 
 def learner_of(folder, turns=None, lockstep=False, dtype="bfloat16", **settings):

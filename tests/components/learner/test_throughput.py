@@ -7,8 +7,9 @@ from learner_steps import FAST, REINFORCE
 from components.learner.step import RolloutTraining
 from components.learner.throughput import throughput
 from components.models.shape import Shape
-from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.jagged import Jagged
+from pipeline.core.ranks import Ranks
 
 
 def slow_operations(shape, rows):

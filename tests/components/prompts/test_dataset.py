@@ -8,8 +8,9 @@ import torch
 from components.data.loading import load_data, make_prompts
 from components.prompts.dataset import DatasetPrompts
 from components.tasks import chains
-from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, DataError, RunError
+from pipeline.core.ranks import Ranks
 
 CHAINS = {"source": "chains", "size": 20, "difficulty": {"steps": [3, 5], "hard_facts": None}}
 PLAIN = {"source": "file", "template": "plain"}

@@ -7,11 +7,11 @@ import torch
 
 from components.rollouts.carry import CARRY_METRICS, Carry
 from components.sampler.chains import Chains
-from pipeline.core.component import Ranks
 from pipeline.core.encoding import decode, encode
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.handles import Completions, Policy, Scores
 from pipeline.core.jagged import Jagged
+from pipeline.core.ranks import Ranks
 
 
 class Letters(Policy):

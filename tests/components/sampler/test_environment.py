@@ -5,6 +5,7 @@ import dataclasses
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -88,19 +89,72 @@ class Made(Environments):
         return self.kind()
 
 
-def play(toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, limit=None, **settings):
+class Streaming:
+    """Of a policy that takes a request at any time: a thread for each row."""
+
+    def converse(self, rows, answer):
+        def go(row):
+            going, requests = answer([row], None)
+            while going:
+                assert going == [row]
+                going, requests = answer([row], self.generate(requests))
+
+        with ThreadPoolExecutor(rows) as threads:
+            list(threads.map(go, range(rows)))
+
+
+def play(
+    toolbox, metadata, kind=Count, script=lambda context, n: "ab", texts=None, limit=None, streaming=False, **settings
+):
     texts = texts or [chr(ord("P") + i) for i in range(len(metadata))]
     prompts = toolbox.prompts(texts, metadata=[{"template": "plain", **row} for row in metadata])
     hangs = any(row.get("fault") == "hang" for row in metadata)
     settings = {"group_size": 1, "seconds": SECONDS if hangs else 60.0, "max_tokens": 4, **settings}
     sampler = toolbox.start(EnvironmentSampler, **settings)
     Count.closed = []
-    policy = toolbox.policy(script)
+    policy = type("Own", (Streaming, toolbox.policy), {})(script) if streaming else toolbox.policy(script)
     try:
         out = sampler.run(prompts=prompts, policy=policy, environments=Made(kind, limit))
     finally:
         sampler.close()
     return SimpleNamespace(out=out, t=out.trajectories, turns=out.turns, context=sampler.context, policy=policy)
+
+
+def test_a_slow_episode_holds_up_no_other(toolbox):
+    class Waits(Count):
+        """The first episode's first step ends only when all others have ended."""
+
+        others = threading.Semaphore(0)
+
+        def step(self, text):
+            if self.problem["prompt"] == "P" and not self.turn:
+                for _ in range(3):
+                    self.others.acquire()
+            return super().step(text)
+
+        def close(self):
+            super().close()
+            self.others.release()
+
+    metadata = [{}, {}, {"fault": "raise", "at": 2}, {"fault": "endless"}]
+    got = play(toolbox, metadata, Waits, streaming=True, max_turns=5)
+    assert Count.closed[-1] == "P"
+    # Nothing depends on which one ended first.
+    rounds = play(toolbox, metadata, max_turns=5)
+    assert [len(call.seed) for call in rounds.policy.calls] == [4, 4, 3, 1, 1]
+    assert [len(call.seed) for call in got.policy.calls] == [1] * 13
+    columns = ("uid", "prompt_uid", "prompt_tokens", "response_tokens", "engine_logprobs", "entropies", "text")
+    for column in columns:
+        assert equal(getattr(got.t, column), getattr(rounds.t, column)), column
+    for column in ("episode", "turn", "state", "reward", "done", "fault"):
+        assert equal(getattr(got.turns, column), getattr(rounds.turns, column)), column
+    assert [r["row"]["prompt"] for r in got.context.rejected] == [102, 103]
+    assert got.context.rejected == rounds.context.rejected
+    assert got.context.metrics == rounds.context.metrics
+
+
+def equal(a, b):
+    return a == b if isinstance(a, list) else torch.equal(a, b) if isinstance(a, torch.Tensor) else a.equal(b)
 
 
 def text_of(row):
@@ -234,9 +288,9 @@ def test_calls_wait_for_what_can_run_at_once(toolbox):
             Slow.running -= 1
             return super().step(text)
 
-    for limit in (1, 2):
+    for limit, streaming in ((1, False), (2, False), (1, True), (2, True)):
         Slow.most = 0
-        play(toolbox, [{}] * 4, Slow, limit=limit)
+        play(toolbox, [{}] * 4, Slow, limit=limit, streaming=streaming)
         assert Slow.most == limit
 
 

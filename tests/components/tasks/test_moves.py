@@ -19,10 +19,10 @@ from pipeline.core.handles import Scores
 from pipeline.core.jagged import Jagged
 
 HANOI, JUGS = TASKS["hanoi"], TASKS["jugs"]
-# Two disks from peg a to peg b: d1 c, d2 b, d1 b is the only way in three moves; four are allowed, so one may be lost.
-TOWER = {"task": "hanoi", "question": "a a to b b in 4", "start": [0, 0], "goal": [1, 1], "moves": 4}
-RIGHT = ["d1 c : c a </thought>", "d2 b : c b </thought>", "d1 b : b b \\boxed{ done } </thought>"]
-WASTED = "d1 b : b a </thought>"
+# Two disks from peg x to peg y: z1, y2, y1 is the only way in three moves; four are allowed, so one may be lost.
+TOWER = {"task": "hanoi", "question": "x1 x2 to y1 y2 in 4", "start": [0, 0], "goal": [1, 1], "moves": 4}
+RIGHT = ["z1 : z1 x2 </thought>", "y2 : z1 y2 </thought>", "y1 : y1 y2 \\boxed{ done } </thought>"]
+WASTED = "y1 : y1 x2 </thought>"
 # 3 and 5 litres to 4: fill b, pour b a, empty a, pour b a, fill b, pour b a.
 DIE_HARD = {"task": "jugs", "question": "3 5 : 0 0 to 4 in 6", "capacity": [3, 5], "start": [0, 0], "target": 4} | {
     "moves": 6
@@ -45,22 +45,30 @@ def test_solutions_by_hand():
     ("thoughts", "error"),
     [
         (RIGHT, 0),
-        ([WASTED, "d1 c : c a </thought>", *RIGHT[1:]], 0),  # one useless move, undone within the budget
-        ([WASTED, "d1 a : a a </thought>", *RIGHT], 2),  # after the second one, three moves are needed and two remain
-        (["d2 b : a b </thought>"], 1),  # the small disk lies on it
-        ([RIGHT[0], "d2 c : c c </thought>"], 2),  # onto a smaller disk
-        ([RIGHT[0], "d2 b : c a </thought>"], 2),  # the state is misreported
-        ([RIGHT[0], "d2 b : c b \\boxed{ done } </thought>"], 2),  # boxed before the goal
-        ([*RIGHT[:2], "d1 b : b b </thought>"], 3),  # not boxed at the goal
+        ([WASTED, "z1 : z1 x2 </thought>", *RIGHT[1:]], 0),  # one useless move, undone within the budget
+        ([WASTED, "x1 : x1 x2 </thought>", *RIGHT], 2),  # after the second one, three moves are needed and two remain
+        (["y2 : x1 y2 </thought>"], 1),  # the small disk lies on it
+        ([RIGHT[0], "z2 : z1 z2 </thought>"], 2),  # onto a smaller disk
+        ([RIGHT[0], "y2 : z1 x2 </thought>"], 2),  # the state is misreported
+        ([RIGHT[0], "y2 : z1 y2 \\boxed{ done } </thought>"], 2),  # boxed before the goal
+        ([*RIGHT[:2], "y1 : y1 y2 </thought>"], 3),  # not boxed at the goal
         (RIGHT[:2], 3),  # ends too early
         ([], 1),
         ([*RIGHT, WASTED], 4),  # goes on
-        (["d1  c : c a</thought>", *RIGHT[1:2], RIGHT[2] + " <eos>"], 0),  # white space does not matter
+        (["z1  : z1 x2</thought>", *RIGHT[1:2], RIGHT[2] + " <eos>"], 0),  # white space does not matter
     ],
 )
 def test_first_errors_by_hand(thoughts, error):
     assert HANOI.first_error(TOWER, thoughts) == error
     assert HANOI.accepts(TOWER, thoughts, "done") == (error == 0)
+
+
+def test_remarks_by_hand():
+    """The way to the goal after each thought: of three moves two are left, then one; a useless one leaves three."""
+    assert [HANOI.remark(TOWER, RIGHT[:i]) for i in range(4)] == ["3", "2", "1", "0"]
+    assert HANOI.remark(TOWER, [WASTED]) == "3"
+    assert HANOI.remark(TOWER, ["y2 : x1 y2 </thought>"]) == ""
+    assert HANOI.remark(TOWER, ["y2 : x1 y2 </thought>", RIGHT[0]]) == ""
 
 
 def test_jugs_moves_by_hand():
@@ -142,8 +150,8 @@ def uniform_policy(task, problem, share=0.9):
 
 
 def test_markov_values_by_hand():
-    """One disk from a to b in two moves: directly (1/2), or over c and then to b (1/2 · 1/2)."""
-    problem = {"task": "hanoi", "question": "a to b in 2", "start": [0], "goal": [1], "moves": 2}
+    """One disk from x to y in two moves: directly (1/2), or over z and then to y (1/2 · 1/2)."""
+    problem = {"task": "hanoi", "question": "x1 to y1 in 2", "start": [0], "goal": [1], "moves": 2}
     values = markov_values(HANOI, problem, uniform_policy(HANOI, problem, 1.0))
     assert values == {((0,), 2): 0.75, ((2,), 1): 0.5}
 
@@ -197,18 +205,20 @@ def test_values_over_histories_equal_values_over_states_for_a_policy_without_mem
 
     expected = markov_values(HANOI, problem, policy)
     assert values[()] == pytest.approx(expected[(0, 0), 4], rel=1e-5)
-    # After one useless move the small disk is on b and three moves are left.
+    # After one useless move the small disk is on y and three moves are left.
     assert values[(WASTED,)] == pytest.approx(expected[(1, 0), 3], rel=1e-5)
     assert 0 < values[()] < values[(RIGHT[0],)] < values[tuple(RIGHT[:2])] < 1
 
 
 @pytest.mark.parametrize("task", [HANOI, JUGS])
-def test_a_misreported_state_is_another_one_where_its_words_differ(task):
-    draw = random.Random(0).random
-    problem = task.generate(0, 0)
-    for move, after in task.legal(problem, tuple(problem["start"])).items():
-        thought = task.thought(problem, move, after)
-        told = {task._misreported(thought, draw) for _ in range(20)}
-        words = task.state_words(after).split()
-        assert (thought in told) == (len(set(words)) == 1)
-        assert all(len(t.split()) == len(thought.split()) and t.startswith(f"{move} :") for t in told)
+def test_a_teacher_that_always_slips_reports_states_after_legal_moves_and_goes_on_from_them(task, monkeypatch):
+    monkeypatch.setattr(type(task), "slip", 1.0)
+    draw, wrong = random.Random(0).random, 0
+    for i in range(20):
+        problem = task.generate(0, i)
+        state = tuple(problem["start"])
+        for thought in task.attempt(problem, draw):
+            following = task.legal(problem, state)
+            wrong += thought not in task.thoughts_from(problem, state)
+            (state,) = {s for s in following.values() if f": {task.state_words(s)} " in thought}
+    assert wrong > 20

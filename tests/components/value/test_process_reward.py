@@ -3,12 +3,11 @@
 import json
 import math
 import re
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from http_server import serving
 
 from components.advantage.process import ProcessAdvantage
 from components.http import ServerSettings
@@ -23,41 +22,20 @@ from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments
 
 
-class Judge(BaseHTTPRequestHandler):
+def judge(how, path, body):
     """Scores a step by its last digit; misbehaves as the script of the server says."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(body)
-            how = self.server.script.pop(0) if self.server.script else "answer"
-        if how == "hang":
-            time.sleep(1.0)
-        results = [{"scores": [int(s[-1]) / 10 for s in item["steps"]]} for item in body["items"]]
-        if how == "odd":
-            results[0] = {"scores": [None]}
-        data = json.dumps({"results": results}).encode()
-        self.send_response(503 if how == "busy" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        try:
-            self.wfile.write(data)
-        except OSError:
-            return
-
-    def log_message(self, *_):
-        pass
+    if how == "hang":
+        time.sleep(1.0)
+    results = [{"scores": [int(s[-1]) / 10 for s in item["steps"]]} for item in body["items"]]
+    if how == "odd":
+        results[0] = {"scores": [None]}
+    return 503 if how == "busy" else 200, json.dumps({"results": results})
 
 
 @pytest.fixture
 def server():
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    http.requests, http.script, http.lock = [], [], threading.Lock()
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    http.url = f"http://127.0.0.1:{http.server_port}/score"
-    yield http
-    http.shutdown()
-    http.server_close()
+    with serving(judge) as http:
+        yield http
 
 
 @pytest.fixture
@@ -70,7 +48,7 @@ def judged(toolbox, server, monkeypatch):
 
     def run(**settings):
         requests = ServerSettings(**{"batch": 1, "concurrency": 1, "wait": 0.01, **settings})
-        node = toolbox.start(ProcessReward, url=server.url, server=requests)
+        node = toolbox.start(ProcessReward, url=f"{server.url}/score", server=requests)
         values = node.run(prompts=prompts, trajectories=trajectories, segments=segments).values
         node.close()
         return node, values, {"trajectories": trajectories, "segments": segments, "values": values}
@@ -81,7 +59,7 @@ def judged(toolbox, server, monkeypatch):
 def test_a_judge_scores_every_step(judged, server):
     node, values, _ = judged()
     assert values.values.to_lists() == [pytest.approx([0.0, 0.5, 0.3]), pytest.approx([0.0, 0.9])]
-    sent = [item for body in server.requests for item in body["items"]]
+    sent = [item for _, body, _ in server.requests for item in body["items"]]
     assert sent == [{"prompt": "p", "steps": ["a5", "b3"]}, {"prompt": "q", "steps": ["c9"]}]
     assert node.context.metrics == {"mean": pytest.approx(1.7 / 3), "steps": 3, "failures": 0}
 

@@ -1,53 +1,30 @@
 """A verifier over HTTP: a real server that answers, fails, hangs and talks nonsense."""
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from http_server import serving
 
 from components.verifier.external import External
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append((body, self.headers.get("Authorization")))
-            how = self.server.script.pop(0) if self.server.script else "answer"
-        if how == "hang":
-            time.sleep(1.5)
-        results = [{"value": float(i["extracted"] == i["answer"]), "detail": "seen"} for i in body["items"]]
-        reply = {
-            "answer": json.dumps({"results": results}),
-            "short": json.dumps({"results": results[1:]}),
-            "nonsense": "<html>",
-        }.get(how)
-        if how == "values":
-            reply = json.dumps({"results": [{"value": v} for v in (None, True, float("nan"), 0.5)][: len(results)]})
-        data = (reply or "busy").encode()
-        self.send_response(200 if reply else 503 if how == "busy" else 400 if how == "refuse" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        try:
-            self.wfile.write(data)
-        except OSError:
-            return
-
-    def log_message(self, *_):
-        pass
+def judge(how, path, body):
+    if how == "hang":
+        time.sleep(1.5)
+    if how in ("busy", "refuse"):
+        return 503 if how == "busy" else 400, "busy"
+    results = [{"value": float(i["extracted"] == i["answer"]), "detail": "seen"} for i in body["items"]]
+    if how == "values":
+        results = [{"value": v} for v in (None, True, float("nan"), 0.5)][: len(results)]
+    return 200, "<html>" if how == "nonsense" else json.dumps({"results": results[1:] if how == "short" else results})
 
 
 @pytest.fixture
 def server():
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.requests, http.script, http.lock = [], [], threading.Lock()
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    http.url = f"http://127.0.0.1:{http.server_port}/verify"
-    yield http
-    http.shutdown()
-    http.server_close()
+    with serving(judge) as http:
+        http.url += "/verify"
+        yield http
 
 
 def verify(toolbox, server, texts, node=None, **settings):
@@ -62,8 +39,8 @@ def test_batches_keep_their_order(toolbox, server):
     rewards, node = verify(toolbox, server, texts, batch=3, concurrency=4, headers={"Authorization": "key"})
     assert rewards.correct.tolist() == [i % 3 == 1 for i in range(20)]
     assert rewards.detail == ["seen"] * 20
-    assert sorted(len(body["items"]) for body, _ in server.requests) == [2] + [3] * 6
-    assert {key for _, key in server.requests} == {"key"}
+    assert sorted(len(body["items"]) for _, body, _ in server.requests) == [2] + [3] * 6
+    assert {key for _, _, key in server.requests} == {"key"}
     verify(toolbox, server, texts, node)
     assert len(server.requests) == 7  # remembered
     node.close()

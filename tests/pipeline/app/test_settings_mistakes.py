@@ -25,10 +25,12 @@ def test_a_mistake_gets_one_sentence_and_leaves_no_file(case: settings.Case) -> 
 
 
 def test_what_is_accepted_is_noticed() -> None:
-    assert settings.run(settings.Case("run.seed=1", "…")) == (False, "0 problems: it is accepted")
-    held, detail = settings.run(settings.Case("run.seed=1", "…", starts=True))
+    held, detail = settings.run(settings.Case("run.seed=1", "…"))
     assert not held
-    assert detail.startswith("train returned 0, left ['runs'")
+    assert detail.startswith("not refused in one sentence, left ['runs'")
+    held, detail = settings.run(settings.Case("accepted", "…", text="defaults: [toy_grpo]\n"))
+    assert not held
+    assert detail == "not refused in one sentence, left [] and said "
 
 
 def test_a_long_name_is_cut() -> None:

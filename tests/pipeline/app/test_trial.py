@@ -46,7 +46,17 @@ def test_a_component_that_runs_well_is_said_to_have_run(capsys: pytest.CaptureFi
 # Each reads another payload, so that every recipe of the trial is used.
 @pytest.mark.parametrize(
     "use",
-    ["advantage.redistribute", "localizer.self", "reviser.compare", "verifier.exact", "buffer.merge", "learner.hf"],
+    [
+        "advantage.redistribute",
+        "localizer.self",
+        "reviser.compare",
+        "verifier.exact",
+        "buffer.merge",
+        "learner.hf",
+        "advantage.information_gain",
+        "expander.turn_reset",
+        "sampler.turn_tree",
+    ],
 )
 def test_shipped_components_pass(use: str) -> None:
     trial = try_component(load_class(use), use, {})

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import toy_graph as toy
 
-from pipeline.core.component import Ranks, same_device
 from pipeline.core.errors import ConfigError
+from pipeline.core.ranks import Ranks, same_device
 from pipeline.run.distributed.processes import _check_own_gpus
 from pipeline.run.distributed.team import DistributedError, Team
 from pipeline.run.executor import Executor, RunSettings

@@ -1,4 +1,4 @@
-"""`creditgraph creditbench`: the credit of methods beside true values, at thought boundaries of the embedded task.
+"""`creditgraph creditbench`: the credit of methods beside true values, per thought of a response or turn of an episode.
 
 Prints the table and writes table.md, result.json and creditbench.png to --out. docs/creditbench.md explains the
 columns.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.core.errors import ConfigError
 
-SUMMARY = "Compare the credit of methods with true values, on the embedded task."
+SUMMARY = "Compare the credit of methods with true values, per thought or turn."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,20 +25,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph creditbench --quick                           # two methods, one seed, a few seconds\n"
         "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
         "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run\n"
+        "  creditgraph creditbench --suite turns                     # credit per turn in an environment\n"
         "  creditgraph creditbench --predict RESULTS --scores runs/creditbench   # which score foretells the gain?"
     )
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="methods or recipes, settings after commas; grpo comes first anyway",
+        help="methods or recipes, settings after commas; the baseline comes first anyway",
+    )
+    parser.add_argument(
+        "--suite",
+        choices=["responses", "turns", "stop"],
+        default="responses",
+        help="what is judged: thoughts of responses, turns of episodes (a thought each), or stop-or-continue's turns",
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], help="one batch of prompts and rollouts per seed"
     )
-    parser.add_argument("--samples", type=int, default=48, help="continuations per thought boundary (even)")
+    parser.add_argument("--samples", type=int, default=48, help="continuations per thought or turn boundary (even)")
     parser.add_argument(
-        "--max-rows", type=int, default=128, help="trajectories per method and seed that get true values"
+        "--max-rows", type=int, default=128, help="trajectories or episodes per method and seed that get true values"
     )
     parser.add_argument("--run", type=Path, help="run directory whose newest checkpoint is the policy")
     parser.add_argument("--iteration", type=int, help="with --run: the checkpoint after this iteration, from 0")
@@ -57,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config-dir", nargs="+", default=[], help="folders with further recipes")
     parser.add_argument("--out", type=Path, default=Path("runs/creditbench"), help="folder for the results")
-    parser.add_argument("--quick", action="store_true", help="srpo_oracle only, one seed, 4 prompts, 8 continuations")
+    parser.add_argument("--quick", action="store_true", help="one method, one seed, 4 prompts, 8 continuations")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     if options.predict:
         return _predict(options)
     if options.quick:
-        options.methods = options.methods or ["srpo_oracle"]
+        options.methods = options.methods or (["srpo_oracle"] if options.suite == "responses" else ["tree_turns"])
         options.seeds = options.seeds[:1]
         options.samples = 8
         options.set = ["prompts.batch=4", *options.set]
@@ -80,13 +87,13 @@ def main(options: argparse.Namespace) -> int:
 
     from pipeline.app.bench.credit_bench import CreditBench, Options
     from pipeline.app.bench.credit_report import draw, table
-    from pipeline.app.bench.methods import choose_methods
+    from pipeline.app.bench.methods import SUITES, choose_methods
     from pipeline.run.metrics import plain
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     started = time.monotonic()
-    methods = choose_methods(options.methods, options.config_dir)
+    methods = choose_methods(options.methods, options.config_dir, suite=SUITES[options.suite])
     settings = Options(
         samples=options.samples,
         max_rows=options.max_rows,

@@ -78,6 +78,13 @@ def test_without_context_or_room_there_is_no_credit(run):
     assert len(credit) == 0
 
 
+def test_an_invalid_reward_gets_no_credit(run):
+    for form in ({}, {"credit": True, "form": "weight"}):
+        credit, _, _ = run(["QZ", "QX", "QZ"], [0, 1, 0], valid=[True, True, False], **form)
+        assert credit.advantage.row(0).abs().sum() > 0
+        assert credit.advantage.row(2).tolist() == [0.0, 0.0]
+
+
 def test_weights_by_hand():
     # clip(exp(±.1)) is within 1 ± .2; exp(−1) is clipped to .8, exp(1) to 1.2; λ = 1/2 takes half of it.
     advantage = torch.tensor([2.0, -2.0, 2.0, -2.0, 0.0])

@@ -11,7 +11,7 @@ from components.models.load import resolve_model_path
 from components.sampler.chains import Chains
 from pipeline.app.cli import main
 from pipeline.core.component import Context, ModelSpec
-from pipeline.core.errors import CreditgraphError, DataError, GraphError
+from pipeline.core.errors import DataError, GraphError
 from pipeline.core.jagged import Jagged
 from pipeline.run.compose.experiment import build_experiment, compose
 
@@ -76,17 +76,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(tiny, fresh):
 
     with pytest.raises(DataError, match=r"expected a teacher with the vocabulary of model.path 'tiny'.* differs in"):
         node.run(trajectories=fresh, policy=Other())
-
-
-def test_engines_that_score_no_other_tokens_say_so():
-    from components.engine.external import ExternalPolicy
-
-    class Engine:
-        context = Context(node="teacher")
-        tokenizer = None
-
-    with pytest.raises(CreditgraphError, match=r"engine 'teacher': expected an engine that scores the 4 most likely"):
-        ExternalPolicy(Engine(), 0).score(Jagged.from_rows([]), Jagged.from_rows([]), top=4)
 
 
 def test_weights_or_a_model_of_its_own():

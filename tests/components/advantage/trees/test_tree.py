@@ -282,7 +282,7 @@ def test_broken_trees_are_reported(toolbox):
     with pytest.raises(AlignmentError, match="trajectory 1001 is in another group than the one it continues"):
         tree_of(batch.replace(group=torch.tensor([1, 2, 1])))
     with pytest.raises(
-        AlignmentError, match="trajectory 1001 inherits 9 tokens, more than it or the one it continues has"
+        AlignmentError, match="trajectory 1001 inherits 9 tokens or turns, more than it or the one it continues has"
     ):
         tree_of(batch.replace(inherited=torch.tensor([0, 9, 0])))
     with pytest.raises(ValueError, match=r"expected 0 < max_probability ≤ 1 .* got 0"):

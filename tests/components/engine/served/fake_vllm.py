@@ -249,7 +249,7 @@ class Handler(BaseHTTPRequestHandler):
         if "context" in body:
             state.log(scored=body["token_ids"])
             scored = [logprob_at(state.version, t) for t in body["token_ids"][body["context"] :]]
-            return self.reply(columns(name, [1], scored, 1.0, "length", [state.reported]))
+            return self.reply(columns(name, [], scored, 1.0, "length", [state.reported]))
         request: dict = {}
         with state.changed:
             state.changed.wait_for(lambda: not state.paused)

@@ -5,13 +5,12 @@ import dataclasses
 import json
 import os
 import stat
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from http_server import serving
 
 from components.engine.served.addresses import Address, find_servers, read_key
 from components.engine.served.connection import new_client
@@ -103,20 +102,9 @@ def test_servers_refuse_those_without_the_key_and_nobody_else_can_read_it(fleet,
 
 
 def test_a_server_without_a_key_is_reported(fleet, tmp_path, caplog):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"data": []}')
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    fleet(0, addresses=[Address(url=f"http://127.0.0.1:{server.server_port}", name="server 0")])
+    with serving(lambda how, path, body: (200, '{"data": []}')) as server:
+        fleet(0, addresses=[Address(url=server.url, name="server 0")])
     assert "it responds without a key, so whoever reaches it can change its weights. Start it with a key" in caplog.text
-    server.shutdown()
 
 
 def test_a_socket_is_an_address(tmp_path):

@@ -33,6 +33,66 @@ def test_every_row_is_sampled_and_a_group_stays_on_one_server(fleet):
     assert "retries" not in counted
 
 
+def test_rows_that_converse_wait_for_no_other_and_survive_a_server(fleet):
+    run = fleet(2, options=["--seconds", "0.02"])
+    run.load(1)
+    rows, turns, ended = {}, [3, 1, 2, 4], []
+    others = threading.Semaphore(0)
+
+    def follow(row):
+        turn = rows[row][0] + 1 if row in rows else 0
+        if turn:
+            assert rows[row][1].completions().tokens.to_lists() == [run.tokens(0, 2 + turn)]
+        if row == 0 and turn == 1:
+            for _ in range(3):
+                others.acquire()  # until the others have ended
+        if turn == turns[row]:
+            ended.append(row)
+            others.release()
+            return None
+        rows[row] = turn, run.rows(1, 1, max_tokens=3 + turn)
+        (request,) = rows[row][1].start()
+        return dataclasses.replace(request, row=row, group=row)
+
+    run.fault(1, "die in generation")
+    run.pool.converse(4, follow, lambda row, *part: rows[row][1].feed(0, *part), lambda row: rows[row][1].reset(0))
+    assert ended[-1] == 0
+    assert sorted(ended) == [0, 1, 2, 3]
+    counted = run.pool.take_counters()
+    assert counted["requests"] == sum(turns) + counted["retries"]
+    assert counted["retries"] > 0
+
+
+def test_more_rows_than_threads_converse(fleet, monkeypatch):
+    monkeypatch.setattr("components.engine.served.pool._MAX_THREADS", 1)
+    run = fleet(1)
+    run.load(1)
+    rows = run.rows(3, 1)
+    waiting = {request.row: request for request in rows.start()}
+    run.pool.converse(3, lambda row: waiting.pop(row, None), rows.feed, rows.reset)
+    assert not waiting
+    assert rows.completions().tokens.to_lists() == [run.tokens(n, 1 << 30)[: len(t)] for n, t in enumerate(rows.completions().tokens.to_lists())]
+    assert run.pool.take_counters()["requests"] == 3
+
+
+def test_an_error_in_an_answer_ends_the_conversation(fleet):
+    run = fleet(1, options=["--seconds", "60"])
+    run.load(1)
+    rows = run.rows(2, 1)
+    first = rows.start()
+
+    def follow(row):
+        if row:
+            raise CreditgraphError("not this one")
+        return first[row]
+
+    start = time.monotonic()
+    with pytest.raises(CreditgraphError, match="not this one"):
+        run.pool.converse(2, follow, rows.feed, rows.reset)
+    assert time.monotonic() - start < 30
+    assert run.pool.in_flight() == {"server 0 requests": 0}
+
+
 def test_scores_go_where_their_prompt_was_sampled(fleet):
     run = fleet(3, options=["--seconds", "0.02"])
     run.load(1)

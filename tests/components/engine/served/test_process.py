@@ -23,8 +23,8 @@ from components.engine.sglang.settings import SGLangSettings
 from components.engine.vllm.dialect import VllmDialect
 from components.engine.vllm.settings import VllmSettings
 from pipeline import ROOT
-from pipeline.core.component import Ranks
 from pipeline.core.errors import ConfigError, RunError
+from pipeline.core.ranks import Ranks
 
 
 def process(tmp_path, code, **environment):

@@ -8,8 +8,9 @@ import torch
 from components.engine.channel import ChannelSettings
 from components.engine.served.servers import Servers
 from components.engine.served.settings import PoolSettings, ServerSettings
-from pipeline.core.component import Context, ModelSpec, Ranks
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.payloads import Weights
+from pipeline.core.ranks import Ranks
 
 
 class Replica:

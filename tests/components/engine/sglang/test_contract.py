@@ -17,7 +17,7 @@ import torch
 from components.engine.bucket import in_buckets
 from components.engine.channel import Update
 from components.engine.group import Meeting
-from components.engine.messages import RowRequest, ScoreRequest
+from components.engine.messages import BadResponse, RowRequest, ScoreRequest, check_score
 from components.engine.served.dialect import ServedModel, ServerError
 from components.engine.sglang import wire
 from components.engine.sglang.checks import expected_hashes, first_difference, hash_on_cpu, hash_on_gpu, parts_of
@@ -65,6 +65,7 @@ GOOD = {
     "streamed": ("/generate", wire.streamed(wire.generate_body(ROW, "r", 54), 8)),
     "score": ("/generate", wire.score_body(SCORE, "r", 54)),
     "score without entropies": ("/generate", wire.score_body(SCORE, "r", 0)),
+    "most likely tokens": ("/generate", wire.score_body(dataclasses.replace(SCORE, top=3), "r", 0)),
     "disk": ("/update_weights_from_disk", wire.disk_body("/dev/shm/weights", "7-ab")),
     "group": ("/init_weights_update_group", wire.group_body(MEETING, 3)),
     "no group": ("/destroy_weights_update_group", {"group_name": "g-1"}),
@@ -104,7 +105,7 @@ BAD = {
 def verdicts(tmp_path_factory):
     """Verdicts of SGLang's own classes, from one process of its environment."""
     if not PYTHON.is_file():
-        pytest.skip("SGLang's environment is missing; make it with tools/sglang_environment")
+        pytest.skip("SGLang's environment is missing; make it with tools/other_environment sglang")
     answer = tmp_path_factory.mktemp("contract") / "answer.json"
     words = [[1, 2, 3], list(range(-9000, 9000))]
     launches = [*LAUNCHES, ["--model-path", "/m", "--no-such-argument"]]
@@ -260,10 +261,30 @@ def test_scores_at_another_temperature():
             "weight_version": "3",
         }
     }
-    request = ScoreRequest(row=0, group=0, context=[6], tokens=tokens, temperature=temperature)
+    request = ScoreRequest(row=0, group=0, context=[6], tokens=tokens, temperature=temperature, vocab_size=5)
     response = wire.read_scores(body, request, True)
     assert response.logprobs == pytest.approx([float(scaled[i, t]) for i, t in enumerate(tokens)], abs=1e-6)
     assert response.entropies == pytest.approx((-(scaled.exp() * scaled).sum(-1)).tolist(), abs=1e-6)
+    assert response.top_tokens == response.top_logprobs == []
+    # SGLang has the most likely first. At temperature 1 their own log-probs serve, without the rest of the vocabulary.
+    first = plain.sort(dim=-1, descending=True)
+    for whole, count, expected in ((True, 5, scaled), (False, 2, plain)):
+        some = zip(first.values[:, :count].tolist(), first.indices[:, :count].tolist(), strict=True)
+        body["meta_info"]["input_top_logprobs"] = [
+            None,
+            *([[v, i, None] for v, i in zip(*x, strict=True)] for x in some),
+        ]
+        two = dataclasses.replace(request, top=2, temperature=0.7 if whole else 1.0)
+        response = check_score(two, wire.read_scores(body, two, whole))
+        assert response.top_tokens == first.indices[:, :2].flatten().tolist()
+        wanted = expected.gather(1, first.indices[:, :2]).flatten().tolist()
+        assert response.top_logprobs == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(BadResponse, match=r"expected 9 most likely tokens, 3 in each place, got 6 with 6 log-probs"):
+        check_score(dataclasses.replace(two, top=3), response)
+    for token in (-1, 5):
+        foreign = dataclasses.replace(response, top_tokens=[*response.top_tokens[:-1], token])
+        with pytest.raises(BadResponse, match=r"score row 0: expected most likely tokens of the vocabulary, ids below 5"):
+            check_score(two, foreign)
     with pytest.raises(ConfigError, match=r"expected scores at temperature 1, got temperature 0\.7"):
         wire.score_body(request, "r", 0)
 

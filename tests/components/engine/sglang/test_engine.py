@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[4]
 PYTHON = ROOT / ".venv-sglang/bin/python"
 PROCESS = ProcessSettings(python=str(PYTHON), environment={"PYTHONPATH": str(ROOT / "tests/sglang_cpu")})
 needs_sglang = pytest.mark.skipif(
-    not PYTHON.is_file(), reason="SGLang's environment is missing; make it with tools/sglang_environment"
+    not PYTHON.is_file(), reason="SGLang's environment is missing; make it with tools/other_environment sglang"
 )
 # test_contract.py checks the bodies of these with SGLang's own classes.
 POSTED = [
@@ -164,6 +164,18 @@ def test_samples_have_seeds_and_logprobs_before_truncation(pair, requests):
         got, expected = (p.score(batch.tokens, done.tokens, temperature) for p in (policy, reference))
         assert float((got.logprobs.values - expected.logprobs.values).abs().max()) < 2e-5
         assert float((got.entropies.values - expected.entropies.values).abs().max()) < 2e-5
+        got, expected = (p.score(batch.tokens, done.tokens, temperature, top=25) for p in (policy, reference))
+        torch.testing.assert_close(got.top_logprobs, expected.top_logprobs, atol=2e-5, rtol=1e-5)
+        # But where two are equally likely.
+        assert float((got.top_tokens == expected.top_tokens).float().mean()) > 0.99
+    few = pair.connected(entropy_vocab=0)  # as for a vocabulary too large to be sent
+    try:
+        policy, reference = pair.load(few)
+        got, expected = (p.score(batch.tokens, done.tokens, top=3) for p in (policy, reference))
+        assert bool(got.entropies.values.isnan().all())
+        torch.testing.assert_close(got.top_logprobs, expected.top_logprobs, atol=2e-5, rtol=1e-5)
+    finally:
+        few.close()
 
 
 @needs_sglang

@@ -148,7 +148,8 @@ def test_requests_of_the_route_bind_to_vllms_engine():
     source = inspect.getsource(app_state)
     assert "state.engine_client = " in source
     assert "state.openai_serving_models = " in source
-    params = SamplingParams(**scoring_parameters(7, 0.5), detokenize=False, flat_logprobs=True)
+    params = SamplingParams(**scoring_parameters(7, 0.5, 4), detokenize=False, flat_logprobs=True)
+    assert params.prompt_logprobs == 5  # the token itself and the 4 most likely ones
     assert params.skip_reading_prefix_cache is False  # vLLM's own default would be to skip it
     assert SamplingParams(max_tokens=1, prompt_logprobs=1).skip_reading_prefix_cache is True
 

@@ -125,6 +125,14 @@ def test_after_an_update_logprobs_are_exact_before_truncation(sampling, pair, ch
     for actual in (done, scored):
         torch.testing.assert_close(actual.logprobs.values, logprobs, rtol=0, atol=5e-5)
         torch.testing.assert_close(actual.entropies.values, entropies, rtol=0, atol=5e-5)
+    assert scored.top_tokens is None
+    best, expected = (p.score(some, done.tokens, temperature, top=25) for p in (pair.policy, pair.reference))
+    torch.testing.assert_close(best.top_logprobs, expected.top_logprobs, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(best.logprobs.values, logprobs, rtol=0, atol=5e-5)
+    apart = -expected.top_logprobs.diff(dim=1, append=torch.full((len(logprobs), 1), -torch.inf)) > 1e-3
+    apart[:, 1:] &= apart[:, :-1].clone()  # of tokens as likely as their neighbours the order is rounding
+    assert torch.equal(best.top_tokens[apart], expected.top_tokens[apart])
+    assert apart.float().mean() > 0.8
     assert pair.vllm.context.metrics["update_difference"] < 1e-4
 
 

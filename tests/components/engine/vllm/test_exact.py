@@ -43,10 +43,10 @@ def test_many_rows_are_those_of_a_loop_and_columns_without_mass_count_as_none():
         assert table[row].tolist() == pytest.approx([math.log(p[token]), -entropy], abs=1e-5)
 
 
-def chunk(start, end, name="a", first=69, length=150, tokens=None):
+def chunk(start, end, name="a", first=69, length=150, tokens=None, top=0):
     prompt = torch.arange(length) % WORDS if tokens is None else tokens
     return exact().Chunk(
-        name=name, first=first, temperature=0.7, tokens=prompt, length=length, start=start, end=end, row=start
+        name=name, first=first, temperature=0.7, top=top, tokens=prompt, length=length, start=start, end=end, row=start
     )
 
 
@@ -74,6 +74,15 @@ def test_a_prompt_in_pieces_has_the_table_of_the_whole():
     both = exact().PromptScores().step([chunk(0, 150), chunk(0, 150, "b", first=148)], hidden, logits)
     assert torch.equal(both["a"].logprobs, whole.logprobs)
     torch.testing.assert_close(both["b"].logprobs, whole.logprobs[-1:])
+    # Beside a prompt that wants three of the most likely tokens, one that wants none.
+    scores = exact().PromptScores()
+    assert scores.step([chunk(0, 64, top=3)], hidden, logits) == {}
+    both = scores.step([chunk(64, 150, top=3), chunk(0, 150, "b")], hidden, logits)
+    assert torch.equal(both["b"].logprobs, whole.logprobs)
+    assert torch.equal(both["a"].logprobs[:, :2], whole.logprobs)
+    expected = ((hidden @ head)[69:149] / 0.7).log_softmax(-1).topk(3)
+    assert both["a"].logprob_token_ids[:, 2:].tolist() == expected.indices.tolist()
+    torch.testing.assert_close(both["a"].logprobs[:, 2:], expected.values)
 
 
 def test_a_runner_with_another_sampler_is_refused():

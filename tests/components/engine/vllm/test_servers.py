@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from components.engine import channel
+from components.engine.external import ExternalPolicy
 from components.engine.local.engine import LocalEngine
 from components.engine.messages import BadResponse
 from components.engine.rows import Rows
@@ -20,9 +21,10 @@ from components.engine.served.dialect import call
 from components.engine.served.pool import AllServersLost
 from components.engine.vllm.dialect import VllmDialect
 from components.models.load import load_causal_lm
+from components.sampler.environment import EnvironmentSampler
 from pipeline.app import results
 from pipeline.app.cli import main
-from pipeline.core.handles import Requests, Sampling, ThoughtLimits
+from pipeline.core.handles import Environments, Policy, Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
 from pipeline.run.metrics import read_metrics
@@ -81,6 +83,10 @@ def test_completions_logprobs_and_entropies_are_those_of_engine_local(connected,
     again = reference.score(batch.tokens, done.tokens, 0.7)
     torch.testing.assert_close(scored.logprobs.values, again.logprobs.values, atol=2e-5, rtol=0)
     torch.testing.assert_close(scored.entropies.values, again.entropies.values, atol=2e-5, rtol=0)
+    best, expected = (p.score(batch.tokens, done.tokens, 0.7, top=25) for p in (policy, reference))
+    torch.testing.assert_close(best.top_logprobs, expected.top_logprobs, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(best.logprobs.values, again.logprobs.values, atol=2e-5, rtol=0)
+    assert (best.top_tokens == expected.top_tokens).float().mean() > 0.99  # but where two are equally likely
 
 
 def test_seeds_fix_the_samples_whichever_server_draws_them(connected):
@@ -93,6 +99,59 @@ def test_seeds_fix_the_samples_whichever_server_draws_them(connected):
         Requests(tokens=batch.tokens.select(torch.tensor([5])), seed=batch.seed[5:6], sampling=batch.sampling)
     )
     assert alone.tokens.to_lists() == [first.tokens.to_lists()[5]]
+
+
+class Adds(Environments):
+    """Episodes of up to three turns of an observation each; the first one's first step waits for all the others."""
+
+    def __init__(self, episodes):
+        self.left = threading.Semaphore(0)
+        self.others = episodes - 1
+
+    def make(self):
+        return Sums(self)
+
+
+class Sums:
+    def __init__(self, owner):
+        self.owner = owner
+
+    def reset(self, problem):
+        self.turn, self.seed = 0, problem["seed"]
+        self.first = problem["prompt"] == "<solve> 1"
+        return problem["prompt"]
+
+    def step(self, text):
+        if self.first and not self.turn:
+            for _ in range(self.owner.others):
+                self.owner.left.acquire()
+        self.turn += 1
+        return f" {len(text) % 10}", float(len(text)), self.turn == 1 + self.seed % 3
+
+    def close(self):
+        self.owner.left.release()
+
+
+def test_episodes_on_servers_wait_for_no_other_and_are_those_of_rounds(connected, toolbox, monkeypatch):
+    policy = connected().run(weights=changed(connected(), 8)).policy
+    prompts = toolbox.prompts([f"<solve> {n}" for n in range(1, 9)], metadata=[{"template": "plain"}] * 8)
+    tokens = [policy.tokenizer.encode(text, add_special_tokens=False) for text in prompts.text]
+    prompts = prompts.replace(tokens=Jagged.from_rows(tokens, torch.int32))
+    played = []
+    for environments in (Adds(8), Adds(1)):
+        sampler = toolbox.start(EnvironmentSampler, group_size=1, max_tokens=12)
+        played.append(sampler.run(prompts=prompts, policy=policy, environments=environments))
+        sampler.close()
+        assert not sampler.context.metrics["faults"]
+        monkeypatch.setattr(ExternalPolicy, "converse", Policy.converse)  # in rounds
+    streamed, rounds = played
+    assert 8 < len(streamed.turns) < 24
+    assert streamed.turns.state == rounds.turns.state
+    assert torch.equal(streamed.turns.episode, rounds.turns.episode)
+    assert streamed.trajectories.prompt_tokens.equal(rounds.trajectories.prompt_tokens)
+    assert streamed.trajectories.response_tokens.equal(rounds.trajectories.response_tokens)
+    a, b = (x.trajectories.engine_logprobs.values for x in played)
+    torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
 def test_weights_changed_on_their_way_are_caught(connected, monkeypatch):

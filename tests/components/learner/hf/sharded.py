@@ -16,8 +16,9 @@ from components.learner.hf.learner import HFLearner
 from components.learner.lora import Lora
 from components.learner.objective import KL, ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
-from pipeline.core.component import Context, ModelSpec, Ranks, identity_sum
+from pipeline.core.component import Context, ModelSpec, identity_sum
 from pipeline.core.errors import CreditgraphError
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed.processes import swap
 
 

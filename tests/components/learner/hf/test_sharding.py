@@ -144,7 +144,8 @@ def test_on_gpus_the_size_follows_their_memory(sharded, odd_model, monkeypatch):
 
     from components.learner.hf.node import chosen_size
     from components.models.load import empty_causal_lm
-    from pipeline.core.component import Context, ModelSpec, Ranks
+    from pipeline.core.component import Context, ModelSpec
+    from pipeline.core.ranks import Ranks
 
     spec = ModelSpec(path=odd_model(False))
     context = Context(device="cuda:0", ranks=Ranks(world=4, num_replicas=4), model=spec)
@@ -172,7 +173,7 @@ def test_the_optimiser_state_is_copied_to_the_cpu(sharded, odd_model, monkeypatc
 
 def test_the_state_of_another_learner_is_refused(sharded, odd_model):
     learner = sharded.learner_of(odd_model(), {})
-    with pytest.raises(RunError, match=r"learner\.hf: expected the optimiser state of learner\.hf"):
+    with pytest.raises(RunError, match=r"node 'learner': expected the optimiser state of a transformers model"):
         learner.load_state_dict({"version": 3})
 
 

@@ -12,10 +12,10 @@ from components.learner.objective import KL, OBJECTIVES, EntropyMask, Importance
 from components.learner.optimizer import OptimizerSettings
 from components.learner.step import RolloutTraining
 from components.models.experts import unstack
-from pipeline.core.component import Context, ModelSpec, Ranks
-from pipeline.core.device_turns import DeviceTurns
+from pipeline.core.component import Context, ModelSpec
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Trajectories
+from pipeline.core.ranks import DeviceTurns, Ranks
 from pipeline.run.distributed.processes import swap
 
 VOCAB = 42

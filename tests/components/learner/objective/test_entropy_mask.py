@@ -10,6 +10,7 @@ from components.learner.objective import EntropyMask, Meters, ObjectiveSettings,
 from components.learner.objective.entropy_mask import high_by_scope
 from pipeline.core.errors import CreditgraphError
 from pipeline.core.jagged import Jagged
+from pipeline.core.streams import Stream
 
 
 def high(values, keep):
@@ -27,10 +28,10 @@ def test_high_entropy_by_hand():
     assert high(torch.zeros(0), 0.5).tolist() == []
 
 
-def kept(inputs, **settings):
+def kept(inputs, seed=0, **settings):
     """Flags of the tokens that a mask on the loss keeps."""
     objective = ObjectiveSettings(entropy_mask=EntropyMask(where="loss", **settings))
-    return prepare(inputs, objective, Meters()).columns["in_loss"].values
+    return prepare(inputs, objective, Meters(), stream=Stream(seed, "learner", 1)).columns["in_loss"].values
 
 
 def test_the_controls_keep_the_lowest_or_a_random_share():
@@ -45,6 +46,7 @@ def test_the_controls_keep_the_lowest_or_a_random_share():
         assert not torch.equal(drawn, kept(whole, keep=0.3, scope=scope))
     count = int(whole.mask.values.sum())
     assert int(kept(whole, keep=0.3, order="random").sum()) == math.ceil(0.3 * count)
+    assert not torch.equal(kept(whole, keep=0.3, order="random", seed=1), kept(whole, keep=0.3, order="random", seed=2))
     other = whole.replace(group=whole.group + 1000)
     assert not torch.equal(kept(other, keep=0.3, order="random"), kept(whole, keep=0.3, order="random"))
 

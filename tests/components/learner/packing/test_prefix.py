@@ -8,7 +8,16 @@ from components.learner.hf.model import LearnerModel
 from components.learner.objective import ObjectiveSettings
 from components.learner.optimizer import OptimizerSettings
 from components.learner.packing.pack import pack
-from components.learner.packing.prefix import Sorted, bags, overlaps, paths, plan_shared, unique_tokens, without_last
+from components.learner.packing.prefix import (
+    PATH_BUDGETS,
+    Sorted,
+    bags,
+    overlaps,
+    paths,
+    plan_shared,
+    unique_tokens,
+    without_last,
+)
 from pipeline.core.jagged import Jagged
 from pipeline.run.compose.experiment import build_experiment, compose
 from pipeline.run.executor import Executor
@@ -21,12 +30,24 @@ def draw(length, g):
 
 
 def tree_rows(kind, seed=0):
-    """Prompts and responses: "grpo" shares prompts, "srpo" nested prefixes too, "odd" repeats rows and their parts."""
+    """Prompts and responses: "grpo" shares prompts, "srpo" nested prefixes too, "odd" repeats rows and their parts.
+
+    "turns" are two episodes per prompt, of up to four turns; "thoughts" are those whose later prompts lose the first
+    two tokens of each response.
+    """
     g = torch.Generator().manual_seed(seed)
     size = lambda low, high: int(torch.randint(low, high, (), generator=g))  # noqa: E731
     prompts, responses = [], []
     for _ in range(3):
         prompt = draw(size(2, 9), g)
+        if kind in ("turns", "thoughts"):
+            for _ in range(2):
+                before = prompt
+                for _ in range(size(2, 5)):
+                    prompts.append(before)
+                    responses.append(draw(size(3, 8), g))
+                    before = before + responses[-1][2 * (kind == "thoughts") :] + draw(size(1, 4), g)
+            continue
         seeds = [draw(size(4, 14), g) for _ in range(3)]
         rows = list(seeds)
         if kind == "srpo":
@@ -70,7 +91,7 @@ def make_model(kind, device):
 
 
 @pytest.mark.parametrize("sort", [True, False])
-@pytest.mark.parametrize("rows", ["grpo", "srpo", "odd"])
+@pytest.mark.parametrize("rows", ["grpo", "srpo", "odd", "turns", "thoughts"])
 @pytest.mark.parametrize("kind", ["Qwen2", "Mistral"])
 def test_shared_equals_separate(reference, device, kind, rows, sort):
     model = make_model(kind, device)
@@ -112,6 +133,30 @@ def test_pack_by_hand():
     assert batch.spread.tolist() == [0, 1, 2, 0, 3, 4]
     assert batch.targets.to_lists() == [[4, 5, 6], [4, 7, 8]]
     assert (batch.tokens, batch.saved) == (5, 3)
+
+
+def test_turns_of_an_episode_are_one_sequence():
+    # 1 → 2 3, then 4 → 5 6, then 7 → 8 9 and, of another episode, 1 → 2 8: inputs 1 2 3 4 5 6 7 8, each once, without
+    # copies of keys; the other one's input 2 is that of the first, so it needs none.
+    prompts, responses = [[1], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]], [[2, 3], [5, 6], [8, 9]]
+    rows = [Jagged.from_rows(x, torch.int32) for x in (prompts, responses)]
+    batch = pack(*rows, torch.arange(3), share=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert batch.layout.lengths.tolist() == [8]
+    assert batch.layout.keys is None
+    assert batch.predict[batch.spread].tolist() == [0, 1, 3, 4, 6, 7]
+    assert batch.next_tokens[batch.spread].tolist() == [2, 3, 5, 6, 8, 9]
+    assert (batch.tokens, batch.saved) == (8, 2 + 5 + 8 - 8)
+    other = [Jagged.from_rows(x, torch.int32) for x in ([*prompts, [1]], [*responses, [2, 8]])]
+    tree = Sorted.of(other[0].join(other[1]))
+    batch = pack(*other, tree.order, share=True)
+    assert (batch.layout.lengths.tolist(), batch.tokens) == ([8], 8)
+    # A path that grows with the turns is one path: 17 turns of 8 tokens fit where 17 paths would not.
+    lengths = 8 * torch.arange(1, 18)
+    whole = Jagged.from_rows([list(range(n + 1)) for n in lengths.tolist()], torch.int32)
+    assert int(lengths.sum()) > PATH_BUDGETS * 136
+    assert [len(piece) for piece in plan_shared(Sorted.of(whole), lengths, 136)] == [17]
 
 
 def test_rows_without_anything_in_common_are_packed_as_before():
@@ -191,8 +236,8 @@ def shared_batch(make_batch, kind="srpo"):
     return trajectories, dataclasses.replace(credit, advantage=weights, mask=responses.with_values(weights.values > -1))
 
 
-@pytest.mark.parametrize("budget", [0, 50])
-def test_learner_takes_the_same_step(make_learner, make_batch, budget):
+@pytest.mark.parametrize(("budget", "kind"), [(0, "srpo"), (50, "srpo"), (0, "turns"), (50, "thoughts")])
+def test_learner_takes_the_same_step(make_learner, make_batch, budget, kind):
     results = []
     for share in (True, False):
         learner = make_learner(
@@ -203,7 +248,7 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget):
             objective=ObjectiveSettings(entropy_bonus=0.01),
             optimizer=OptimizerSettings(lr=1e-3),
         )
-        trajectories, credit = shared_batch(make_batch)
+        trajectories, credit = shared_batch(make_batch, kind)
         out = learner.run(trajectories=trajectories, credit=credit)
         moments = torch.cat([m["exp_avg"].flatten() for m in learner.state_dict()["optimizer"]["moments"].values()])
         results.append((out.report.metrics, moments))
@@ -217,7 +262,7 @@ def test_learner_takes_the_same_step(make_learner, make_batch, budget):
     )
 
 
-@pytest.mark.parametrize("recipe", ["toy_grpo", "toy_srpo"])
+@pytest.mark.parametrize("recipe", ["toy_grpo", "toy_srpo", "toy_grpo_thoughts"])
 def test_computed_tokens_of_real_batches(recipe, tmp_path, monkeypatch):
     changes = [
         "run.iterations=1",

@@ -99,11 +99,11 @@ def test_a_graph_without_a_learner_of_credit_is_refused(grpo):
 
 def test_rows_are_chosen_by_key(grpo):
     _, run = grpo
-    assert choose_rows(run.trajectories, 8, 0).tolist() == list(range(8))
-    some = choose_rows(run.trajectories, 3, 0)
+    assert choose_rows(run.trajectories.uid, 8, 0).tolist() == list(range(8))
+    some = choose_rows(run.trajectories.uid, 3, 0)
     assert len(some) == 3
     assert some.tolist() == sorted(some.tolist())
-    assert some.tolist() == choose_rows(run.trajectories, 3, 0).tolist()
+    assert some.tolist() == choose_rows(run.trajectories.uid, 3, 0).tolist()
 
 
 def test_the_whole_bench(tmp_path):

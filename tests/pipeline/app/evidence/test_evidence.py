@@ -166,6 +166,8 @@ def test_failed_runs_are_listed_and_their_seeds_left_out(tmp_path):
     assert cells["small"]["pairs"][0]["seeds"] == [0, 2]
     text = cells_block(Results(declaration, cells))
     assert "Failed: `good-lr0.00135-s1` (exit code 1, see small/runs/logs)." in text
+    row = next(line for line in text.splitlines() if line.startswith("| `good` "))
+    assert row.endswith("| 0.33 | 2 |")  # one of three seeds
 
 
 def test_methods_without_two_seeds_in_common_are_not_compared(tmp_path):
@@ -244,8 +246,10 @@ def test_results_are_read_back(tmp_path):
         read_results(file)
 
 
-def test_collapse_is_the_share_that_ends_below_its_start():
-    assert collapsed({"start": [0.2, 0.2, 0.2, 0.2], "end": [0.1, 0.2, 0.3, 0.15]}) == 0.5
+def test_collapse_is_the_share_that_ends_below_its_start_or_not_at_all():
+    row = {"start": [0.2, 0.2, 0.2, 0.2], "end": [0.1, 0.2, 0.3, 0.15]}
+    assert collapsed(row, seeds=4) == 0.5
+    assert collapsed(row, seeds=5) == pytest.approx(0.6)  # the fifth run failed
 
 
 def test_the_estimate_counts_what_is_left(tmp_path):

@@ -1,54 +1,34 @@
 """The judge over HTTP: a real server that answers, fails, hangs and talks nonsense; answers are asked for once."""
 
 import json
-import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from failures_by_hand import Reset, failure
+from http_server import serving
 
 from pipeline.app.localization import judge
 from pipeline.app.localization.judge import JudgeSettings, judge_labels, request
 from pipeline.core.errors import ConfigError, RunError
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+@pytest.fixture
+def server():
+    """Answers with the entry of `replies` whose key is in the request, or with `reply`."""
+
+    def answer(how, path, body):
         content = body["messages"][0]["content"]
-        with self.server.lock:
-            self.server.requests.append((self.path, body, self.headers.get("Authorization")))
-            reply = next((text for part, text in self.server.replies.items() if part in content), self.server.reply)
+        reply = next((text for part, text in http.replies.items() if part in content), http.reply)
         if reply == "hang":
             time.sleep(1.5)
         completion = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]})
-        data = {"busy": "busy", "html": "<html>"}.get(reply, completion).encode()
-        self.send_response(503 if reply == "busy" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        try:
-            self.wfile.write(data)
-        except OSError:
-            return
+        return 503 if reply == "busy" else 200, {"busy": "busy", "html": "<html>"}.get(reply, completion)
 
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.requests, http.replies, http.lock = [], {}, threading.Lock()
-    http.reply = "The sum is off, so \\boxed{2}"
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    http.settings = JudgeSettings(
-        url=f"http://127.0.0.1:{http.server_port}/v1/", model="big", seconds=0.5, retries=1, wait=0.01
-    )
-    yield http
-    http.shutdown()
-    http.server_close()
+    with serving(answer) as http:
+        http.replies, http.reply = {}, "The sum is off, so \\boxed{2}"
+        http.settings = JudgeSettings(url=f"{http.url}/v1/", model="big", seconds=0.5, retries=1, wait=0.01)
+        yield http
 
 
 @pytest.fixture

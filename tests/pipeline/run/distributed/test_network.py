@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.core.component import Ranks
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed import network
 from pipeline.run.distributed.processes import run_together
 from pipeline.run.distributed.team import DistributedError, Rendezvous

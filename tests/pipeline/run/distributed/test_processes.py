@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.core.component import Ranks
 from pipeline.core.graph import build_graph
+from pipeline.core.ranks import Ranks
 from pipeline.run.distributed.team import DistributedError, first_host, plan_ranks, rendezvous
 from pipeline.run.distributed.wire_format import join, pack, unpack
 from pipeline.run.metrics import read_metrics
