@@ -43,10 +43,15 @@ class OpenEnvEpisode:
         return await self._ask("step", action)
 
     async def close(self) -> None:
-        """Ends the session, and with it the environment on the server."""
-        if self._socket is not None:
+        """Ends the session, and with it the environment; returns when its place on the server is free."""
+        if self._socket is None:
+            return
+        try:
             with contextlib.suppress(self._websockets.ConnectionClosed):
                 await self._socket.send('{"type": "close"}')
+                while True:  # the server ends the connection after the session; a step cut off may still reply before
+                    await self._socket.recv()
+        finally:
             await self._socket.close()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Step:

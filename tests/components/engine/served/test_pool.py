@@ -67,11 +67,11 @@ def test_more_rows_than_threads_converse(fleet, monkeypatch):
     monkeypatch.setattr("components.engine.served.pool._MAX_THREADS", 1)
     run = fleet(1)
     run.load(1)
-    rows = run.rows(3, 1)
+    rows = run.rows(3, 1, max_tokens=8)
     waiting = {request.row: request for request in rows.start()}
     run.pool.converse(3, lambda row: waiting.pop(row, None), rows.feed, rows.reset)
     assert not waiting
-    assert rows.completions().tokens.to_lists() == [run.tokens(n, 1 << 30)[: len(t)] for n, t in enumerate(rows.completions().tokens.to_lists())]
+    assert rows.completions().tokens.to_lists() == [run.tokens(n, 8) for n in range(3)]
     assert run.pool.take_counters()["requests"] == 3
 
 

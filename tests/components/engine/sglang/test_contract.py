@@ -283,7 +283,9 @@ def test_scores_at_another_temperature():
         check_score(dataclasses.replace(two, top=3), response)
     for token in (-1, 5):
         foreign = dataclasses.replace(response, top_tokens=[*response.top_tokens[:-1], token])
-        with pytest.raises(BadResponse, match=r"score row 0: expected most likely tokens of the vocabulary, ids below 5"):
+        with pytest.raises(
+            BadResponse, match=r"score row 0: expected most likely tokens of the vocabulary, ids below 5"
+        ):
             check_score(two, foreign)
     with pytest.raises(ConfigError, match=r"expected scores at temperature 1, got temperature 0\.7"):
         wire.score_body(request, "r", 0)

@@ -223,9 +223,12 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "real"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium; tests that need it are skipped where it is not installed."""
+    """Chromium; tests that need it are skipped where it is not installed.
+
+    Ended with its module: while it is open, its event loop runs in this thread, where asyncio.run then refuses to.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright axe-core-python")
     chromium_path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
     if not chromium_path:
