@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -55,6 +55,14 @@ class Curve:
         if not amount <= self.end(axis):
             return math.nan
         return float(np.interp(amount, getattr(self, axis), getattr(self, name)))
+
+    def held_to(self, steps: float) -> Curve:
+        """The curve with its last accuracy at so many optimiser steps too, if it ends before them."""
+        if not self.end("steps") < steps:
+            return self
+        others = ("tokens", "trained", "seconds", "accuracy")
+        held: dict[str, Any] = {name: np.append(getattr(self, name), getattr(self, name)[-1]) for name in others}
+        return replace(self, steps=np.append(self.steps, steps), **held)
 
     def reaches(self, threshold: float, budget: float) -> float:
         """Sampled tokens at which accuracy first reaches `threshold`, interpolated; NaN when not within `budget`."""

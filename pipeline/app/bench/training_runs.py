@@ -17,6 +17,7 @@ from pipeline.app.bench.methods import Method
 from pipeline.run.metrics import read_metrics
 
 MAX_ROUNDS = 6  # a run that needs more rounds samples less and less per iteration, and would never end
+MOST = 3.0  # times its budget: a run that has sampled so much without its steps has stalled, all of its groups silent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Plan:
 
     Attributes:
         budget: sampled tokens per run, evaluation not counted.
-        steps: optimiser steps that each run takes at least.
+        steps: optimiser steps that each run takes at least; one that stalls is held to have kept its last accuracy.
         folder: holds the run directories and logs.
         pilot: iterations of the first round of a method's first run, from which the rest is planned.
         overrides: settings for every run, as on the command line.
@@ -46,11 +47,11 @@ class Plan:
 
     def curve(self, method: Method, seed: int) -> Curve:
         """The run's curve so far."""
-        return read_curve(read_metrics(self.folder / self.name(method, seed) / "metrics.jsonl"))
+        return self._read(self.folder / self.name(method, seed) / "metrics.jsonl")
 
     def curves_of(self, pattern: str) -> list[Curve]:
         """The curves so far of the runs whose names fit a pattern such as "grpo-*-s0"."""
-        return [read_curve(read_metrics(file)) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
+        return [self._read(file) for file in sorted(self.folder.glob(f"{pattern}/metrics.jsonl"))]
 
     def first_round(self, method: Method, seeds: Sequence[int]) -> int:
         """Iterations of a new run's first round, from the tokens per iteration of other seeds; `pilot` without any."""
@@ -67,6 +68,10 @@ class Plan:
         """Whether the curve covers the budget and the steps."""
         return curve.end("tokens") >= self.budget and curve.end("steps") >= self.steps
 
+    def next_round(self, curve: Curve) -> int:
+        """Iterations that a run needs, from what it took so far."""
+        return min(next_iterations(curve, self.budget, self.steps), next_iterations(curve, MOST * self.budget))
+
     def command(self, method: Method, seed: int, iterations: int) -> list[str]:
         """The arguments of `creditgraph` that train, or continue, to so many iterations."""
         own = [
@@ -77,6 +82,10 @@ class Plan:
         ]
         dirs = [part for folder in self.config_dirs for part in ("--config-dir", str(folder))]
         return ["train", *method.overridden(*self.overrides, *own), *dirs]
+
+    def _read(self, file: Path) -> Curve:
+        curve = read_curve(read_metrics(file))
+        return curve.held_to(self.steps) if curve.end("tokens") >= MOST * self.budget else curve
 
 
 def train_one(
@@ -101,7 +110,7 @@ def train_one(
         if plan.is_finished(curve):
             return ""
         try:
-            more = next_iterations(curve, plan.budget, plan.steps) if curve.iterations else 0
+            more = plan.next_round(curve) if curve.iterations else 0
         except ValueError as error:
             return str(error)
         iterations = more or plan.first_round(method, seeds)

@@ -129,6 +129,25 @@ def test_iterations_are_planned_from_the_mean_so_far():
         next_iterations(read_curve(silent), 1000)
 
 
+def test_a_run_that_stalls_ends_and_keeps_its_accuracy(tmp_path):
+    """100 tokens and 4 optimiser steps per iteration, 4 iterations done."""
+    file = tmp_path / "grpo-s0" / "metrics.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(row) + "\n" for row in metric_rows()))
+    method = Method(name="grpo", recipe="toy_grpo")
+    slow = Plan(budget=200, steps=80, folder=tmp_path)
+    assert not slow.is_finished(slow.curve(method, 0))
+    assert slow.next_round(slow.curve(method, 0)) == 4 + 3  # to three times its tokens; 17 more would take its steps
+    stalled = Plan(budget=100, steps=80, folder=tmp_path)
+    curve = stalled.curve(method, 0)
+    assert stalled.is_finished(curve)
+    assert (curve.end("steps"), curve.at(80, "steps"), curve.at(8, "steps")) == (80, 0.5, 0.4)
+    assert (curve.at(100), curve.of("steps", 100), curve.end()) == (pytest.approx(0.3), 4, 400)
+    assert stalled.curves_of("grpo-*")[0].end("steps") == 80
+    enough = Plan(budget=100, steps=16, folder=tmp_path)
+    assert len(enough.curve(method, 0).steps) == 3
+
+
 def test_threshold_is_three_quarters_of_what_the_baseline_gains():
     assert default_threshold([line([0, 100], [0.2, 0.5]), line([0, 100], [0.2, 0.7])], 100) == pytest.approx(0.5)
 
@@ -247,7 +266,7 @@ def test_a_further_seed_is_planned_from_those_before(tmp_path):
 
 def test_a_run_goes_on_until_it_has_taken_its_steps(tmp_path):
     calls = []
-    plan = Plan(budget=100, steps=8, folder=tmp_path, pilot=3)
+    plan = Plan(budget=300, steps=8, folder=tmp_path, pilot=3)
     assert train_one(plan, BASELINE, 0, fake_launch(calls), lambda text: None) == ""
     assert calls == [3, 9]  # 5 missing · 1.05 → 6 more
     train_one(plan, BASELINE, 1, fake_launch(calls), lambda text: None, seeds=[0, 1])
