@@ -6,16 +6,18 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from components.data.card import LOADING_METRICS
 from components.evaluator.held_out import HeldOut, HeldOutSettings
-from components.rollouts.requests import sample_groups
+from components.rollouts.requests import keyed_seeds, sample_groups
+from components.rollouts.second_turn import retries
 from pipeline.core.component import Count
 from pipeline.core.handles import Policy, Sampling, Verifier
 from pipeline.core.metric import Metric
-from pipeline.core.payloads import Rewards, TrainReport
+from pipeline.core.payloads import Rewards, TrainReport, Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,17 @@ class Accuracy(HeldOut):
     """Evaluates the policy on fixed held-out problems before training, every `every` iterations, and after training.
 
     Problems and random numbers are the same at every evaluation, so two evaluations differ only by the policy. With
-    several replicas each evaluates its share of the problems, and counts are summed.
+    several replicas each evaluates its share of the problems, and counts are summed. With `attempt: 2` the accuracy is
+    that of self-correction (SCoRe, 2409.12917); one without room in the context is not correct.
     """
 
     paper = "2107.03374"
     metrics = (
-        Metric("accuracy", "share", "held-out problems solved by greedy decoding"),
+        Metric("accuracy", "share", "held-out problems solved by greedy decoding, in the attempt that is judged"),
         Metric("problems", "problems", "held-out problems"),
+        Metric("first_accuracy", "share", "with `attempt: 2`: problems solved in the first attempt"),
+        Metric("turned_right", "share", "with `attempt: 2`: problems solved in the second attempt alone"),
+        Metric("turned_wrong", "share", "with `attempt: 2`: problems solved in the first attempt alone"),
         Metric("sampled_tokens", "tokens", "tokens of the responses, which are not training"),
         *LOADING_METRICS,
         Metric("mean_at_<n>", "share", "correct responses among n samples per problem"),
@@ -78,6 +84,8 @@ class Accuracy(HeldOut):
 
         samples: int = 0
         """further samples per problem for pass@k and mean@n; 0 gives greedy accuracy only"""
+        attempt: int = 1
+        """attempt that `accuracy` judges; 2 shows the first one as sampler.retry does, and asks again"""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -87,8 +95,15 @@ class Accuracy(HeldOut):
                 raise ValueError(
                     f"expected temperature > 0 with samples {self.samples}, got 0, at which all samples are equal."
                 )
+            if self.attempt not in (1, 2):
+                raise ValueError(f"attempt: expected 1 or 2, got {self.attempt}.")
 
     config: Config
+
+    @classmethod
+    def shown_responses(cls, config: Any) -> int:
+        """The first attempt, when the second is judged."""
+        return int(config.attempt == 2)
 
     def run(self, *, policy: Policy, verifier: Verifier) -> Outputs:
         """Evaluates when due."""
@@ -98,11 +113,10 @@ class Accuracy(HeldOut):
         samples = self.config.samples
         sampling = self.config.sampling()
         self._sampled = 0
-        greedy = self._verdicts(policy, verifier, dataclasses.replace(sampling, temperature=0.0), 1)
-        num_correct = self.context.all_sum(greedy.correct.sum().double())
-        metrics = {"accuracy": float(num_correct) / max(self.count, 1), "problems": float(self.count)}
+        metrics = self._greedy(policy, verifier, dataclasses.replace(sampling, temperature=0.0))
+        metrics["problems"] = float(self.count)
         if samples:
-            verdicts = self._verdicts(policy, verifier, sampling, samples)
+            verdicts = self._verdicts(verifier, self._sample(policy, sampling, samples))
             # How many problems have 0, 1 … `samples` correct responses, over all replicas.
             histogram = torch.bincount(verdicts.correct.view(-1, samples).sum(1), minlength=samples + 1)
             counts = torch.arange(samples + 1).repeat_interleave(self.context.all_sum(histogram))
@@ -110,7 +124,28 @@ class Accuracy(HeldOut):
         self.context.log(**metrics, sampled_tokens=Count(self._sampled))
         return Outputs(report=TrainReport(metrics=metrics, seconds={"evaluation": time.perf_counter() - start}))
 
-    def _verdicts(self, policy: Policy, verifier: Verifier, sampling: Sampling, samples: int) -> Rewards:
-        responses = sample_groups(self.context, policy, self.prompts, samples, sampling, stream=self.stream())
+    def _greedy(self, policy: Policy, verifier: Verifier, sampling: Sampling) -> dict[str, float]:
+        """Shares of the problems: accuracy, and what a second attempt changed."""
+        firsts = self._sample(policy, sampling, 1)
+        right = self._verdicts(verifier, firsts).correct
+        counts = {"accuracy": right}
+        if self.config.attempt == 2:
+            seed = keyed_seeds(self.stream(), self.prompts.uid, 1, 1).reshape(-1)
+            uid = self.context.uids(len(firsts))
+            seconds = retries(policy, self.prompts, firsts, self.config.mode, seed, sampling, uid)
+            later = self._verdicts(verifier, seconds).correct & (seconds.response_tokens.lengths > 0)
+            counts = {
+                "accuracy": later,
+                "first_accuracy": right,
+                "turned_right": later & ~right,
+                "turned_wrong": right & ~later,
+            }
+        summed = self.context.all_sum(torch.stack([c.sum().double() for c in counts.values()]))
+        return {name: float(c) / max(self.count, 1) for name, c in zip(counts, summed, strict=True)}
+
+    def _sample(self, policy: Policy, sampling: Sampling, samples: int) -> Trajectories:
+        return sample_groups(self.context, policy, self.prompts, samples, sampling, stream=self.stream())
+
+    def _verdicts(self, verifier: Verifier, responses: Trajectories) -> Rewards:
         self._sampled += len(responses.response_tokens.values)
         return verifier.verify(self.prompts, responses)

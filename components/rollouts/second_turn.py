@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from components.rollouts.requests import sample_fresh
+from components.rollouts.thoughts import thought_texts
+from components.text.templates import Mode, retry_prompt
 from pipeline.core.handles import Policy, Sampling
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Prompts, Trajectories
@@ -44,3 +46,18 @@ def second_turn(
     shown = shown.replace(tokens=encoded(policy.tokenizer, texts), text=list(texts))
     responses = sample_fresh(policy, shown, torch.arange(len(firsts)), seed, sampling, uid)
     return responses.replace(parent=firsts.uid.clone(), group=firsts.group.clone())
+
+
+def retries(
+    policy: Policy, prompts: Prompts, firsts: Trajectories, mode: Mode, seed: Tensor, sampling: Sampling, uid: Tensor
+) -> Trajectories:
+    """Samples a second attempt per first one [N], by a retry prompt that shows it; one without room has no tokens.
+
+    The prompt does not say whether the first attempt is right; other rules are those of `second_turn`.
+    """
+    rows = prompts.index_of(firsts.prompt_uid).tolist()
+    texts = [
+        retry_prompt(*problem_of(prompts, row), attempt, policy.tokenizer, mode)
+        for row, attempt in zip(rows, thought_texts(firsts, policy.tokenizer), strict=True)
+    ]
+    return second_turn(policy, prompts, firsts, texts, seed, sampling, uid)

@@ -13,9 +13,7 @@ from components.rollouts.requests import (
     sample_groups,
     unended,
 )
-from components.rollouts.second_turn import problem_of, second_turn
-from components.rollouts.thoughts import thought_texts
-from components.text.templates import retry_prompt
+from components.rollouts.second_turn import retries
 from pipeline.core.component import Component
 from pipeline.core.handles import Policy
 from pipeline.core.metric import Metric
@@ -71,13 +69,9 @@ class Retry(Component):
         pairs = self.config.pairs
         sampling = self.config.sampling()
         firsts = sample_groups(self.context, policy, prompts, pairs, sampling)
-        rows = prompts.index_of(firsts.prompt_uid).tolist()
-        texts = [
-            retry_prompt(*problem_of(prompts, row), attempt, policy.tokenizer, self.config.mode)
-            for row, attempt in zip(rows, thought_texts(firsts, policy.tokenizer), strict=True)
-        ]
         seed = keyed_seeds(self.context.rng(), prompts.uid, pairs, pairs).reshape(-1)
-        seconds = second_turn(policy, prompts, firsts, texts, seed, sampling, self.context.uids(len(firsts)))
+        uid = self.context.uids(len(firsts))
+        seconds = retries(policy, prompts, firsts, self.config.mode, seed, sampling, uid)
         # The group of a prompt's second attempts is the uid of its first attempt 0, which no prompt has.
         seconds = seconds.replace(group=firsts.uid[::pairs].repeat_interleave(pairs))
         # A sampled response has at least one token, its end of text.

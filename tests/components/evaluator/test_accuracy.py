@@ -83,6 +83,25 @@ def test_greedy_first_then_samples(toolbox):
     assert (len(greedy.seed), len(sampled.seed)) == (4, 8)
 
 
+def test_a_second_attempt_is_judged_by_hand(toolbox):
+    """Five problems: right twice, turned right, turned wrong, wrong twice, and right without room for a retry."""
+    said = [("right", "right"), ("wrong", "right"), ("right", "wrong"), ("wrong", "wrong"), ("right", "")]
+    answers = iter([first for first, _ in said] + [second for _, second in said])
+    node = _node(attempt=2, num_problems=5)
+    policy = toolbox.policy(lambda context, n: next(answers))
+    node.run(policy=policy, verifier=toolbox.verifier(lambda text: float(text == "right")))
+    shares = {
+        name: node.context.metrics[name] for name in ("accuracy", "first_accuracy", "turned_right", "turned_wrong")
+    }
+    assert shares == {"accuracy": 0.4, "first_accuracy": 0.6, "turned_right": 0.2, "turned_wrong": 0.4}
+    assert node.context.metrics["sampled_tokens"] == 5 * 5 + 4 * 5
+    first, second = policy.calls
+    assert first.sampling.temperature == second.sampling.temperature == 0
+    assert not set(first.seed.tolist()) & set(second.seed.tolist())
+    with pytest.raises(ValueError, match=r"attempt: expected 1 or 2, got 3"):
+        Accuracy.Config(attempt=3)
+
+
 def test_when_it_evaluates(toolbox):
     assert [i for i in range(11) if _node(i, every=4).due()] == [0, 4, 8, 10]
     assert [i for i in range(11) if _node(i, every=0).due()] == [0, 10]

@@ -91,14 +91,14 @@ def learned(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> None:
+    """Limits are about three times what was seen, as processors round differently; see docs/megatron.md."""
     for a, b in zip(actual["metrics"], expected["metrics"], strict=True):
-        assert learned(a) == pytest.approx(learned(b), rel=1e-5, abs=2e-6), place
-    assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 1e-5, place
+        assert learned(a) == pytest.approx(learned(b), rel=3e-5, abs=2e-6), place
+    assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 3e-5, place
     if actual["gradients"]:
         assert distance(actual["gradients"], expected["gradients"]) < 1e-5, place
-        # Of a single tensor up to 1.02e-5 was seen.
         assert relative(actual["gradients"], expected["gradients"]) < 3e-5, place
-    assert relative(actual["weights"], expected["weights"]) < 1e-5, place
+    assert relative(actual["weights"], expected["weights"]) < 3e-5, place
     # All weights as one vector.
     assert distance(actual["weights"], expected["weights"]) < 1e-6, place
 
@@ -128,7 +128,7 @@ def test_a_replica_without_rows_takes_part(pool: Any, training: Any, folder: str
     trajectories, credit = training.make_batch(0, prompts=1)
     alone = learner.run(trajectories=trajectories, credit=credit)
     for metrics, weights, logprobs in pool.run(training.one_prompt, folder, {}):
-        assert float((logprobs - alone.logprobs.logprobs.values).abs().max()) < 1e-5
+        assert float((logprobs - alone.logprobs.logprobs.values).abs().max()) < 3e-5
         assert learned(metrics) == pytest.approx(learned(alone.report.metrics), rel=1e-5, abs=2e-6)
         assert relative(weights, alone.weights.tensors) < 1e-5
 
@@ -143,7 +143,7 @@ def test_every_rank_has_all_logprobs_and_a_pipeline_reports_its_bubble(
     expected = learner.run(trajectories=trajectories, credit=credit).logprobs.logprobs.values
     for layouts in pool.run(training.one_step, folder, [{}, {**TP2, **PP2}], settings):
         for logprobs, _ in layouts:
-            assert float((logprobs - expected).abs().max()) < 1e-5
+            assert float((logprobs - expected).abs().max()) < 3e-5
         replicas, pipeline = (metrics for _, metrics in layouts)
         assert "bubble" not in replicas
         # Two stages and few micro-batches: at least one stage waits while the other computes.

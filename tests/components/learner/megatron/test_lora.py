@@ -58,7 +58,7 @@ def compare(actual: dict[str, Any], expected: dict[str, Any], place: str) -> Non
         cut = {"forward_tokens", "shared_tokens", "unique_tokens", "imbalance_before", "imbalance_after"}
         a, b = ({k: v for k, v in x.items() if k not in cut} for x in (a, b))
         assert a == pytest.approx(b, rel=1e-5, abs=2e-6), place
-    assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 1e-5, place
+    assert float((actual["logprobs"] - expected["logprobs"]).abs().max()) < 3e-5, place
     assert actual["adapter"] == expected["adapter"], place
     assert actual["published"].keys() == expected["published"].keys(), place
     for name, tensor in expected["published"].items():
