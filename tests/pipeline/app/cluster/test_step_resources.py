@@ -2,6 +2,9 @@
 
 import shlex
 import subprocess
+import sysconfig
+import venv
+from pathlib import Path
 
 import pytest
 from slurm_jobs import CPU_NODE, TOYS, last_line
@@ -45,8 +48,20 @@ def test_steps_of_a_job_with_memory_per_node_run_side_by_side(slurm, tmp_path, m
     assert [rank["SLURM_DISTRIBUTION"] for rank in ranks] == ["block:block"] * 2
 
 
+@pytest.fixture
+def small_environment(tmp_path, monkeypatch):
+    """An environment of a few files that has the packages of this one, which are gigabytes."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    packages = sysconfig.get_path("purelib")
+    own = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    Path(own, "packages.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
+    monkeypatch.setattr("sys.prefix", str(folder))
+    monkeypatch.setattr("sys.executable", str(folder / "bin" / "python"))
+
+
 @on_slurm
-def test_a_run_from_copies_on_the_nodes_own_disk(slurm, tmp_path, monkeypatch):
+def test_a_run_from_copies_on_the_nodes_own_disk(slurm, tmp_path, monkeypatch, small_environment):
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "local disk"
     scratch.mkdir()
