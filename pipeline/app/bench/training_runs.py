@@ -58,11 +58,12 @@ class Plan:
         others = [c for c in (self.curve(method, seed) for seed in seeds) if c.total_tokens]
         if not others:
             return self.pilot
-        iterations = sum(c.iterations for c in others)
-        wanted = [(self.budget, sum(c.total_tokens for c in others))]
+        iterations, tokens = sum(c.iterations for c in others), sum(c.total_tokens for c in others)
+        wanted = [(self.budget, tokens)]
         wanted += [(self.steps, taken)] if (taken := sum(c.total_steps for c in others)) else []
         # 5 % more, so that one round is enough
-        return max(1, *(math.ceil(1.05 * amount * iterations / total) for amount, total in wanted))
+        needed = max(1, *(math.ceil(1.05 * amount * iterations / total) for amount, total in wanted))
+        return min(needed, math.ceil(1.05 * MOST * self.budget * iterations / tokens))
 
     def is_finished(self, curve: Curve) -> bool:
         """Whether the curve covers the budget and the steps."""

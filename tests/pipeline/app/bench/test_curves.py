@@ -138,6 +138,7 @@ def test_a_run_that_stalls_ends_and_keeps_its_accuracy(tmp_path):
     slow = Plan(budget=200, steps=80, folder=tmp_path)
     assert not slow.is_finished(slow.curve(method, 0))
     assert slow.next_round(slow.curve(method, 0)) == 4 + 3  # to three times its tokens; 17 more would take its steps
+    assert slow.first_round(method, [0, 1]) == 7  # of another seed: 1.05 · 600 / 100 = 6.3
     stalled = Plan(budget=100, steps=80, folder=tmp_path)
     curve = stalled.curve(method, 0)
     assert stalled.is_finished(curve)
