@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 
@@ -107,6 +108,10 @@ def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
     done = len(runs.trained)
     assert measured(tmp_path, runs)[1] == cells  # finished runs are kept
     assert len(runs.trained) == done
+    shutil.rmtree(next(tmp_path.glob("*/runs/good-*-s2")))
+    _, part = measured(tmp_path, lambda *_: {})  # without the missing run
+    assert part["small"]["methods"]["good"]["seeds"] == [0, 1]
+    assert part["small"]["methods"]["grpo"] == grpo
 
 
 def test_widening_by_hand():
