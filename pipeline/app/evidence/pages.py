@@ -53,9 +53,10 @@ def cell_block(results: Results, name: str) -> str:
     family = results.declaration.families[cell.family]
     settings = ", ".join(f"`{s}`" for s in (*family.settings, *cell.set))
     steps = f" and at least {cell.steps} optimiser steps" if cell.steps else ""
+    widened = f"widened by {cell.factor:g} at most {cell.widenings} times" if cell.widenings else "not widened"
     setting = (
         f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
-        f"{', '.join(f'{r:g}' for r in cell.rates)}, widened by {cell.factor:g} at most {cell.widenings} times."
+        f"{', '.join(f'{r:g}' for r in cell.rates)}, {widened}."
     )
     return f"{setting}\n\n{_methods_table(results, name, cell) if name in results.cells else NOTHING}"
 
