@@ -45,6 +45,8 @@ class Entry:
     a method that is itself a baseline"""
     seconds: float = 0.0
     """processor seconds of a run, for the estimate; 0 takes the cell's"""
+    knows_errors: bool = False
+    """whether it is given the true first errors, which no user has: it bounds the others, and the README names none"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +101,12 @@ class Cell:
     def digest(self, family: Family) -> str:
         """A short mark of all that a result depends on: another mark says that the cell was measured in another form.
 
-        Titles, reasons and estimated seconds do not count.
+        Titles, reasons, estimated seconds and what only pages read do not count.
         """
         values = asdict(self) | {"title": "", "regime": "", "seconds": 0, "family": {**asdict(family), "title": ""}}
         values["methods"] = {n: {**e, "seconds": 0, "baseline": ""} for n, e in values["methods"].items()}
+        for entry in values["methods"].values():
+            del entry["knows_errors"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

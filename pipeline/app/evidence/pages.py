@@ -74,11 +74,12 @@ def compare_block(results: Results) -> str:
 
 
 def readme_block(results: Results) -> str:
-    """The README: how many claims held, and per cell what led and by how much."""
+    """The README: how many claims held, and per cell which method that a user can have led, and by how much."""
     rows = []
     for name, cell in results.declaration.cells.items():
         methods = results.cells.get(name, {}).get("methods", {})
-        ranked = {m: mean_sd(row["accuracy"])[0] for m, row in methods.items() if not few(min(row["steps"]))}
+        usable = {m: row for m, row in methods.items() if not cell.methods[m].knows_errors}
+        ranked = {m: mean_sd(row["accuracy"])[0] for m, row in usable.items() if not few(min(row["steps"]))}
         if ranked:
             best = max(ranked, key=lambda m: ranked[m])
             pair = results.pair(name, best, cell.baseline_of(best), "tokens")
