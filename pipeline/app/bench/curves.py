@@ -77,8 +77,8 @@ class Curve:
         return crossing if crossing <= budget else math.nan
 
 
-def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
-    """The curve of a run.
+def read_curve(rows: Sequence[dict[str, Any]], metric: str = ACCURACY) -> Curve:
+    """The curve of a run, its accuracy being this metric of the evaluator.
 
     An evaluation belongs to the weights at the start of its iteration, the final pass to the last weights. The engine
     counts every token that it samples, for whichever node; those of the evaluation are taken off.
@@ -96,7 +96,7 @@ def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
         ],
         dtype=np.float64,
     ).reshape(-1, 4)
-    points = [row for row in rows if not math.isnan(row.get(ACCURACY, math.nan))]
+    points = [row for row in rows if not math.isnan(row.get(metric, math.nan))]
     before = [np.array([r["iteration"] < row["iteration"] for r in done], dtype=bool) for row in points]
     at = np.array([spent[earlier].sum(0) for earlier in before], dtype=np.float64).reshape(-1, 4)
     return Curve(
@@ -104,7 +104,7 @@ def read_curve(rows: Sequence[dict[str, Any]]) -> Curve:
         steps=at[:, 1],
         trained=at[:, 2],
         seconds=at[:, 3],
-        accuracy=np.array([row[ACCURACY] for row in points], dtype=np.float64),
+        accuracy=np.array([row[metric] for row in points], dtype=np.float64),
         iterations=len(done),
         total_tokens=float(spent[:, 0].sum()),
         total_steps=float(spent[:, 1].sum()),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.app.bench.curves import Curve, next_iterations, read_curve
 from pipeline.app.bench.methods import Method
+from pipeline.app.progress import ACCURACY
 from pipeline.run.metrics import read_metrics
 
 MAX_ROUNDS = 6  # a run that needs more rounds samples less and less per iteration, and would never end
@@ -31,6 +32,7 @@ class Plan:
         pilot: iterations of the first round of a method's first run, from which the rest is planned.
         overrides: settings for every run, as on the command line.
         config_dirs: further folders with recipes.
+        metric: what the curves take for accuracy.
     """
 
     budget: float
@@ -39,6 +41,7 @@ class Plan:
     pilot: int = 6
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[str, ...] = ()
+    metric: str = ACCURACY
 
     def name(self, method: Method, seed: int) -> str:
         """Name of a run and its directory."""
@@ -85,7 +88,7 @@ class Plan:
         return ["train", *method.overridden(*self.overrides, *own), *dirs]
 
     def _read(self, file: Path) -> Curve:
-        curve = read_curve(read_metrics(file))
+        curve = read_curve(read_metrics(file), self.metric)
         return curve.held_to(self.steps) if curve.end("tokens") >= MOST * self.budget else curve
 
 

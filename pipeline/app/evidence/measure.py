@@ -45,7 +45,8 @@ class Lab:
         cell = self.cell(name)
         folder = self.folder / name / ("sweep" if sweep else "runs")
         overrides = self.declaration.settings(name, sweep)
-        return Plan(budget=cell.tokens, steps=cell.steps, folder=folder, overrides=overrides)
+        metric = self.declaration.families[cell.family].metric
+        return Plan(budget=cell.tokens, steps=cell.steps, folder=folder, overrides=overrides, metric=metric)
 
     def measure(self, name: str) -> dict[str, Any]:
         """Trains what is missing of a cell and returns its entry of results.json.

@@ -7,6 +7,7 @@ from typing import Any
 from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.evidence.declaration import Cell, Claim
 from pipeline.app.evidence.verdicts import Results, Verdict, collapsed, differences, few
+from pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."
 AXIS_NAMES = {"tokens": "sampled tokens", "steps": "optimiser steps", "trained": "tokens in the loss"}
@@ -58,6 +59,8 @@ def cell_block(results: Results, name: str) -> str:
         f"{family.title} ({settings}). {cell.tokens:,.0f} sampled tokens{steps} per run, {cell.seeds} seeds; rates "
         f"{', '.join(f'{r:g}' for r in cell.rates)}, {widened}."
     )
+    if family.metric != ACCURACY:
+        setting += f" Accuracy is `{family.metric}`: of samples at the training temperature, not greedy."
     return f"{setting}\n\n{_methods_table(results, name, cell) if name in results.cells else NOTHING}"
 
 

@@ -20,40 +20,69 @@ CREDIT_SCORES = ("spearman", "pearson", "pearson_1", "pearson_2", "pearson_3", "
 OWN_DATA = "the recipes' own data"  # family of all cells whose scores were measured without data=…
 
 
+Scores = dict[str, dict[str, dict[str, dict[str, float]]]]
+"""Cell → state of the policy → method → score → value."""
+
+
 def read_cells(results: Sequence[Path], scores: Path) -> tuple[list[Cell], list[str]]:
     """The cells that have gains and scores, and notes on what is left out.
 
     Args:
         results: results.json of tools/evidence (a cell each), or folders of `creditgraph compare` (the folder's name
             is the cell).
-        scores: folder with CELL/result.json of creditbench, or CELL/STATE/result.json for several states of the
-            policy, whose scores are then called NAME@STATE.
+        scores: scores.json of tools/evidence, or a folder with CELL/result.json of creditbench, or with
+            CELL/STATE/result.json for several states of the policy, whose scores are then called NAME@STATE.
 
     Raises:
         DataError: a file is missing or of another form.
     """
     cells: list[Cell] = []
     notes: list[str] = []
+    families, known = _scores_in(scores) if scores.is_dir() else _scores_of_file(scores)
     for name, gain in (pair for file in results for pair in _gains(file)):
-        files = sorted((scores / name).glob("**/result.json"))
-        if not files:
+        if name not in known:
             notes.append(f"{scores / name}: no scores, so the cell {name} is left out")
             continue
         table: dict[str, dict[str, float]] = {}
-        family = OWN_DATA
-        for file in files:
-            content = _read(file)
-            state = "/".join(file.parent.relative_to(scores / name).parts)
-            chosen = [s for s in content.get("settings", {}).get("set", ()) if s.startswith("data=")]
-            family = chosen[-1].removeprefix("data=") if chosen else family
-            for method, entry in content.get("methods", {}).items():
-                known = table.setdefault(method, {})
-                known.update({f"{k}@{state}" if state else k: v for k, v in _scores(entry).items()})
+        for state, methods in known[name].items():
+            for method, values in methods.items():
+                row = table.setdefault(method, {})
+                row.update({f"{k}@{state}" if state else k: v for k, v in values.items()})
         without = sorted(gain.keys() - table.keys())
         if without:
             notes.append(f"{name}: no scores of {', '.join(without)}")
-        cells.append(Cell(name=name, family=family, gain=gain, scores=table))
+        cells.append(Cell(name=name, family=families[name], gain=gain, scores=table))
     return cells, notes
+
+
+def scores_of(entry: dict[str, Any]) -> dict[str, float]:
+    """Means of a method's credit scores, the size of its bias, and the pooled gradient's numbers, from creditbench."""
+    mean = {name: pair[0] for name, pair in entry["mean"].items() if name in (*CREDIT_SCORES, "bias")}
+    values = mean | {f"gradient {name}": entry["gradient"][name][0] for name in GRADIENT_METRICS}
+    known = {name: float(value) for name, value in values.items() if value is not None}
+    if "bias" in known:
+        known["|bias|"] = abs(known.pop("bias"))
+    return known
+
+
+def _scores_of_file(file: Path) -> tuple[dict[str, str], Scores]:
+    """Cell → family, and the scores, of a file of tools/evidence."""
+    cells = _read(file).get("cells", {})
+    return {n: c["family"] for n, c in cells.items()}, {n: c["scores"] for n, c in cells.items()}
+
+
+def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
+    """Cell → family, and the scores, of a folder of creditbench's results."""
+    families: dict[str, str] = {}
+    scores: Scores = {}
+    for file in sorted(folder.glob("*/**/result.json")):
+        name, *state = file.parent.relative_to(folder).parts
+        content = _read(file)
+        chosen = [s for s in content.get("settings", {}).get("set", ()) if s.startswith("data=")]
+        families[name] = chosen[-1].removeprefix("data=") if chosen else families.get(name, OWN_DATA)
+        methods = content.get("methods", {})
+        scores.setdefault(name, {})["/".join(state)] = {m: scores_of(entry) for m, entry in methods.items()}
+    return families, scores
 
 
 def _gains(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
@@ -69,16 +98,6 @@ def _gains(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
     for cell, entry in _read(file).get("cells", {}).items():
         methods = entry["methods"]
         yield cell, {name: _mean(row["accuracy"]) - _mean(row["start"]) for name, row in methods.items()}
-
-
-def _scores(entry: dict[str, Any]) -> dict[str, float]:
-    """Means of a method's credit scores, the size of its bias, and the pooled gradient's numbers."""
-    mean = {name: pair[0] for name, pair in entry["mean"].items() if name in (*CREDIT_SCORES, "bias")}
-    values = mean | {f"gradient {name}": entry["gradient"][name][0] for name in GRADIENT_METRICS}
-    known = {name: float(value) for name, value in values.items() if value is not None}
-    if "bias" in known:
-        known["|bias|"] = abs(known.pop("bias"))
-    return known
 
 
 def _mean(values: Any) -> float:

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  creditgraph creditbench --methods srpo vineppo,value.continuations=20 --seeds 0 1 2 3 4\n"
         "  creditgraph creditbench --run runs/toy_grpo-s0            # at the newest checkpoint of a run\n"
         "  creditgraph creditbench --suite turns                     # credit per turn in an environment\n"
-        "  creditgraph creditbench --predict RESULTS --scores runs/creditbench   # which score foretells the gain?"
+        "  creditgraph creditbench --predict RESULTS --scores SCORES               # which score foretells the gain?"
     )
     parser.add_argument(
         "--methods",
@@ -57,7 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: results.json of tools/evidence, or folders of creditgraph compare, against --scores",
     )
     parser.add_argument(
-        "--scores", type=Path, metavar="DIR", help="with --predict: DIR/CELL[/STATE]/result.json of this bench"
+        "--scores",
+        type=Path,
+        metavar="SCORES",
+        help="with --predict: scores.json of tools/evidence, or DIR/CELL[/STATE]/result.json",
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all methods, such as prompts.batch=32"
@@ -70,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measures, writes table and figure; with --predict, compares what was measured with the gains of training."""
     if bool(options.predict) != bool(options.scores):
-        raise ConfigError("creditbench: --predict RESULTS needs --scores DIR, and --scores needs --predict.")
+        raise ConfigError("creditbench: --predict RESULTS needs --scores, and --scores needs --predict.")
     if options.iteration is not None and options.run is None:
         raise ConfigError("creditbench: --iteration is that of a checkpoint; expected --run with it.")
     if options.predict:

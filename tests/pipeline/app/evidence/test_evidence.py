@@ -89,6 +89,18 @@ def measured(tmp_path, runs=None, **changes):
     return declaration, {"small": lab.measure("small")}
 
 
+def test_a_family_may_be_judged_by_another_metric_than_greedy_accuracy(tmp_path):
+    lab = Lab(declaration=declared(), folder=tmp_path, train=Runs())
+    family = lab.declaration.families["chains"]
+    # What is compared is part of a cell's form; the usual metric is not, so that older marks hold.
+    other = dataclasses.replace(family, metric="evaluator/mean_at_1")
+    cell = lab.cell("small")
+    assert cell.digest(other) != cell.digest(family) == "ded716977f84"
+    lab.declaration.families["chains"] = other
+    assert lab.plan("small", sweep=False).metric == "evaluator/mean_at_1"
+    assert "Accuracy is `evaluator/mean_at_1`" in cells_block(Results(lab.declaration, {}))
+
+
 def test_a_sweep_widens_at_an_edge_and_its_best_rate_is_frozen(tmp_path):
     runs = Runs()
     _, cells = measured(tmp_path, runs)

@@ -145,7 +145,7 @@ def test_the_command(files, capsys):
     assert "note: one: no scores of m3" in printed
     assert "τ, held out" in printed
     for arguments, message in (
-        (["--predict", str(results)], "--predict RESULTS needs --scores DIR"),
+        (["--predict", str(results)], "--predict RESULTS needs --scores, and"),
         (["--predict", "nowhere.json", "--scores", str(scores)], "nowhere.json: cannot be read as JSON"),
         (["--iteration", "3"], "expected --run with it"),
     ):

@@ -1,0 +1,116 @@
+"""Scores of credit for the methods of measured cells, at three states of the policy: `tools/evidence --scores`.
+
+A family's policy is taken as it starts, and after a third and two thirds of the budget of its first measured cell, as
+that cell's first method trains it. At each state `creditgraph creditbench` judges all methods of the family's cells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.app.bench.methods import Method
+from pipeline.app.evidence.declaration import Entry, rated
+from pipeline.app.evidence.measure import Lab
+from pipeline.app.prediction.cells import scores_of
+from pipeline.core.handles import Environments
+
+STATES = {"start": 0.0, "third": 1 / 3, "two_thirds": 2 / 3}
+"""name → share of the budget that the policy was trained for"""
+SEEDS = ("0", "1")
+SAMPLES = 16  # continuations per state
+ROWS = 64  # responses of a method, and seed, that get true values
+PROMPTS = "prompts.batch="  # a setting of runs; scores take the default, since gradients need many prompts
+PLACES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreBench:
+    """Judges the credit of the methods of measured cells.
+
+    Attributes:
+        lab: the declaration, and the folder where runs go.
+        results: cell → its entry of results.json.
+        launch: runs `creditgraph` with arguments, its output in a file, and returns the exit code.
+        jobs: commands at a time.
+        say: receives progress as sentences.
+    """
+
+    lab: Lab
+    results: Mapping[str, dict[str, Any]]
+    launch: Callable[[list[str], Path], int]
+    jobs: int
+    say: Callable[[str], None]
+
+    def measure(self, names: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """Entries of scores.json for these cells, as far as they have results, and what failed."""
+        families: dict[str, list[str]] = {}
+        for name in names:
+            if name in self.results:
+                families.setdefault(self.lab.cell(name).family, []).append(name)
+        with ThreadPoolExecutor(max_workers=self.jobs) as pool:
+            tasks = {family: pool.submit(self._policy, family, cells[0]) for family, cells in families.items()}
+            policies = {family: task.result() for family, task in tasks.items()}
+            bench = {
+                (family, state): pool.submit(self._judge, family, state, share, policies[family], cells)
+                for family, cells in families.items()
+                for state, share in STATES.items()
+            }
+            failed = [problem for task in bench.values() if (problem := task.result())]
+        measured: dict[str, Any] = {}
+        for family, state in bench:
+            file = self._folder(family) / state / "result.json"
+            if not file.exists():
+                continue
+            judged = json.loads(file.read_text(encoding="utf-8"))["methods"]
+            for cell in families[family]:
+                entries = self.lab.cell(cell).methods.items()
+                known = {name: _rounded(scores_of(judged[text])) for name, e in entries if (text := _text(e)) in judged}
+                measured.setdefault(cell, {"family": family, "scores": {}})["scores"][state] = known
+        return measured, failed
+
+    def _folder(self, family: str) -> Path:
+        return self.lab.folder / "scores" / family
+
+    def _policy(self, family: str, cell: str) -> Path:
+        """The run whose checkpoints are the states; its first method, at the rate that the cell froze."""
+        name, entry = next(iter(self.lab.cell(cell).methods.items()))
+        plan = self.lab.plan(cell, sweep=False)
+        kept = ("run.checkpoint.every=1", "run.checkpoint.keep=1000")
+        plan = replace(plan, folder=self._folder(family), overrides=(*plan.overrides, *kept))
+        method = rated(name, entry, self.results[cell]["methods"][name]["lr"], plan.overrides)
+        self.lab.train(plan, [method], [0])
+        return plan.folder / plan.name(method, 0)
+
+    def _judge(self, family: str, state: str, share: float, policy: Path, cells: list[str]) -> str:
+        """Runs creditbench unless it is done; "" or what went wrong."""
+        out = self._folder(family) / state
+        if (out / "result.json").exists():
+            return ""
+        settings = self.lab.declaration.families[family].settings
+        entries = [entry for cell in cells for entry in self.lab.cell(cell).methods.values()]
+        graph = Method("", entries[0].recipe).experiment(*settings).graph
+        turns = any(node.outputs_of(Environments) for node in graph.nodes)
+        arguments = ["creditbench", "--suite", "turns" if turns else "responses"]
+        arguments += ["--methods", *dict.fromkeys(map(_text, entries)), "--set", *settings, "--seeds", *SEEDS]
+        arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--out", str(out)]
+        if share:
+            done = len(list((policy / "checkpoints").glob("0*")))
+            arguments += ["--run", str(policy), "--iteration", str(max(round(share * done) - 1, 0))]
+        self.say(f"{family}: {state}")
+        log = out.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return f"{family}, {state}: see {log}" if self.launch(arguments, log) else ""
+
+
+def _text(entry: Entry) -> str:
+    """A method as `creditgraph creditbench --methods` takes it."""
+    return ",".join([entry.recipe, *(s for s in entry.set if not s.startswith(PROMPTS))])
+
+
+def _rounded(scores: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.{PLACES}g}") for name, value in scores.items()}
