@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.evidence.declaration import Cell, Claim
 from pipeline.app.evidence.verdicts import Results, Verdict, collapsed, differences, few
+from pipeline.app.prediction.cells import read_cells
+from pipeline.app.prediction.study import study, study_table
 from pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."
@@ -74,6 +77,17 @@ def compare_block(results: Results) -> str:
             rows.append([link, f"`{method}`", _accuracy(row), _steps(row), *_against(cell, method, pair)])
     head = ["cell", "method", "accuracy", "steps", "baseline", "difference"]
     return table(head, rows) if rows else NOTHING
+
+
+def foretells_block(results: Path, scores: Path) -> str:
+    """docs/creditbench.md: which score of credit foretells what training gains, and what the study rests on."""
+    if not scores.exists():
+        return NOTHING
+    cells, _ = read_cells([results], scores)
+    families = len({cell.family for cell in cells})
+    methods = sum(len(cell.methods) for cell in cells)
+    rests = f"{methods} methods in {len(cells)} cells of {families} families; docs/evidence has the numbers."
+    return f"{study_table(study(cells))}\n\n{rests}"
 
 
 def readme_block(results: Results) -> str:

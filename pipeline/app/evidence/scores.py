@@ -63,13 +63,12 @@ class ScoreBench:
             failed = [problem for task in bench.values() if (problem := task.result())]
         measured: dict[str, Any] = {}
         for family, state in bench:
-            file = self._folder(family) / state / "result.json"
-            if not file.exists():
-                continue
-            judged = json.loads(file.read_text(encoding="utf-8"))["methods"]
+            judged = _judged(self._folder(family) / state)
             for cell in families[family]:
                 entries = self.lab.cell(cell).methods.items()
                 known = {name: _rounded(scores_of(judged[text])) for name, e in entries if (text := _text(e)) in judged}
+                if not known:
+                    continue
                 measured.setdefault(cell, {"family": family, "scores": {}})["scores"][state] = known
         return measured, failed
 
@@ -87,16 +86,17 @@ class ScoreBench:
         return plan.folder / plan.name(method, 0)
 
     def _judge(self, family: str, state: str, share: float, policy: Path, cells: list[str]) -> str:
-        """Runs creditbench unless it is done; "" or what went wrong."""
+        """Runs creditbench unless all methods are judged; "" or what went wrong."""
         out = self._folder(family) / state
-        if (out / "result.json").exists():
-            return ""
         settings = self.lab.declaration.families[family].settings
         entries = [entry for cell in cells for entry in self.lab.cell(cell).methods.values()]
+        texts = list(dict.fromkeys(map(_text, entries)))
+        if set(texts) <= _judged(out).keys():
+            return ""
         graph = Method("", entries[0].recipe).experiment(*settings).graph
         turns = any(node.outputs_of(Environments) for node in graph.nodes)
         arguments = ["creditbench", "--suite", "turns" if turns else "responses"]
-        arguments += ["--methods", *dict.fromkeys(map(_text, entries)), "--set", *settings, "--seeds", *SEEDS]
+        arguments += ["--methods", *texts, "--set", *settings, "--seeds", *SEEDS]
         arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--out", str(out)]
         if share:
             done = len(list((policy / "checkpoints").glob("0*")))
@@ -104,7 +104,15 @@ class ScoreBench:
         self.say(f"{family}: {state}")
         log = out.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        return f"{family}, {state}: see {log}" if self.launch(arguments, log) else ""
+        missing = "any method" if self.launch(arguments, log) else ", ".join(sorted(set(texts) - _judged(out).keys()))
+        return f"{family}, {state}: no scores of {missing}, see {log}" if missing else ""
+
+
+def _judged(folder: Path) -> dict[str, Any]:
+    """Method as creditbench was asked for it → what it found; methods that failed there are not among them."""
+    file = folder / "result.json"
+    methods: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["methods"] if file.exists() else {}
+    return methods
 
 
 def _text(entry: Entry) -> str:

@@ -75,15 +75,16 @@ class Foretold:
         return self.tau >= LEAST_TAU and self.low > 0
 
 
-def kendall(x: Floats, y: Floats) -> float:
-    """Kendall's τ-b of two arrays [N]; NaN where one is constant.
+def kendall(x: Floats, y: Floats) -> Floats:
+    """Kendall's τ-b of arrays [..., N] along their last axis; NaN where one is constant.
 
-    >>> kendall(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 2.0])), kendall(np.array([1.0, 1.0]), np.array([1.0, 2]))
+    >>> float(kendall(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0, 2.0]))), float(kendall(np.ones(2), np.arange(2.0)))
     (0.3333333333333333, nan)
     """
-    a, b = (np.sign(v[:, None] - v[None, :]) for v in (x, y))
-    pairs = math.sqrt(float((a != 0).sum()) * float((b != 0).sum()))
-    return float((a * b).sum()) / pairs if pairs else math.nan
+    a, b = (np.sign(v[..., :, None] - v[..., None, :]) for v in (x, y))
+    pairs = np.sqrt((a != 0).sum((-2, -1)) * (b != 0).sum((-2, -1), dtype=np.float64))
+    agreed: Floats = (a * b).sum((-2, -1))
+    return np.divide(agreed, pairs, out=np.full(pairs.shape, np.nan), where=pairs > 0)
 
 
 def halves(families: Sequence[str]) -> dict[str, int]:
@@ -115,7 +116,7 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
             held[COMBINED].append((cell, _rank_table(cell, names) @ weights, _gains(cell, cell.methods)))
         for name in names:
             pairs = [pair for cell in fitted if len((pair := _pair(cell, name))[0]) >= FEWEST]
-            known = [tau for pair in pairs if math.isfinite(tau := kendall(*pair))]
+            known = [tau for pair in pairs if math.isfinite(tau := float(kendall(*pair)))]
             if not known:
                 continue
             directions[name].append(1 if sum(known) >= 0 else -1)
@@ -176,22 +177,19 @@ def _ridge(cells: Sequence[Cell], names: Sequence[str]) -> Floats:
 
 
 def _foretold(name: str, parts: Sequence[tuple[Cell, Floats, Floats]], directions: tuple[int, ...]) -> Foretold:
-    def mean(taus: Sequence[float]) -> float:
-        known = [tau for tau in taus if math.isfinite(tau)]
-        return sum(known) / len(known) if known else math.nan
-
     rng = Stream("credit prediction", name).generator()
     families = sorted({cell.family for cell, _, _ in parts})
-    drawn: list[float] = []
-    for _ in range(DRAWS):
-        taus: list[float] = []
-        for family in rng.choice(len(families), len(families)):
-            for cell, x, y in parts:
-                if cell.family == families[family]:
-                    rows: Ints = rng.integers(0, len(x), len(x))
-                    taus.append(kendall(x[rows], y[rows]))
-        drawn.append(mean(taus))
-    known = [tau for tau in drawn if math.isfinite(tau)]
-    low, high = (float(end) for end in np.quantile(known, (0.025, 0.975))) if known else (math.nan, math.nan)
-    tau = mean([kendall(x, y) for _, x, y in parts])
+    total, count = np.zeros(DRAWS), np.zeros(DRAWS)
+    for _ in families:
+        drawn = rng.integers(0, len(families), DRAWS)
+        for cell, x, y in parts:
+            here = drawn == families.index(cell.family)
+            rows: Ints = rng.integers(0, len(x), (int(here.sum()), len(x)))
+            tau = kendall(x[rows], y[rows])
+            total[here] += np.nan_to_num(tau)
+            count[here] += np.isfinite(tau)
+    means = total[count > 0] / count[count > 0]
+    low, high = (float(end) for end in np.quantile(means, (0.025, 0.975))) if len(means) else (math.nan, math.nan)
+    known = [tau for _, x, y in parts if math.isfinite(tau := float(kendall(x, y)))]
+    tau = sum(known) / len(known) if known else math.nan
     return Foretold(tau=tau, low=low, high=high, directions=directions, cells=len(parts))

@@ -89,12 +89,17 @@ def test_a_family_is_judged_once_per_state_with_the_methods_of_its_measured_cell
 def test_what_failed_is_said_and_done_again_alone(tmp_path):
     launch = Commands(broken="chains/third")
     scores, failed = bench(tmp_path, launch).measure(["one"])
-    assert failed == [f"chains, third: see {tmp_path / 'scores' / 'chains' / 'third.log'}"]
+    assert failed == [f"chains, third: no scores of any method, see {tmp_path / 'scores' / 'chains' / 'third.log'}"]
     assert set(scores["one"]["scores"]) == {"start", "two_thirds"}
     again = Commands()
     lab = bench(tmp_path, again)
     _, failed = lab.measure(["one"])
     assert (list(again.seen), failed) == (["chains/third"], [])
+    # Another cell of the family has methods that were not judged.
+    more = Commands()
+    scores, _ = bench(tmp_path, more).measure(["one", "two"])
+    assert list(more.seen) == ["chains/start", "chains/third", "chains/two_thirds"]
+    assert set(scores["two"]["scores"]["start"]) == {"grpo", "four"}
 
 
 def test_the_file_of_scores_is_what_the_study_reads(tmp_path):
