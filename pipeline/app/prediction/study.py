@@ -190,6 +190,6 @@ def _foretold(name: str, parts: Sequence[tuple[Cell, Floats, Floats]], direction
             count[here] += np.isfinite(tau)
     means = total[count > 0] / count[count > 0]
     low, high = (float(end) for end in np.quantile(means, (0.025, 0.975))) if len(means) else (math.nan, math.nan)
-    known = [tau for _, x, y in parts if math.isfinite(tau := float(kendall(x, y)))]
-    tau = sum(known) / len(known) if known else math.nan
-    return Foretold(tau=tau, low=low, high=high, directions=directions, cells=len(parts))
+    known = [one for _, x, y in parts if math.isfinite(one := float(kendall(x, y)))]
+    held = sum(known) / len(known) if known else math.nan
+    return Foretold(tau=held, low=low, high=high, directions=directions, cells=len(parts))
