@@ -84,7 +84,8 @@ def kendall(x: Floats, y: Floats) -> Floats:
     a, b = (np.sign(v[..., :, None] - v[..., None, :]) for v in (x, y))
     pairs = np.sqrt((a != 0).sum((-2, -1)) * (b != 0).sum((-2, -1), dtype=np.float64))
     agreed: Floats = (a * b).sum((-2, -1))
-    return np.divide(agreed, pairs, out=np.full(pairs.shape, np.nan), where=pairs > 0)
+    tau: Floats = np.divide(agreed, pairs, out=np.full(pairs.shape, np.nan), where=pairs > 0)
+    return tau
 
 
 def halves(families: Sequence[str]) -> dict[str, int]:
