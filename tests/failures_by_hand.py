@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from components.models.load import load_tokenizer
-from components.tasks.chains import generate, solution
+from components.tasks import TASKS
 from pipeline.app.localization.records import Failure
 from pipeline.core.component import ModelSpec
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Credit, Payload, Prompts, Rewards, StepErrors, Trajectories
 from pipeline.run.recording import write_payload
+
+CHAINS = TASKS["chains"]
 
 PROMPT = 1000
 
@@ -76,10 +78,10 @@ def _rows(tokenizer: Any, uid: list[int], texts: list[list[str]], prompt: str, *
 
 def record(run: Path, iteration: int, resets: list[Reset], oracle: bool) -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny"))
-    problem = generate(seed=0, index=0)
+    problem = CHAINS.generate(seed=0, index=0)
     question = problem["question"]
     metadata = problem if oracle else {"question": question, "template": "thought"}
-    right = solution(problem)
+    right = CHAINS.solution(problem)
     base = 100 * (iteration + 1)
     uid = [base + i for i in range(len(resets))]
     texts = []

@@ -93,7 +93,8 @@ def read_values(file: Path) -> list[Value]:
     default = [Clause(OURS, "", ())] if DEFAULT in lines else []
     used: set[Clause] = set()
     values = []
-    for path, node, opened in _leaves(yaml.compose("\n".join(lines), LOADER), (), ()):
+    whole = yaml.compose("\n".join(lines), LOADER)
+    for path, node, opened in _leaves(whole, (), ()) if whole else ():
         setting = _setting(path, node)
         if setting is None:
             continue
@@ -136,7 +137,7 @@ def page_of(recipe: Path) -> str:
         return RECIPE_PAGES[recipe.stem]
     for item in yaml.load(recipe.read_text(encoding="utf-8"), LOADER).get("defaults", []):
         if isinstance(item, dict) and "/graph" in item:
-            return GRAPH_PAGES.get(item["/graph"], item["/graph"])
+            return str(GRAPH_PAGES.get(item["/graph"], item["/graph"]))
         if isinstance(item, str):
             return page_of(recipe.with_name(f"{item}.yaml"))
     raise ValueError(f"{recipe.name}: no graph in its defaults.")
@@ -196,4 +197,5 @@ def _text(node: yaml.Node) -> str:
         return f"[{', '.join(_text(item) for item in node.value)}]"
     if isinstance(node, yaml.MappingNode):
         return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in node.value)}}}"
-    return repr(node.value) if node.style in ("'", '"') else node.value
+    quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
+    return repr(node.value) if quoted else str(node.value)

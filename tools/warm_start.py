@@ -80,7 +80,7 @@ def batch_of(examples: list[tuple[str, str]], ids: dict[str, int]) -> tuple[Tens
 
 
 @torch.no_grad()
-def respond(model: nn.Module, tokenizer: Any, prompts: list[str], temperature: float, seed: int) -> list[str]:
+def respond(model: Any, tokenizer: Any, prompts: list[str], temperature: float, seed: int) -> list[str]:
     torch.manual_seed(seed)
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     how = (
@@ -93,7 +93,7 @@ def respond(model: nn.Module, tokenizer: Any, prompts: list[str], temperature: f
 
 
 @torch.no_grad()
-def take_over(model: nn.Module, words: list[str], path: str) -> None:
+def take_over(model: Any, words: list[str], path: str) -> None:
     """Copies the weights of another model of the same shape; of its embeddings, those of shared words."""
     spec = ModelSpec(path=path)
     other, known = load_causal_lm(spec), load_tokenizer(spec).get_vocab()
@@ -236,7 +236,7 @@ def measure(model: nn.Module, tokenizer: Any, task: Task, count: int) -> dict[st
     }
 
 
-def card(args: argparse.Namespace, model: nn.Module, task: Task, figures: dict[str, float]) -> str:
+def card(args: argparse.Namespace, model: Any, task: Task, figures: dict[str, float]) -> str:
     """The model card, README.md in the folder of the weights."""
     lines = [
         f"# {task.model}: the small model of task {task.name}",

@@ -16,7 +16,6 @@ bounds their number, so that chains with about one hard decision and chains with
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from components.tasks.base import (
-    MAX_DRAWS,
     THOUGHT_END,
     Draw,
     Problem,
     Task,
-    check_split,
     compare_with,
-    in_split,
     step_body,
 )
 from pipeline.core.errors import DataError
-from pipeline.core.streams import key_of
 
 OPERATORS = ("+", "-", "*")
 OPERANDS = range(2, 10)
@@ -108,46 +103,6 @@ def load_misconceptions(folder: Path = TINY_MODEL) -> dict[Fact, tuple[int, floa
     return {(row["before"], row["operator"], row["operand"]): (row["wrong"], row["rate"]) for row in rows}
 
 
-def generate(
-    seed: int,
-    index: int,
-    difficulty: Difficulty | None = None,
-    split: str = "train",
-    hard: Mapping[Fact, Any] | None = None,
-) -> Problem:
-    """Draws problem `index` of a split: a JSON-able dict, the same for the same arguments everywhere.
-
-    Args:
-        seed: names an endless list of problems.
-        index: position in that list, from 0.
-        difficulty: the defaults of `Difficulty` when None.
-        split: "train", "validation" or "eval"; no question belongs to two of them.
-        hard: facts that count as hard; those of the shipped model when None.
-    """
-    difficulty = difficulty or Difficulty()
-    check_split("chains", split)
-    if difficulty.hard_facts is None:
-        hard = {}
-        low, high = 0, MAX_STEPS
-    else:
-        hard = load_misconceptions() if hard is None else hard
-        low, high = difficulty.hard_facts
-    # random() is the one method whose sequence Python guarantees across versions.
-    draw = random.Random(key_of("chains", seed, split, index)).random
-    for _ in range(MAX_DRAWS):
-        problem = _draw_problem(draw, difficulty)
-        if not in_split(problem["question"], split):
-            continue
-        problem["hard_steps"] = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
-        late = all(i > difficulty.hard_after * len(problem["steps"]) for i in problem["hard_steps"])
-        if late and low <= len(problem["hard_steps"]) <= high:
-            return problem
-    raise DataError(
-        f"chains: no problem with steps {list(difficulty.steps)} and {low} to {high} hard facts in {MAX_DRAWS} draws. "
-        "Widen hard_facts or steps."
-    )
-
-
 def _draw_problem(draw: Any, difficulty: Difficulty) -> Problem:
     low, high = difficulty.steps
     count = low + int(draw() * (high - low + 1))
@@ -182,26 +137,6 @@ def thought(index: int, fact: Fact, after: int, last: bool) -> str:
     return f"s{index} {value} {operator} {operand} {after}{box} {THOUGHT_END}"
 
 
-def solution(problem: Problem) -> list[str]:
-    """The right thoughts, in order."""
-    facts = true_facts(problem)
-    return [thought(i, fact, apply_step(*fact, problem["modulus"]), i == len(facts)) for i, fact in enumerate(facts, 1)]
-
-
-def answer(problem: Problem) -> str:
-    """The right final value, as text."""
-    return str(apply_step(*true_facts(problem)[-1], problem["modulus"]))
-
-
-def first_error(problem: Problem, thoughts: Sequence[str]) -> int:
-    """1-based index of the first wrong thought, 0 when the chain is right and complete.
-
-    A malformed thought is wrong. A chain that ends before the last step has its error at the thought that is missing,
-    so the result may be ``len(thoughts) + 1``; a thought after the last step is wrong too.
-    """
-    return compare_with(solution(problem), thoughts)
-
-
 def shown_values(reference_steps: Sequence[str]) -> dict[int, str]:
     """Step → value after it, for the first half of a reference chain, rounded up; malformed steps show nothing."""
     values = {}
@@ -229,25 +164,38 @@ class Chains(Task):
     model = "tiny"
     difficulty = Difficulty
 
-    def draw(self, draw: Draw, difficulty: Difficulty) -> Problem | None:
-        """A chain of random steps, without regard to which of them are hard."""
-        return _draw_problem(draw, difficulty)
+    def __init__(self, hard: Mapping[Fact, Any] | None = None) -> None:
+        """`hard`: facts that count as hard; those of the shipped model when None."""
+        self._hard = hard
 
-    def generate(self, seed: int, index: int, difficulty: Any = None, split: str = "train") -> Problem:
-        """As the function `generate`, with the facts of the shipped model."""
-        return generate(seed, index, difficulty, split)
+    def draw(self, draw: Draw, difficulty: Difficulty) -> Problem | None:
+        """A chain of random steps; None where its hard steps are too few, too many or too early."""
+        problem = _draw_problem(draw, difficulty)
+        hard: Mapping[Fact, Any] = {}
+        low, high = 0, MAX_STEPS
+        if difficulty.hard_facts is not None:
+            hard = load_misconceptions() if self._hard is None else self._hard
+            low, high = difficulty.hard_facts
+        problem["hard_steps"] = [i for i, fact in enumerate(true_facts(problem), 1) if fact in hard]
+        late = all(i > difficulty.hard_after * len(problem["steps"]) for i in problem["hard_steps"])
+        return problem if late and low <= len(problem["hard_steps"]) <= high else None
 
     def solution(self, problem: Problem) -> list[str]:
-        """As the function `solution`."""
-        return solution(problem)
+        """The right thoughts, in order."""
+        facts, modulus = true_facts(problem), problem["modulus"]
+        return [thought(i, fact, apply_step(*fact, modulus), i == len(facts)) for i, fact in enumerate(facts, 1)]
 
     def answer(self, problem: Problem) -> str:
-        """As the function `answer`."""
-        return answer(problem)
+        """The right final value, as text."""
+        return str(apply_step(*true_facts(problem)[-1], problem["modulus"]))
 
     def first_error(self, problem: Problem, thoughts: Sequence[str]) -> int:
-        """As the function `first_error`."""
-        return first_error(problem, thoughts)
+        """1-based index of the first wrong thought, 0 when the chain is right and complete.
+
+        A malformed thought is wrong. A chain that ends before the last step has its error at the thought that is
+        missing, so the result may be ``len(thoughts) + 1``; a thought after the last step is wrong too.
+        """
+        return compare_with(self.solution(problem), thoughts)
 
     def words(self) -> list[str]:
         """Numbers, operators, and labels of steps."""

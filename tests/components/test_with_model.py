@@ -17,11 +17,13 @@ from components.sampler.chains import Chains
 from components.sampler.dynamic import Dynamic
 from components.sampler.failures import Failures
 from components.segmenter.thought import Thoughts
-from components.tasks import chains
+from components.tasks import TASKS
 from components.tasks.base import split_thoughts
 from components.verifier.exact import Exact
 from components.verifier.math import Math
 from pipeline.core.jagged import Jagged
+
+CHAINS = TASKS["chains"]
 
 LIMITS = {"max_tokens": 120, "mode": "thought", "temperature": 1.0}
 
@@ -81,7 +83,7 @@ def test_exact_and_math_agree_with_the_task(tiny, fresh, verifier):
     assert exact.valid.all()
     problems = [tiny.prompts.metadata[i] for i in tiny.prompts.index_of(fresh.prompt_uid).tolist()]
     for text, problem, correct in zip(fresh.text, problems, exact.correct.tolist(), strict=True):
-        if chains.first_error(problem, split_thoughts(text)) == 0:
+        if CHAINS.first_error(problem, split_thoughts(text)) == 0:
             assert correct
 
 
@@ -120,7 +122,7 @@ def test_reset_prefixes_are_right_up_to_the_error(tiny, sampled, suffixes):
         problem = tiny.prompts.metadata[int(tiny.prompts.index_of(made.prompt_uid[i : i + 1]))]
         prefix = split_thoughts(tiny.policy.tokenizer.decode(made.response_tokens.row(i)[:kept].tolist()))
         assert len(prefix) == int(errors.step[row]) - 1
-        assert not 0 < chains.first_error(problem, prefix) <= len(prefix)
+        assert not 0 < CHAINS.first_error(problem, prefix) <= len(prefix)
 
 
 def test_from_merge_to_credit(tiny, sampled, suffixes, verifier):

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from components.evaluator.resets import Resets, reset_metrics
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.core.errors import AlignmentError
 from pipeline.core.payloads import StepErrors, Trajectories
+
+CHAINS = TASKS["chains"]
 
 PROBLEM = {
     "task": "chains",
@@ -78,7 +80,7 @@ def test_the_component_looks_rewards_up_by_uid(toolbox):
     assert report.metrics["correction_clean"] == 0.5
     assert report.metrics["step_fraction"] == 0.5
     assert node.context.metrics == report.metrics
-    assert chains.first_error(PROBLEM, ["s1 7 * 4 2 </thought>", "s2 2 + 3 6 \\boxed{ 6 } </thought>"]) == 2
+    assert CHAINS.first_error(PROBLEM, ["s1 7 * 4 2 </thought>", "s2 2 + 3 6 \\boxed{ 6 } </thought>"]) == 2
 
 
 def test_invalid_suffixes_do_not_count_and_tasks_without_oracle_say_less(toolbox):

@@ -7,9 +7,11 @@ from components.localizer.oracle import OracleLocalizer
 from components.localizer.self_localizer import SelfLocalizer, parse_step
 from components.localizer.uniform import UniformLocalizer
 from components.rollouts.thoughts import num_thoughts, thought_texts
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
+
+CHAINS = TASKS["chains"]
 
 THREE = "a</thought>b</thought>c</thought>"
 PROBLEM = {
@@ -96,7 +98,7 @@ def test_uniform_covers_all_steps_evenly_and_keeps_to_the_prompt(toolbox):
 
 
 def test_oracle_finds_the_first_wrong_thought(toolbox):
-    right = chains.solution(PROBLEM)
+    right = CHAINS.solution(PROBLEM)
     wrong_second = [right[0], "s2 2 + 3 9 </thought>", "s3 9 - 2 7 \\boxed{ 7 } </thought>"]
     texts = ["".join(t) for t in (wrong_second, ["s1 7 * 4 1 </thought>", *wrong_second[1:]], right[:2], right)]
     prompts = toolbox.prompts(["p"], metadata=[PROBLEM])

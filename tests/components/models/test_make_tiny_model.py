@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from components.models.load import load_causal_lm, load_tokenizer
-from components.tasks import chains
+from components.tasks import TASKS, chains
 from components.tasks.base import THOUGHT_END, split_thoughts
 from components.text import templates
 from pipeline.core.component import ModelSpec
+
+CHAINS = TASKS["chains"]
 
 TOOL = Path(__file__).parents[3] / "tools" / "make_tiny_model"
 
@@ -29,7 +31,7 @@ def teacher(tool):
     return tool.Teacher(chains.load_misconceptions(), random.Random(0).random)
 
 
-PROBLEMS = [chains.generate(9, i, chains.Difficulty(steps=(4, 12), hard_facts=None)) for i in range(150)]
+PROBLEMS = [CHAINS.generate(9, i, chains.Difficulty(steps=(4, 12), hard_facts=None)) for i in range(150)]
 
 
 def test_the_same_command_gives_the_same_bytes(tool, tmp_path):
@@ -65,7 +67,7 @@ def test_solving_examples_err_at_misconceived_steps_only(teacher):
     wrong = 0
     for problem in PROBLEMS:
         _, response = teacher.solve(problem)
-        error = chains.first_error(problem, split_thoughts(response))
+        error = CHAINS.first_error(problem, split_thoughts(response))
         if error:
             wrong += 1
             assert chains.true_facts(problem)[error - 1] in hard
@@ -83,7 +85,7 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
         *_, last = steps
         value = last.split()[4]
         steps[-1] = f"{last.removesuffix(THOUGHT_END)}\\boxed{{ {value} }} {THOUGHT_END}"
-        error = chains.first_error(problem, steps)
+        error = CHAINS.first_error(problem, steps)
         named = int(templates.extract_answer(response))
         exact, clean, chance = exact + (named == error), clean + (named <= error), chance + 1 / len(steps)
     assert exact > 3 * chance
@@ -91,7 +93,7 @@ def test_localising_examples_name_a_step_and_mostly_the_first_error(teacher):
 
 
 def test_revising_examples_differ_from_the_reference(teacher):
-    right = [chains.first_error(p, split_thoughts(teacher.revise(p)[1])) == 0 for p in PROBLEMS]
+    right = [CHAINS.first_error(p, split_thoughts(teacher.revise(p)[1])) == 0 for p in PROBLEMS]
     assert 0.2 < sum(right) / len(right) < 0.9
 
 

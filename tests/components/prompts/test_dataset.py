@@ -7,10 +7,12 @@ import torch
 
 from components.data.loading import load_data, make_prompts
 from components.prompts.dataset import DatasetPrompts
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.core.component import Context, ModelSpec
 from pipeline.core.errors import ConfigError, DataError, RunError
 from pipeline.core.ranks import Ranks
+
+TASK = TASKS["chains"]
 
 CHAINS = {"source": "chains", "size": 20, "difficulty": {"steps": [3, 5], "hard_facts": None}}
 PLAIN = {"source": "file", "template": "plain"}
@@ -46,9 +48,9 @@ def test_chains_batch_carries_everything_a_verifier_needs():
     assert len(batch) == 4
     for i in range(4):
         problem = batch.metadata[i]
-        assert batch.answer[i] == chains.answer(problem)
+        assert batch.answer[i] == TASK.answer(problem)
         assert batch.text[i] == f"<solve> {problem['question']} </problem>"
-        assert chains.first_error(problem, chains.solution(problem)) == 0
+        assert TASK.first_error(problem, TASK.solution(problem)) == 0
     assert batch.tokens.values.dtype == torch.int32
     # "<solve>", the start value, three words per step, "</problem>"
     assert batch.tokens.lengths.tolist() == [3 + 3 * len(m["steps"]) for m in batch.metadata]

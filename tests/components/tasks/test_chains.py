@@ -6,8 +6,10 @@ import pytest
 
 from components.tasks import TASKS, chains
 from components.tasks.base import SPLITS, split_thoughts
-from components.tasks.chains import Difficulty
+from components.tasks.chains import Chains, Difficulty
 from pipeline.core.errors import DataError
+
+CHAINS = TASKS["chains"]
 
 # 7 * 4 = 28 = 2 (mod 13);  2 + 3 = 5;  5 - 9 = -4 = 9 (mod 13)
 PROBLEM = {
@@ -22,8 +24,8 @@ RIGHT = ["s1 7 * 4 2 </thought>", "s2 2 + 3 5 </thought>", "s3 5 - 9 9 \\boxed{ 
 
 
 def test_a_problem_by_hand():
-    assert chains.solution(PROBLEM) == RIGHT
-    assert chains.answer(PROBLEM) == "9"
+    assert CHAINS.solution(PROBLEM) == RIGHT
+    assert CHAINS.answer(PROBLEM) == "9"
     assert TASKS["chains"].solve_prompt(PROBLEM["question"]) == "<solve> 7 s1 * 4 s2 + 3 s3 - 9 </problem>"
     assert chains.true_facts(PROBLEM) == [(7, "*", 4), (2, "+", 3), (5, "-", 9)]
 
@@ -51,7 +53,7 @@ def test_a_problem_by_hand():
     ],
 )
 def test_first_error_by_hand(thoughts, error):
-    assert chains.first_error(PROBLEM, thoughts) == error
+    assert CHAINS.first_error(PROBLEM, thoughts) == error
 
 
 def test_split_thoughts_undoes_joining():
@@ -62,26 +64,26 @@ def test_split_thoughts_undoes_joining():
 
 def test_every_corruption_of_a_generated_chain_is_found_where_it_was_made():
     for index in range(50):
-        problem = chains.generate(3, index, Difficulty(hard_facts=None))
-        thoughts = chains.solution(problem)
+        problem = CHAINS.generate(3, index, Difficulty(hard_facts=None))
+        thoughts = CHAINS.solution(problem)
         place = index % (len(thoughts) - 1)
         words = thoughts[place].split()
         words[4] = str((int(words[4]) + 1) % 13)
         thoughts[place] = " ".join(words)
-        assert chains.first_error(problem, thoughts) == place + 1
+        assert CHAINS.first_error(problem, thoughts) == place + 1
 
 
 def test_same_key_same_problem_and_json():
-    first = [chains.generate(1, i) for i in range(20)]
-    assert first == [chains.generate(1, i) for i in range(20)] == json.loads(json.dumps(first))
-    assert first != [chains.generate(2, i) for i in range(20)]
+    first = [CHAINS.generate(1, i) for i in range(20)]
+    assert first == [CHAINS.generate(1, i) for i in range(20)] == json.loads(json.dumps(first))
+    assert first != [CHAINS.generate(2, i) for i in range(20)]
     # Problem 5 does not depend on the problems before it.
-    assert chains.generate(1, 5) == first[5]
+    assert CHAINS.generate(1, 5) == first[5]
 
 
 def test_splits_never_share_a_question():
     easy = Difficulty(steps=(1, 2), hard_facts=None)  # so few problems exist that splits would collide
-    drawn = {split: {chains.generate(0, i, easy, split)["question"] for i in range(1500)} for split in SPLITS}
+    drawn = {split: {CHAINS.generate(0, i, easy, split)["question"] for i in range(1500)} for split in SPLITS}
     assert all(len(questions) > 300 for questions in drawn.values())
     assert not drawn["train"] & drawn["eval"]
     assert not drawn["train"] & drawn["validation"]
@@ -92,7 +94,7 @@ def test_splits_never_share_a_question():
 def test_difficulty_bounds_hold(bounds):
     hard = chains.load_misconceptions()
     for index in range(30):
-        problem = chains.generate(0, index, Difficulty(steps=(6, 9), hard_facts=bounds))
+        problem = CHAINS.generate(0, index, Difficulty(steps=(6, 9), hard_facts=bounds))
         on_path = [fact in hard for fact in chains.true_facts(problem)]
         assert bounds[0] <= sum(on_path) <= bounds[1]
         assert problem["hard_steps"] == [i for i, h in enumerate(on_path, 1) if h]
@@ -101,15 +103,15 @@ def test_difficulty_bounds_hold(bounds):
 
 def test_hard_steps_can_be_kept_late():
     for index in range(20):
-        problem = chains.generate(0, index, Difficulty(hard_facts=(1, 2), hard_after=0.6))
+        problem = CHAINS.generate(0, index, Difficulty(hard_facts=(1, 2), hard_after=0.6))
         assert problem["hard_steps"]
         assert min(problem["hard_steps"]) > 0.6 * len(problem["steps"])
 
 
 def test_operators_and_modulus_are_settings():
-    problem = chains.generate(0, 0, Difficulty(operators="-", modulus=7, hard_facts=None))
+    problem = CHAINS.generate(0, 0, Difficulty(operators="-", modulus=7, hard_facts=None))
     assert {operator for operator, _ in problem["steps"]} == {"-"}
-    assert int(chains.answer(problem)) == (problem["start"] - sum(operand for _, operand in problem["steps"])) % 7
+    assert int(CHAINS.answer(problem)) == (problem["start"] - sum(operand for _, operand in problem["steps"])) % 7
 
 
 @pytest.mark.parametrize(
@@ -134,9 +136,9 @@ def test_impossible_difficulty_is_refused(settings, text):
 
 def test_unknown_split_and_unmeetable_bounds():
     with pytest.raises(DataError, match=r"chains: split 'evla' does not exist. Did you mean 'eval'\?"):
-        chains.generate(0, 0, split="evla")
-    with pytest.raises(DataError, match=r"no problem with steps .* in 20000 draws"):
-        chains.generate(0, 0, Difficulty(steps=(2, 2), hard_facts=(1, 1)), hard={})
+        CHAINS.generate(0, 0, split="evla")
+    with pytest.raises(DataError, match=r"no problem of Difficulty.* in 20000 draws"):
+        Chains({}).generate(0, 0, Difficulty(steps=(2, 2), hard_facts=(1, 1)))
 
 
 def test_missing_misconceptions_name_the_file(tmp_path):

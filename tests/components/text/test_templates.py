@@ -8,6 +8,8 @@ from components.text import templates
 from pipeline.core.component import ModelSpec
 from pipeline.core.errors import DataError
 
+TASK = TASKS["chains"]
+
 
 class ChatTokenizer:
     chat_template = "{{ messages }}"
@@ -49,8 +51,8 @@ def test_malformed_steps_still_make_a_prompt():
 def test_chains_prompts_are_in_the_model_vocabulary():
     tokenizer = load_tokenizer(ModelSpec())
     for index in range(20):
-        problem = chains.generate(0, index, chains.Difficulty(steps=(1, 12), hard_facts=None))
-        steps, question = chains.solution(problem), problem["question"]
+        problem = TASK.generate(0, index, chains.Difficulty(steps=(1, 12), hard_facts=None))
+        steps, question = TASK.solution(problem), problem["question"]
         for text in (
             TASKS["chains"].solve_prompt(question),
             templates.localize_prompt(problem, question, steps, tokenizer),

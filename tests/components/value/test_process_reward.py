@@ -15,11 +15,13 @@ from components.models.load import resolve_model_path
 from components.rollouts.thoughts import thought_texts, true_first_errors
 from components.sampler.chains import Chains
 from components.segmenter.thought import Thoughts
-from components.tasks.chains import first_error
+from components.tasks import TASKS
 from components.value.process_reward import ProcessReward
 from pipeline.core.errors import DataError
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Segments
+
+CHAINS = TASKS["chains"]
 
 
 def judge(how, path, body):
@@ -101,7 +103,7 @@ def rollouts(tiny):
     segments = tiny.start(Thoughts).run(trajectories=rows).segments
     index = tiny.prompts.index_of(rows.prompt_uid).tolist()
     steps = thought_texts(rows, tiny.policy.tokenizer)
-    errors = [first_error(tiny.prompts.metadata[i], own) or 99 for i, own in zip(index, steps, strict=True)]
+    errors = [CHAINS.first_error(tiny.prompts.metadata[i], own) or 99 for i, own in zip(index, steps, strict=True)]
     labels = [[k + 1 < error for k in range(len(own))] for own, error in zip(steps, errors, strict=True)]
     return rows, segments, labels, steps, index
 

@@ -28,6 +28,8 @@ from pipeline.core.handles import Requests, Sampling, ThoughtLimits
 from pipeline.core.jagged import Jagged
 from pipeline.core.payloads import Weights
 
+CHAINS = TASKS["chains"]
+
 ROOT = Path(__file__).resolve().parents[4]
 PYTHON = ROOT / ".venv-sglang/bin/python"
 PROCESS = ProcessSettings(python=str(PYTHON), environment={"PYTHONPATH": str(ROOT / "tests/sglang_cpu")})
@@ -106,7 +108,7 @@ def pair(tmp_path_factory, users_folder):
 @pytest.fixture(scope="module")
 def requests(pair):
     """Five problems, four rows each."""
-    problems = [chains.generate(0, i, chains.Difficulty(hard_facts=None), "validation") for i in range(5)]
+    problems = [CHAINS.generate(0, i, chains.Difficulty(hard_facts=None), "validation") for i in range(5)]
     prompts = [
         pair.sglang.tokenizer.encode(TASKS["chains"].solve_prompt(p["question"]), add_special_tokens=False)
         for p in problems

@@ -13,9 +13,11 @@ from small_suite import SUITE, evaluate, items, records, write_suite
 
 from components.data.sources import parse_source
 from components.models.load import resolve_model_path
-from components.tasks import chains
+from components.tasks import TASKS
 from pipeline.app.cli import main
 from pipeline.app.evaluate.sets import data_entry
+
+CHAINS = TASKS["chains"]
 
 # One process makes the run and the whole evaluation once for both files of the group.
 pytestmark = pytest.mark.xdist_group("evaluation")
@@ -219,7 +221,7 @@ def test_problems_that_are_in_the_training_data_are_flagged(run, configs, tmp_pa
     assert evaluate(configs, f"run={run}", "tasks=one", "contamination=false") == 0
     assert {r["flagged"] for r in records(run / "eval" / "small" / "000001", "one")} == {None}
     source = parse_source(data_entry("chains_one", "", "one"), "one")
-    texts = [chains.generate(source.seed, i, source.difficulty, source.split)["question"] for i in range(5)]
+    texts = [CHAINS.generate(source.seed, i, source.difficulty, source.split)["question"] for i in range(5)]
     questions = ["copied: " + texts[3].upper(), "s1 + 1", texts[1]]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"question": q, "answer": "1"}) + "\n" for q in questions))
     config = yaml.safe_load((run / "config.yaml").read_text())
