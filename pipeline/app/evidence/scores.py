@@ -52,11 +52,13 @@ class ScoreBench:
         for name in names:
             if name in self.results:
                 families.setdefault(self.lab.cell(name).family, []).append(name)
+        # Here and not in the threads, because configurations are composed one at a time.
+        suites = {family: self._suite(family, cells[0]) for family, cells in families.items()}
         with ThreadPoolExecutor(max_workers=self.jobs) as pool:
             tasks = {family: pool.submit(self._policy, family, cells[0]) for family, cells in families.items()}
             policies = {family: task.result() for family, task in tasks.items()}
             bench = {
-                (family, state): pool.submit(self._judge, family, state, share, policies[family], cells)
+                (family, state): pool.submit(self._judge, family, state, share, policies[family], suites[family], cells)
                 for family, cells in families.items()
                 for state, share in STATES.items()
             }
@@ -85,7 +87,13 @@ class ScoreBench:
         self.lab.train(plan, [method], [0])
         return plan.folder / plan.name(method, 0)
 
-    def _judge(self, family: str, state: str, share: float, policy: Path, cells: list[str]) -> str:
+    def _suite(self, family: str, cell: str) -> str:
+        """What creditbench is to judge: turns where the graph has an environment, else responses."""
+        first = next(iter(self.lab.cell(cell).methods.values()))
+        graph = Method("", first.recipe).experiment(*self.lab.declaration.families[family].settings).graph
+        return "turns" if any(node.outputs_of(Environments) for node in graph.nodes) else "responses"
+
+    def _judge(self, family: str, state: str, share: float, policy: Path, suite: str, cells: list[str]) -> str:
         """Runs creditbench unless all methods are judged; "" or what went wrong."""
         out = self._folder(family) / state
         settings = self.lab.declaration.families[family].settings
@@ -93,9 +101,7 @@ class ScoreBench:
         texts = list(dict.fromkeys(map(_text, entries)))
         if set(texts) <= _judged(out).keys():
             return ""
-        graph = Method("", entries[0].recipe).experiment(*settings).graph
-        turns = any(node.outputs_of(Environments) for node in graph.nodes)
-        arguments = ["creditbench", "--suite", "turns" if turns else "responses"]
+        arguments = ["creditbench", "--suite", suite]
         arguments += ["--methods", *texts, "--set", *settings, "--seeds", *SEEDS]
         arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--out", str(out)]
         if share:
