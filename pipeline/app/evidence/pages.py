@@ -79,15 +79,20 @@ def compare_block(results: Results) -> str:
     return table(head, rows) if rows else NOTHING
 
 
-def foretells_block(results: Path, scores: Path) -> str:
-    """docs/creditbench.md: which score of credit foretells what training gains, and what the study rests on."""
+def creditbench_blocks(results: Path, scores: Path) -> dict[str, str]:
+    """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
     if not scores.exists():
-        return NOTHING
+        return {"foretells": NOTHING, "study": NOTHING}
     cells, _ = read_cells([results], scores)
     families = len({cell.family for cell in cells})
-    methods = sum(len(cell.methods) for cell in cells)
-    rests = f"{methods} methods in {len(cells)} cells of {families} families; docs/evidence has the numbers."
-    return f"{study_table(study(cells))}\n\n{rests}"
+    found = study(cells)
+    verdict, _, rows = study_table(found).partition("\n\n")
+    name, best = next(iter(found.items()))
+    return {
+        "foretells": f"**{verdict}** Nearest: `{name}` with {best.tau:+.2f} [{best.low:+.2f}, {best.high:+.2f}]; "
+        f"{sum(len(cell.methods) for cell in cells)} methods in {len(cells)} cells of {families} families.",
+        "study": rows,
+    }
 
 
 def readme_block(results: Results) -> str:
