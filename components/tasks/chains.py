@@ -23,14 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from components.tasks.base import (
-    THOUGHT_END,
-    Draw,
-    Problem,
-    Task,
-    compare_with,
-    step_body,
-)
+from components.tasks.base import THOUGHT_END, Draw, Problem, Task, compare_with, step_body
 from pipeline.core.errors import DataError
 
 OPERATORS = ("+", "-", "*")

@@ -79,11 +79,11 @@ def compare_block(results: Results) -> str:
     return table(head, rows) if rows else NOTHING
 
 
-def creditbench_blocks(results: Path, scores: Path) -> dict[str, str]:
+def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str, str]:
     """docs/creditbench.md: whether a score of credit foretells what training gains, and the table of the study."""
     if not scores.exists():
         return {"foretells": NOTHING, "study": NOTHING}
-    cells, _ = read_cells([results], scores)
+    cells = [cell for cell in read_cells([gains], scores)[0] if cell.name in results.cells]
     families = len({cell.family for cell in cells})
     found = study(cells)
     verdict, _, rows = study_table(found).partition("\n\n")

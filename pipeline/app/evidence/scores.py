@@ -6,7 +6,6 @@ that cell's first method trains it. At each state `creditgraph creditbench` judg
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 from pipeline.app.bench.methods import Method
 from pipeline.app.evidence.declaration import Entry, rated
 from pipeline.app.evidence.measure import Lab
-from pipeline.app.prediction.cells import scores_of
+from pipeline.app.prediction.cells import read_json, scores_of
 from pipeline.core.handles import Environments
 
 STATES = {"start": 0.0, "third": 1 / 3, "two_thirds": 2 / 3}
@@ -47,11 +46,15 @@ class ScoreBench:
     say: Callable[[str], None]
 
     def measure(self, names: list[str]) -> tuple[dict[str, Any], list[str]]:
-        """Entries of scores.json for these cells, as far as they have results, and what failed."""
+        """Entries of scores.json for the families of these cells, as far as they have results, and what failed.
+
+        All measured cells of a family are judged together, so that its policy is the same whichever cells are named.
+        """
+        wanted = {self.lab.cell(name).family for name in names}
         families: dict[str, list[str]] = {}
-        for name in names:
-            if name in self.results:
-                families.setdefault(self.lab.cell(name).family, []).append(name)
+        for name in self.results:
+            if (family := self.lab.cell(name).family) in wanted:
+                families.setdefault(family, []).append(name)
         # Here and not in the threads, because configurations are composed one at a time.
         suites = {family: self._suite(family, cells[0]) for family, cells in families.items()}
         with ThreadPoolExecutor(max_workers=self.jobs) as pool:
@@ -94,13 +97,15 @@ class ScoreBench:
         return "turns" if any(node.outputs_of(Environments) for node in graph.nodes) else "responses"
 
     def _judge(self, family: str, state: str, share: float, policy: Path, suite: str, cells: list[str]) -> str:
-        """Runs creditbench unless all methods are judged; "" or what went wrong."""
-        out = self._folder(family) / state
+        """Runs creditbench for the methods that are not judged yet; "" or what went wrong."""
+        folder = self._folder(family) / state
         settings = self.lab.declaration.families[family].settings
         entries = [entry for cell in cells for entry in self.lab.cell(cell).methods.values()]
-        texts = list(dict.fromkeys(map(_text, entries)))
-        if set(texts) <= _judged(out).keys():
+        texts = [text for text in dict.fromkeys(map(_text, entries)) if text not in _judged(folder)]
+        if not texts:
             return ""
+        # Results of earlier calls stay; the prompts and rollouts of a seed and a policy are the same in all of them.
+        out = folder / str(len(list(folder.glob("*/result.json"))))
         arguments = ["creditbench", "--suite", suite]
         arguments += ["--methods", *texts, "--set", *settings, "--seeds", *SEEDS]
         arguments += ["--samples", str(SAMPLES), "--max-rows", str(ROWS), "--out", str(out)]
@@ -110,14 +115,17 @@ class ScoreBench:
         self.say(f"{family}: {state}")
         log = out.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        missing = "any method" if self.launch(arguments, log) else ", ".join(sorted(set(texts) - _judged(out).keys()))
+        missing = (
+            "any method" if self.launch(arguments, log) else ", ".join(sorted(set(texts) - _judged(folder).keys()))
+        )
         return f"{family}, {state}: no scores of {missing}, see {log}" if missing else ""
 
 
 def _judged(folder: Path) -> dict[str, Any]:
     """Method as creditbench was asked for it → what it found; methods that failed there are not among them."""
-    file = folder / "result.json"
-    methods: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["methods"] if file.exists() else {}
+    methods: dict[str, Any] = {}
+    for file in sorted(folder.glob("*/result.json")):
+        methods |= read_json(file).get("methods", {})
     return methods
 
 

@@ -67,8 +67,13 @@ def scores_of(entry: dict[str, Any]) -> dict[str, float]:
 
 def _scores_of_file(file: Path) -> tuple[dict[str, str], Scores]:
     """Cell → family, and the scores, of a file of tools/evidence."""
-    cells = _read(file).get("cells", {})
-    return {n: c["family"] for n, c in cells.items()}, {n: c["scores"] for n, c in cells.items()}
+    cells: Any = read_json(file).get("cells")
+    try:
+        return {n: c["family"] for n, c in cells.items()}, {n: c["scores"] for n, c in cells.items()}
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(
+            f"{file}: holds no scores; expected scores.json of tools/evidence, or a folder of creditbench's results."
+        ) from None
 
 
 def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
@@ -77,7 +82,7 @@ def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
     scores: Scores = {}
     for file in sorted(folder.glob("*/**/result.json")):
         name, *state = file.parent.relative_to(folder).parts
-        content = _read(file)
+        content = read_json(file)
         chosen = [s for s in content.get("settings", {}).get("set", ()) if s.startswith("data=")]
         families[name] = chosen[-1].removeprefix("data=") if chosen else families.get(name, OWN_DATA)
         methods = content.get("methods", {})
@@ -88,14 +93,14 @@ def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
 def _gains(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Cell, and method → mean gain in accuracy at the cell's tokens."""
     if file.is_dir():
-        methods = _read(file / "result.json").get("methods", {})
+        methods = read_json(file / "result.json").get("methods", {})
         gain = {}
         for name, row in methods.items():
             starts = [curve["accuracy"][0] for curve in row["curves"].values() if curve["accuracy"]]
             gain[name] = _mean(row["accuracy"].values()) - _mean(starts)
         yield file.name, gain
         return
-    for cell, entry in _read(file).get("cells", {}).items():
+    for cell, entry in read_json(file).get("cells", {}).items():
         methods = entry["methods"]
         yield cell, {name: _mean(row["accuracy"]) - _mean(row["start"]) for name, row in methods.items()}
 
@@ -104,9 +109,12 @@ def _mean(values: Any) -> float:
     return mean_sd([math.nan if v is None else float(v) for v in values])[0]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of results or scores; DataError where the file is missing or holds something else."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error}); expected results of training or scores.") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: expected results of training or scores, a JSON object, got {type(content).__name__}.")
     return content

@@ -10,6 +10,7 @@ from pipeline.app.evidence.declaration import Cell, Declaration, Entry, Family
 from pipeline.app.evidence.measure import Lab
 from pipeline.app.evidence.scores import ScoreBench
 from pipeline.app.prediction.cells import read_cells
+from pipeline.core.errors import DataError
 
 METHODS = {"grpo": Entry(recipe="toy_grpo"), "small": Entry(recipe="toy_grpo", set=("prompts.batch=4",))}
 OTHER = {"grpo": Entry(recipe="toy_grpo"), "four": Entry(recipe="toy_srpo", set=("expander.suffixes=4",))}
@@ -43,7 +44,7 @@ class Commands:
     def __call__(self, arguments, log):
         assert arguments[0] == "creditbench"
         options = self.parser.parse_args(arguments[1:])
-        state = f"{options.out.parent.name}/{options.out.name}"
+        state = f"{options.out.parent.parent.name}/{options.out.parent.name}"
         self.seen[state] = options
         if state == self.broken:
             return 1
@@ -62,9 +63,9 @@ def trained(plan, methods, seeds):
     return {}
 
 
-def bench(tmp_path, launch):
+def bench(tmp_path, launch, cells=("one", "two", "turns")):
     lab = Lab(declaration=declared(), folder=tmp_path, train=trained)
-    results = {name: measured(name) for name in ("one", "two", "turns")}
+    results = {name: measured(name) for name in cells}
     return ScoreBench(lab=lab, results=results, launch=launch, jobs=1, say=lambda text: None)
 
 
@@ -88,18 +89,25 @@ def test_a_family_is_judged_once_per_state_with_the_methods_of_its_measured_cell
 
 def test_what_failed_is_said_and_done_again_alone(tmp_path):
     launch = Commands(broken="chains/third")
-    scores, failed = bench(tmp_path, launch).measure(["one"])
-    assert failed == [f"chains, third: no scores of any method, see {tmp_path / 'scores' / 'chains' / 'third.log'}"]
+    scores, failed = bench(tmp_path, launch, ["one"]).measure(["one"])
+    assert failed == [
+        f"chains, third: no scores of any method, see {tmp_path / 'scores' / 'chains' / 'third' / '0.log'}"
+    ]
     assert set(scores["one"]["scores"]) == {"start", "two_thirds"}
     again = Commands()
-    lab = bench(tmp_path, again)
-    _, failed = lab.measure(["one"])
+    _, failed = bench(tmp_path, again, ["one"]).measure(["one"])
     assert (list(again.seen), failed) == (["chains/third"], [])
-    # Another cell of the family has methods that were not judged.
-    more = Commands()
-    scores, _ = bench(tmp_path, more).measure(["one", "two"])
+
+
+def test_another_cell_of_a_family_has_its_new_methods_judged_with_the_same_policy(tmp_path):
+    first, more = Commands(), Commands()
+    before, _ = bench(tmp_path, first, ["one"]).measure(["one"])
+    scores, _ = bench(tmp_path, more, ["one", "two"]).measure(["two"])
     assert list(more.seen) == ["chains/start", "chains/third", "chains/two_thirds"]
+    assert more.seen["chains/third"].methods == ["toy_srpo,expander.suffixes=4"]
+    assert more.seen["chains/third"].run == first.seen["chains/third"].run
     assert set(scores["two"]["scores"]["start"]) == {"grpo", "four"}
+    assert scores["one"] == before["one"]
 
 
 def test_the_file_of_scores_is_what_the_study_reads(tmp_path):
@@ -113,3 +121,12 @@ def test_the_file_of_scores_is_what_the_study_reads(tmp_path):
     assert cells[1].gain == {"grpo": pytest.approx(0.3), "four": pytest.approx(0.3)}
     assert len(notes) == 1
     assert "open" in notes[0]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": {"one": {"methods": {}}}}', "{}"])
+def test_a_file_that_holds_no_scores_is_named(tmp_path, text):
+    files = tmp_path / "results.json", tmp_path / "scores.json"
+    files[0].write_text(json.dumps({"cells": {"one": measured("one")}}))
+    files[1].write_text(text)
+    with pytest.raises(DataError, match=r"scores.json: .*expected"):
+        read_cells([files[0]], files[1])
