@@ -19,6 +19,14 @@ def test_kendall_by_hand():
     assert kendall(np.arange(3.0), np.array([0.0, 1.0, 1.0])) == pytest.approx(2 / math.sqrt(6))
 
 
+def test_kendall_of_many_rows_is_that_of_each():
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 3, (2, 50, 4)).astype(float)  # ties, and rows that are constant
+    alone = [float(kendall(a, b)) for a, b in zip(x, y, strict=True)]
+    assert any(map(math.isnan, alone))
+    np.testing.assert_allclose(kendall(x, y), alone)
+
+
 def planted(families: int = 6, methods: int = 12) -> list[Cell]:
     """`good` orders methods as gains do, `reverse` against them, `noise` at random; only one method has `lonely`."""
     rng = np.random.default_rng(3)
