@@ -9,7 +9,7 @@ from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.evidence.declaration import Cell, Claim
 from pipeline.app.evidence.verdicts import Results, Verdict, collapsed, differences, few
 from pipeline.app.prediction.cells import read_cells
-from pipeline.app.prediction.study import study, study_table
+from pipeline.app.prediction.study import repeatability_line, study, study_table
 from pipeline.app.progress import ACCURACY
 
 NOTHING = "Not measured yet."
@@ -90,7 +90,8 @@ def creditbench_blocks(results: Results, gains: Path, scores: Path) -> dict[str,
     name, best = next(iter(found.items()))
     return {
         "foretells": f"**{verdict}** Nearest: `{name}` with {best.tau:+.2f} [{best.low:+.2f}, {best.high:+.2f}]; "
-        f"{sum(len(cell.methods) for cell in cells)} methods in {len(cells)} cells of {families} families.",
+        f"{sum(len(cell.methods) for cell in cells)} methods in {len(cells)} cells of {families} families. "
+        f"{repeatability_line(cells)}",
         "study": rows,
     }
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.app.bench.credit_bench import GRADIENT_METRICS
-from pipeline.app.bench.statistics import mean_sd
 from pipeline.app.prediction.study import Cell
 from pipeline.core.errors import DataError
 
@@ -51,7 +49,7 @@ def read_cells(results: Sequence[Path], scores: Path) -> tuple[list[Cell], list[
         without = sorted(gain.keys() - table.keys())
         if without:
             notes.append(f"{name}: no scores of {', '.join(without)}")
-        cells.append(Cell(name=name, family=families[name], gain=gain, scores=table))
+        cells.append(Cell(name=name, family=families[name], runs=gain, scores=table))
     return cells, notes
 
 
@@ -90,23 +88,34 @@ def _scores_in(folder: Path) -> tuple[dict[str, str], Scores]:
     return families, scores
 
 
-def _gains(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """Cell, and method → mean gain in accuracy at the cell's tokens."""
+def _gains(file: Path) -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """Cell, and method → seed → gain in accuracy at the cell's tokens; runs without an accuracy are left out."""
     if file.is_dir():
         methods = read_json(file / "result.json").get("methods", {})
-        gain = {}
-        for name, row in methods.items():
-            starts = [curve["accuracy"][0] for curve in row["curves"].values() if curve["accuracy"]]
-            gain[name] = _mean(row["accuracy"].values()) - _mean(starts)
-        yield file.name, gain
+        yield (
+            file.name,
+            {
+                name: {
+                    seed: end - row["curves"][seed]["accuracy"][0]
+                    for seed, end in row["accuracy"].items()
+                    if end is not None and row["curves"][seed]["accuracy"]
+                }
+                for name, row in methods.items()
+            },
+        )
         return
     for cell, entry in read_json(file).get("cells", {}).items():
-        methods = entry["methods"]
-        yield cell, {name: _mean(row["accuracy"]) - _mean(row["start"]) for name, row in methods.items()}
-
-
-def _mean(values: Any) -> float:
-    return mean_sd([math.nan if v is None else float(v) for v in values])[0]
+        yield (
+            cell,
+            {
+                name: {
+                    str(seed): end - start
+                    for seed, start, end in zip(row["seeds"], row["start"], row["accuracy"], strict=True)
+                    if start is not None and end is not None
+                }
+                for name, row in entry["methods"].items()
+            },
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

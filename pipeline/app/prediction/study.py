@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +38,24 @@ class Cell:
     Attributes:
         name: of the cell.
         family: of its problems; cells of a family are never on both sides of the split.
-        gain: method → what training gained.
+        runs: method → seed → what training gained.
         scores: method → score → value; NaN and missing ones are left out.
     """
 
     name: str
     family: str
-    gain: Mapping[str, float]
+    runs: Mapping[str, Mapping[str, float]]
     scores: Mapping[str, Mapping[str, float]]
+
+    @property
+    def gain(self) -> dict[str, float]:
+        """Method → its mean gain."""
+        return {method: sum(runs.values()) / len(runs) for method, runs in self.runs.items() if runs}
 
     @property
     def methods(self) -> list[str]:
         """Methods with a gain and scores."""
-        return [m for m in self.gain if m in self.scores and math.isfinite(self.gain[m])]
+        return [m for m, gain in self.gain.items() if m in self.scores and math.isfinite(gain)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +132,38 @@ def study(cells: Sequence[Cell]) -> dict[str, Foretold]:
             ]
     result = {name: _foretold(name, parts, tuple(directions[name])) for name, parts in held.items() if parts}
     return dict(sorted(result.items(), key=lambda item: -item[1].tau if math.isfinite(item[1].tau) else math.inf))
+
+
+def repeatability(cells: Sequence[Cell]) -> dict[str, float]:
+    """Cell → Kendall's τ between methods' mean gains over half of the seeds and over the others, mean of all splits.
+
+    What a score that knew the true gains could reach, or more: it is compared with gains over all seeds. Cells of fewer
+    methods, or without two seeds that all of them share, are left out.
+    """
+    result = {}
+    for cell in cells:
+        seeds = sorted(set.intersection(*(set(cell.runs[m]) for m in cell.methods))) if cell.methods else []
+        if len(cell.methods) < FEWEST or len(seeds) < 2:
+            continue
+        gains = np.array([[cell.runs[m][seed] for seed in seeds] for m in cell.methods])
+        sides = [np.isin(np.arange(len(seeds)), half) for half in combinations(range(len(seeds)), len(seeds) // 2)]
+        tau = [float(kendall(gains[:, side].mean(1), gains[:, ~side].mean(1))) for side in sides]
+        known = [one for one in tau if math.isfinite(one)]
+        if known:
+            result[cell.name] = sum(known) / len(known)
+    return result
+
+
+def repeatability_line(cells: Sequence[Cell]) -> str:
+    """What could be reached at most, in one sentence; "" where no cell has two seeds."""
+    tau = repeatability(cells)
+    if not tau:
+        return ""
+    low = [name for name, one in tau.items() if one < LEAST_TAU]
+    which = f"; in {', '.join(low)} it is below {LEAST_TAU}" if low else ""
+    return (
+        f"Gains of half of the seeds foretell those of the others with τ = {sum(tau.values()) / len(tau):+.2f}{which}."
+    )
 
 
 def study_table(result: Mapping[str, Foretold]) -> str:

@@ -120,10 +120,12 @@ def main(options: argparse.Namespace) -> int:
 
 def _predict(options: argparse.Namespace) -> int:
     from pipeline.app.prediction.cells import read_cells
-    from pipeline.app.prediction.study import study, study_table
+    from pipeline.app.prediction.study import repeatability_line, study, study_table
 
     cells, notes = read_cells(options.predict, options.scores)
     for note in notes:
         print(f"note: {note}")
     print(study_table(study(cells)))
+    if line := repeatability_line(cells):
+        print(f"\n{line}")
     return 0

@@ -9,7 +9,16 @@ import pytest
 from pipeline.app.bench.methods import METHODS
 from pipeline.app.cli import main
 from pipeline.app.prediction.cells import read_cells
-from pipeline.app.prediction.study import COMBINED, Cell, halves, kendall, study, study_table
+from pipeline.app.prediction.study import (
+    COMBINED,
+    Cell,
+    halves,
+    kendall,
+    repeatability,
+    repeatability_line,
+    study,
+    study_table,
+)
 from pipeline.core.errors import DataError
 
 
@@ -39,8 +48,8 @@ def planted(families: int = 6, methods: int = 12) -> list[Cell]:
             for i in range(methods)
         }
         scores["m0"]["lonely"] = 1.0
-        gains = {f"m{i}": float(gain[i]) for i in range(methods)} | {"untested": 0.5}
-        cells.append(Cell(name=f"cell{f}", family=f"family{f}", gain=gains, scores=scores))
+        gains = {f"m{i}": {"0": float(gain[i])} for i in range(methods)} | {"untested": {"0": 0.5}}
+        cells.append(Cell(name=f"cell{f}", family=f"family{f}", runs=gains, scores=scores))
     return cells
 
 
@@ -70,13 +79,31 @@ def test_the_direction_is_not_fitted_on_what_is_tested():
         Cell(
             name=c.name,
             family=c.family,
-            gain=c.gain,
+            runs=c.runs,
             scores={m: {"fickle": (1 if half[c.family] else -1) * c.gain[m]} for m in c.scores},
         )
         for c in cells
     ]
     assert study(sides)["fickle"].tau == -1
     assert study_table(study(sides)).startswith("No score foretells")
+
+
+def test_how_well_gains_repeat_by_hand():
+    def cell(*runs: list[float]) -> Cell:
+        table = {f"m{i}": {str(seed): gain for seed, gain in enumerate(row)} for i, row in enumerate(runs)}
+        return Cell(name="one", family="f", runs=table, scores={name: {} for name in table})
+
+    # Two seeds: both splits compare seed 0 with seed 1, which agree in one of three pairs: (1 − 2)/3.
+    noisy = cell([0.1, 0.3], [0.2, 0.1], [0.3, 0.2])
+    assert repeatability([noisy])["one"] == pytest.approx(-1 / 3)
+    # Three seeds: one against the mean of two. Seed 2 turns m0 and m1 round, alone and beside 0 or 1: τ is 1/3 always.
+    mixed = cell([0.1, 0.1, 0.9], [0.2, 0.2, 0.3], [1.0, 1.0, 1.0])
+    assert repeatability([mixed])["one"] == pytest.approx(1 / 3)
+    assert repeatability_line([mixed]).endswith("with τ = +0.33; in one it is below 0.5.")
+    # One seed, and a seed that a method lacks.
+    assert repeatability([cell([0.1], [0.2], [0.3])]) == {}
+    assert repeatability([cell([0.1, 0.2], [0.2], [0.3, 0.3])]) == {}
+    assert repeatability_line([]) == ""
 
 
 def test_two_methods_with_a_score_are_too_few():
@@ -103,7 +130,7 @@ def entry(pearson: float, bias: float) -> dict:
 @pytest.fixture
 def files(tmp_path):
     """Results of two cells of tools/evidence, and scores of them, of one cell at two states."""
-    methods = {f"m{i}": {"accuracy": [0.5 + i / 10, None], "start": [0.1, 0.1]} for i in range(4)}
+    methods = {f"m{i}": {"seeds": [0, 1], "accuracy": [0.5 + i / 10, None], "start": [0.1, 0.1]} for i in range(4)}
     results = tmp_path / "results.json"
     results.write_text(json.dumps({"cells": {name: {"methods": methods} for name in ("one", "two", "three")}}))
     scores = tmp_path / "scores"
